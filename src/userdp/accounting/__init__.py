@@ -1,0 +1,1 @@
+"""What a run costs: events (one function per theorem) and their evaluation."""

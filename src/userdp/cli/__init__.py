@@ -1,0 +1,33 @@
+"""The `userdp` program: verbs as commands, one file per command.
+
+stdout is the result, stderr the progress. Exit codes: 0 done, 2 wrong input, 3 privacy budget
+exhausted, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from userdp.cli import account, calibrate
+from userdp.errors import BudgetExhaustedError, InputError
+
+app = typer.Typer(
+    name="userdp",
+    help="Fine-tune language models with user-level differential privacy.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("account")(account.account)
+app.command("calibrate")(calibrate.calibrate)
+
+
+def main() -> None:
+    """Run the program; our own errors become one line on stderr and their exit code."""
+    try:
+        app()
+    except (InputError, BudgetExhaustedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,52 @@
+"""What every command shares: options spelled once, and the one way to print a result."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from userdp.errors import InputError
+from userdp.sampling import PoissonRecords, PoissonUsers
+from userdp.units import Adjacency, SamplingUnit
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Unit = Annotated[
+    SamplingUnit,
+    typer.Option(help="What is sampled: whole users (ULS), or single records (ELS)."),
+]
+Rate = Annotated[float, typer.Option(help="Sampling probability of a user, or of a record.")]
+Steps = Annotated[int, typer.Option(help="Number of training steps.")]
+Delta = Annotated[float, typer.Option(help="Probability mass the guarantee may miss; below 1/N.")]
+GroupSize = Annotated[
+    int,
+    typer.Option(
+        help="With --unit record: the most records any user has. Costs nothing for users."
+    ),
+]
+AdjacencyOption = Annotated[Adjacency, typer.Option(help="Which datasets are neighbours.")]
+
+
+def sampler_of(unit: SamplingUnit, rate: float, group_size: int) -> PoissonUsers | PoissonRecords:
+    """The sampler that --unit, --rate and --group-size describe."""
+    if unit is SamplingUnit.USER:
+        return PoissonUsers(user_sampling_prob=rate, group_size=group_size)
+    return PoissonRecords(record_sampling_prob=rate, group_size=group_size)
+
+
+def check_steps(steps: int) -> None:
+    """Refuse a run of no steps."""
+    if steps < 1:
+        raise InputError(f"--steps {steps}: give at least one step.")
+
+
+def emit(as_json: bool, payload: dict[str, Any], text: str) -> None:
+    """Print the result: one JSON object, or `text` for a person."""
+    print(json.dumps(payload, allow_nan=False) if as_json else text)
+
+
+def say(message: str) -> None:
+    """A message beside the result, on stderr."""
+    print(message, file=sys.stderr)

@@ -1,0 +1,31 @@
+"""The errors a user can meet, and the exit code each one gives the command line.
+
+A message names the value, the rule, the reason and the way out. It never contains a record's text
+or a user's id.
+"""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """Something the caller gave is wrong: exit code 2."""
+
+    exit_code = 2
+
+
+class UnaccountedPlanError(InputError):
+    """The chosen parts have no rule that says what they cost, so the plan cannot be built."""
+
+
+class MixedExamplesError(InputError):
+    """The model lets one user's records change another user's gradient."""
+
+
+class LedgerError(InputError):
+    """A ledger is missing, was edited, or belongs to something else."""
+
+
+class BudgetExhaustedError(RuntimeError):
+    """Every planned step was taken: one more would exceed the stated epsilon. Exit code 3."""
+
+    exit_code = 3

@@ -1,0 +1,143 @@
+"""What ran: append-only, hash-chained, on disk before any weight of the step is visible.
+
+One JSON object a line. The first holds the plan and what it was bound to; each further one a step. A
+row's hash covers its content and the hash before it, so a deleted, edited or reordered row is found.
+Everything in a ledger is public: no loss, no norm, no cohort ever enters it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from userdp.accounting import events
+from userdp.errors import LedgerError
+from userdp.plan import Plan
+from userdp.statement import Statement
+
+FORMAT = 1
+
+
+class Ledger:
+    """The record of one run, on disk or (without a path) in memory."""
+
+    def __init__(self, rows: list[dict[str, Any]], file: IO[str] | None) -> None:
+        self._rows = rows
+        self._file = file
+
+    @staticmethod
+    def create(
+        plan: Plan, *, path: Path | None = None, bound_to: dict[str, str], fixed_seed: bool
+    ) -> Ledger:
+        """A new ledger; refuses to overwrite one.
+
+        `bound_to` names what the run depends on (data fingerprint, configuration, model).
+        """
+        file = None
+        if path is not None:
+            try:
+                file = path.open("x", encoding="utf-8")
+            except FileExistsError:
+                raise LedgerError(
+                    f"{path} already holds a run: choose another output directory."
+                ) from None
+        ledger = Ledger([], file)
+        ledger._append(
+            {
+                "kind": "run",
+                "format": FORMAT,
+                "plan": plan.to_json(),
+                # Redundant on purpose: an auditor can price this with dp_accounting alone.
+                "step_event": None if plan.non_private else events.to_json(plan.step_event()),
+                "bound_to": bound_to,
+                "fixed_seed": fixed_seed,
+            }
+        )
+        return ledger
+
+    @staticmethod
+    def read(path: Path) -> Ledger:
+        """The ledger at `path`, its chain checked."""
+        if not path.is_file():
+            raise LedgerError(f"{path} is not there: is this the directory of a run?")
+        rows: list[dict[str, Any]] = []
+        before = ""
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                row: dict[str, Any] = json.loads(line)
+                claimed = row.pop("hash")
+            except (ValueError, KeyError, AttributeError):
+                raise LedgerError(f"{path}, line {number}: not a ledger row.") from None
+            if claimed != _chained(before, row):
+                raise LedgerError(
+                    f"{path}, line {number}: the hash chain breaks here; a row was edited or removed."
+                )
+            before = row["hash"] = claimed
+            rows.append(row)
+        ledger = Ledger(rows, None)
+        ledger._check_content(path)
+        return ledger
+
+    def _check_content(self, path: Path) -> None:
+        if not self._rows or self._rows[0].get("kind") != "run":
+            raise LedgerError(f"{path}: the first row must describe the run.")
+        if self._rows[0].get("format") != FORMAT:
+            raise LedgerError(f"{path}: written in a format this version does not read.")
+        steps = [row["step"] for row in self._rows[1:]]
+        if steps != list(range(len(steps))):
+            raise LedgerError(f"{path}: the steps are not consecutive.")
+        plan = self.plan
+        if not plan.non_private and self._rows[0]["step_event"] != events.to_json(
+            plan.step_event()
+        ):
+            raise LedgerError(f"{path}: the recorded event is not the one of the recorded plan.")
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that ran."""
+        return Plan.from_json(self._rows[0]["plan"])
+
+    @property
+    def fixed_seed(self) -> bool:
+        """Whether the noise can be repeated by whoever knows the seed."""
+        return self._rows[0]["fixed_seed"]
+
+    @property
+    def steps(self) -> int:
+        """How many steps were charged."""
+        return len(self._rows) - 1
+
+    @property
+    def digest(self) -> str:
+        """The hash of the last row: names everything that happened so far."""
+        return self._rows[-1]["hash"]
+
+    def charge_step(self) -> None:
+        """Record the next step; returns once it is on disk."""
+        self._append({"kind": "step", "step": self.steps})
+
+    def statement(self) -> Statement:
+        """What may be said about the model after the steps recorded here."""
+        return self.plan.statement(steps=self.steps, fixed_seed=self.fixed_seed)
+
+    def close(self) -> None:
+        """Close the file; the rows stay readable."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _append(self, row: dict[str, Any]) -> None:
+        before = self._rows[-1]["hash"] if self._rows else ""
+        row["hash"] = _chained(before, row)
+        if self._file is not None:
+            self._file.write(json.dumps(row, sort_keys=True) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self._rows.append(row)
+
+
+def _chained(before: str, row: dict[str, Any]) -> str:
+    return hashlib.sha256((before + json.dumps(row, sort_keys=True)).encode()).hexdigest()

@@ -1,0 +1,359 @@
+"""The one place that joins parts and states the joint guarantee.
+
+A plan is a choice of sampler, clip and noise, a number of steps, and the public numbers. The event
+that prices it is looked up by the types of sampler and noise and made from the sampler's own public
+parameters, so sampler and accountant cannot disagree; a pair without a rule cannot be built.
+
+Public: everything in a plan. `num_users` and the divisor are declared, never counted from the data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from userdp.accounting import accountant, events
+from userdp.clipping.rules import FlatClip
+from userdp.errors import InputError, UnaccountedPlanError
+from userdp.noise.gaussian import Gaussian
+from userdp.sampling import PoissonRecords, PoissonUsers
+from userdp.statement import Statement
+from userdp.units import Adjacency
+
+# Sampler and noise -> the theorem that prices one step of them.
+_RULES: dict[tuple[type, type], Callable[[Any, Any], events.DpEvent]] = {
+    (PoissonUsers, Gaussian): lambda sampler, noise: events.poisson_users_gaussian(
+        user_sampling_prob=sampler.user_sampling_prob, noise_multiplier=noise.noise_multiplier
+    ),
+    (PoissonRecords, Gaussian): lambda sampler, noise: events.poisson_records_gaussian(
+        record_sampling_prob=sampler.record_sampling_prob,
+        group_size=sampler.group_size,
+        noise_multiplier=noise.noise_multiplier,
+    ),
+}
+
+_SAMPLERS: dict[str, type[PoissonUsers | PoissonRecords]] = {
+    kind.__name__: kind for kind in (PoissonUsers, PoissonRecords)
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The chosen parts, and what they cost.
+
+    `divisor` is the public expected number of groups a step (E|U| or B in Charles et al. 2024): the
+    noised sum is divided by it, never by the realised size, which is secret.
+    """
+
+    sampler: PoissonUsers | PoissonRecords
+    clip: FlatClip
+    noise: Gaussian
+    steps: int
+    divisor: float
+    num_users: int
+    delta: float
+    adjacency: Adjacency = Adjacency.ADD_REMOVE
+    non_private: bool = False
+
+    def __post_init__(self) -> None:
+        _check_rule(self.sampler, self.noise)
+        _check_counts(num_users=self.num_users, steps=self.steps)
+        accountant.check_delta(self.delta)
+        if self.divisor < 1:
+            raise InputError(
+                f"a step has {self.divisor:g} expected groups, fewer than one: raise the sampling "
+                "rate or the expected cohort size, or use more users."
+            )
+        spends = self.noise.noise_multiplier == 0 or not self.clip.bounds_updates
+        if spends and not self.non_private:
+            raise InputError(
+                f"noise_multiplier={self.noise.noise_multiplier:g} with clip_norm="
+                f"{self.clip.clip_norm:g} protects nobody. Give both a positive finite value, or set "
+                "non_private=True to train without any guarantee."
+            )
+        if self.non_private and not spends:
+            raise InputError(
+                "non_private=True, yet noise and clip norm would protect. Set noise_multiplier=0 or "
+                "clip_norm=inf, or leave non_private out."
+            )
+
+    @staticmethod
+    def sample_users(
+        *,
+        num_users: int,
+        expected_cohort_size: float,
+        group_size: int,
+        steps: int,
+        clip_norm: float,
+        delta: float,
+        epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        adjacency: Adjacency = Adjacency.ADD_REMOVE,
+        non_private: bool = False,
+    ) -> Plan:
+        """User-level sampling (ULS): one clipped mean gradient per sampled user.
+
+        Each of `num_users` takes part with probability expected_cohort_size / num_users, with at most
+        `group_size` records. Exactly one of `epsilon` and `noise_multiplier` is given.
+        Reference: Charles et al. 2024, Alg. 2.
+        """
+        _check_counts(num_users=num_users, steps=steps)
+        _check_expected("expected_cohort_size", expected_cohort_size, num_users, "users")
+        sampler = PoissonUsers(
+            user_sampling_prob=expected_cohort_size / num_users, group_size=group_size
+        )
+        return Plan._with_noise(
+            sampler,
+            divisor=expected_cohort_size,
+            num_users=num_users,
+            steps=steps,
+            clip_norm=clip_norm,
+            delta=delta,
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+            adjacency=adjacency,
+            non_private=non_private,
+        )
+
+    @staticmethod
+    def sample_records(
+        *,
+        num_users: int,
+        expected_batch_size: float,
+        group_size: int,
+        steps: int,
+        clip_norm: float,
+        delta: float,
+        epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        num_records: int | None = None,
+        adjacency: Adjacency = Adjacency.ADD_REMOVE,
+        non_private: bool = False,
+    ) -> Plan:
+        """Example-level sampling (ELS): one clipped gradient per sampled record.
+
+        Every user keeps at most `group_size` records; each takes part with probability
+        expected_batch_size / num_records, where `num_records` is a public estimate of how many are
+        kept (by default num_users * group_size, the most there can be).
+        Reference: Charles et al. 2024, Alg. 1.
+        """
+        _check_counts(num_users=num_users, steps=steps)
+        if num_records is None:
+            num_records = num_users * group_size
+        _check_expected("expected_batch_size", expected_batch_size, num_records, "records")
+        sampler = PoissonRecords(
+            record_sampling_prob=expected_batch_size / num_records, group_size=group_size
+        )
+        return Plan._with_noise(
+            sampler,
+            divisor=expected_batch_size,
+            num_users=num_users,
+            steps=steps,
+            clip_norm=clip_norm,
+            delta=delta,
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+            adjacency=adjacency,
+            non_private=non_private,
+        )
+
+    @staticmethod
+    def _with_noise(
+        sampler: PoissonUsers | PoissonRecords,
+        *,
+        clip_norm: float,
+        epsilon: float | None,
+        noise_multiplier: float | None,
+        delta: float,
+        steps: int,
+        adjacency: Adjacency,
+        **public: Any,
+    ) -> Plan:
+        """The plan with the given noise, or with the least noise that meets `epsilon`."""
+        if (epsilon is None) == (noise_multiplier is None):
+            raise InputError(
+                "give exactly one of epsilon and noise_multiplier: one follows from the other."
+            )
+        if noise_multiplier is None:
+            assert epsilon is not None
+            noise_multiplier = calibrate(
+                sampler, steps=steps, epsilon=epsilon, delta=delta, adjacency=adjacency
+            )
+        return Plan(
+            sampler=sampler,
+            clip=FlatClip(clip_norm=clip_norm),
+            noise=Gaussian(noise_multiplier=noise_multiplier),
+            delta=delta,
+            steps=steps,
+            adjacency=adjacency,
+            **public,
+        )
+
+    @property
+    def noise_stddev(self) -> float:
+        """The noise on each coordinate of the clipped sum, before the division."""
+        # The event counts in updates of norm at most C, one per group of the user: the sensitivity
+        # here is that of one update, whatever the number of records (C24 Thm. 2 and 3).
+        return self.noise.noise_stddev(self.clip.sensitivity(self.adjacency))
+
+    def step_event(self) -> events.DpEvent:
+        """The cost of one step."""
+        return step_event(self.sampler, self.noise)
+
+    def epsilon(self, steps: int | None = None) -> float:
+        """Epsilon after `steps` steps, by default all of them; infinite if nothing is promised."""
+        steps = self.steps if steps is None else steps
+        if steps == 0:
+            return 0.0
+        if self.non_private:
+            return math.inf
+        event = events.repeated(self.step_event(), steps)
+        return accountant.epsilon(event, delta=self.delta, adjacency=self.adjacency)
+
+    def cautions(self) -> list[str]:
+        """What a careful reader would ask about, in words."""
+        found: list[str] = []
+        if self.delta > 1 / self.num_users:
+            found.append(
+                f"delta={self.delta:g} is above 1/num_users={1 / self.num_users:.3g}: releasing one "
+                "user's data outright would meet it. Choose a smaller delta."
+            )
+        return found
+
+    def statement(self, *, steps: int | None = None, fixed_seed: bool = False) -> Statement:
+        """What may be said about a model after `steps` steps of this plan."""
+        steps = self.steps if steps is None else steps
+        return Statement(
+            epsilon=self.epsilon(steps),
+            delta=self.delta,
+            adjacency=self.adjacency.value,
+            neighbours=self.adjacency.meaning,
+            sampler=self._sampler_in_words(),
+            mechanism=(
+                f"clip_norm={self.clip.clip_norm:g}, noise_multiplier="
+                f"{self.noise.noise_multiplier:.4g}, divisor={self.divisor:g}"
+            ),
+            steps=steps,
+            num_users=self.num_users,
+            certified_by=accountant.certified_by(),
+            cautions=(
+                *self.cautions(),
+                *(("a fixed seed was used: whoever knows it can remove the noise",) * fixed_seed),
+            ),
+            assumptions=(
+                f"num_users={self.num_users:,} and every setting named here are public, chosen without "
+                "looking at these users' data",
+                "the initial weights, the tokenizer and the training code do not depend on these users",
+                "a record's owner is the only person it is about",
+                "every intermediate model may be seen; the sampled cohorts may not",
+            ),
+            not_covered=(
+                "hyper-parameters tuned on the same users",
+                "what others wrote about a user, and copies of a user's text under another id",
+                "attacks on floating-point noise (Mironov 2012) and on timing",
+                "anything released beside the model, such as losses on the training users",
+            ),
+        )
+
+    def _sampler_in_words(self) -> str:
+        match self.sampler:
+            case PoissonUsers() as users:
+                return (
+                    f"Poisson sampling of users, rate={users.user_sampling_prob:.6g}, at most "
+                    f"{users.group_size} records a user and step"
+                )
+            case PoissonRecords() as records:
+                return (
+                    f"Poisson sampling of records, rate={records.record_sampling_prob:.6g}, at most "
+                    f"{records.group_size} records a user"
+                )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, for the ledger."""
+        return {
+            "sampler": {"type": type(self.sampler).__name__} | asdict(self.sampler),
+            "clip": {"type": type(self.clip).__name__, "clip_norm": repr(self.clip.clip_norm)},
+            "noise": {"type": type(self.noise).__name__} | asdict(self.noise),
+            "steps": self.steps,
+            "divisor": self.divisor,
+            "num_users": self.num_users,
+            "delta": self.delta,
+            "adjacency": self.adjacency.value,
+            "non_private": self.non_private,
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Plan:
+        """The plan that `to_json` wrote."""
+        sampler = dict(data["sampler"])
+        kind = sampler.pop("type")
+        noise = dict(data["noise"])
+        if kind not in _SAMPLERS or noise.pop("type") != "Gaussian":
+            raise UnaccountedPlanError(
+                f"sampler {kind!r} or its noise has no accounting rule here."
+            )
+        return Plan(
+            sampler=_SAMPLERS[kind](**sampler),
+            clip=FlatClip(clip_norm=float(data["clip"]["clip_norm"])),
+            noise=Gaussian(**noise),
+            steps=data["steps"],
+            divisor=data["divisor"],
+            num_users=data["num_users"],
+            delta=data["delta"],
+            adjacency=Adjacency(data["adjacency"]),
+            non_private=data["non_private"],
+        )
+
+
+def step_event(sampler: PoissonUsers | PoissonRecords, noise: Gaussian) -> events.DpEvent:
+    """The cost of one step of these parts."""
+    return _check_rule(sampler, noise)(sampler, noise)
+
+
+def calibrate(
+    sampler: PoissonUsers | PoissonRecords,
+    *,
+    steps: int,
+    epsilon: float,
+    delta: float,
+    adjacency: Adjacency,
+) -> float:
+    """The least noise multiplier at which `steps` steps cost at most `epsilon`."""
+    return accountant.calibrate(
+        lambda noise_multiplier: events.repeated(
+            step_event(sampler, Gaussian(noise_multiplier=noise_multiplier)), steps
+        ),
+        target=epsilon,
+        delta=delta,
+        adjacency=adjacency,
+    )
+
+
+def _check_rule(sampler: object, noise: object) -> Callable[[Any, Any], events.DpEvent]:
+    rule = _RULES.get((type(sampler), type(noise)))
+    if rule is None:
+        known = ", ".join(f"{s.__name__} + {n.__name__}" for s, n in _RULES)
+        raise UnaccountedPlanError(
+            f"{type(sampler).__name__} + {type(noise).__name__} has no accounting rule here. "
+            f"Known: {known}."
+        )
+    return rule
+
+
+def _check_counts(*, num_users: int, steps: int) -> None:
+    if num_users < 2:
+        raise InputError(
+            f"num_users={num_users}: hiding one user takes at least one other. Use more users."
+        )
+    if steps < 1:
+        raise InputError(f"steps={steps}: train for at least one step.")
+
+
+def _check_expected(name: str, expected: float, total: int, what: str) -> None:
+    if not 1 <= expected <= total:
+        raise InputError(
+            f"{name}={expected:g} of {total:,} {what}: a step needs at least 1 and at most all of "
+            f"them in expectation. Raise {name}, or use more {what}."
+        )
