@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from userdp.cli import account, calibrate
+from userdp.cli import account, calibrate, import_, stats
 from userdp.errors import BudgetExhaustedError, InputError
 
 app = typer.Typer(
@@ -22,6 +22,8 @@ app = typer.Typer(
 )
 app.command("account")(account.account)
 app.command("calibrate")(calibrate.calibrate)
+app.command("import")(import_.import_)
+app.command("stats")(stats.stats)
 
 
 def main() -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, TypeVar
 
 import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from userdp.errors import InputError
 from userdp.sampling import PoissonRecords, PoissonUsers
@@ -50,3 +54,28 @@ def emit(as_json: bool, payload: dict[str, Any], text: str) -> None:
 def say(message: str) -> None:
     """A message beside the result, on stderr."""
     print(message, file=sys.stderr)
+
+
+Item = TypeVar("Item")
+
+
+@contextmanager
+def counting(title: str, unit: str) -> Iterator[Callable[[Iterable[Item]], Iterator[Item]]]:
+    """A wrapper for an iterable of unknown length that shows how many items went by, on stderr."""
+    console = Console(stderr=True)
+    with Progress(
+        SpinnerColumn(),
+        TextColumn(f"{title} {{task.completed:,.0f}} {unit}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(title, total=None)
+
+        def count(items: Iterable[Item]) -> Iterator[Item]:
+            for item in items:
+                yield item
+                progress.advance(task)
+
+        yield count

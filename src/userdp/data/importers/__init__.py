@@ -1,0 +1,1 @@
+"""Sources of records, one file each: every importer yields `Record`s and counts what it skips."""
