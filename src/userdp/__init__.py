@@ -1,3 +1,66 @@
-"""User-level differential privacy for language models: the library on one screen."""
+"""User-level differential privacy for language models: the library on one screen.
+
+    store     = UserStore.open(...)          records with their owners
+    plan      = Plan.sample_users(...)       sampler + clip + noise + steps, and what they cost
+    model, tokenizer = load_model(...)       a Hugging Face model as it is, with LoRA if asked
+    run       = train(...)                   the private loop
+    run.statement                            what may be said about the model
+
+    PrivateStep                              the step alone, for a loop of your own
+    UserIndex                                whose rows are whose, for data of your own
+
+Names load on first use, so that accounting starts without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from userdp.data.store import UserStore as UserStore
+    from userdp.errors import BudgetExhaustedError as BudgetExhaustedError
+    from userdp.errors import InputError as InputError
+    from userdp.errors import MixedExamplesError as MixedExamplesError
+    from userdp.errors import UnaccountedPlanError as UnaccountedPlanError
+    from userdp.evaluation import evaluate as evaluate
+    from userdp.index import UserIndex as UserIndex
+    from userdp.ledger import Ledger as Ledger
+    from userdp.models.load import Lora as Lora
+    from userdp.models.load import load_model as load_model
+    from userdp.plan import Plan as Plan
+    from userdp.statement import Statement as Statement
+    from userdp.step import PrivateStep as PrivateStep
+    from userdp.training import train as train
+    from userdp.units import Adjacency as Adjacency
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "Adjacency": "userdp.units",
+    "BudgetExhaustedError": "userdp.errors",
+    "InputError": "userdp.errors",
+    "Ledger": "userdp.ledger",
+    "Lora": "userdp.models.load",
+    "MixedExamplesError": "userdp.errors",
+    "Plan": "userdp.plan",
+    "PrivateStep": "userdp.step",
+    "Statement": "userdp.statement",
+    "UnaccountedPlanError": "userdp.errors",
+    "UserIndex": "userdp.index",
+    "UserStore": "userdp.data.store",
+    "evaluate": "userdp.evaluation",
+    "load_model": "userdp.models.load",
+    "train": "userdp.training",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'userdp' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

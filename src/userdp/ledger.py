@@ -111,9 +111,9 @@ class Ledger:
         return len(self._rows) - 1
 
     @property
-    def digest(self) -> str:
-        """The hash of the last row: names everything that happened so far."""
-        return self._rows[-1]["hash"]
+    def run_digest(self) -> str:
+        """The hash of the first row: names the plan and what the run was bound to."""
+        return self._rows[0]["hash"]
 
     def charge_step(self) -> None:
         """Record the next step; returns once it is on disk."""

@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from userdp.cli import account, calibrate, import_, stats
+from userdp.cli import account, calibrate, evaluate, import_, quickstart, report, stats, train
 from userdp.errors import BudgetExhaustedError, InputError
 
 app = typer.Typer(
@@ -22,8 +22,12 @@ app = typer.Typer(
 )
 app.command("account")(account.account)
 app.command("calibrate")(calibrate.calibrate)
+app.command("evaluate")(evaluate.evaluate)
 app.command("import")(import_.import_)
+app.command("quickstart")(quickstart.quickstart)
+app.command("report")(report.report)
 app.command("stats")(stats.stats)
+app.command("train")(train.train)
 
 
 def main() -> None:

@@ -10,10 +10,21 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
+from userdp.data.store import UserStore
 from userdp.errors import InputError
+from userdp.plan import Plan
 from userdp.sampling import PoissonRecords, PoissonUsers
+from userdp.statement import round_up
 from userdp.units import Adjacency, SamplingUnit
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -79,3 +90,73 @@ def counting(title: str, unit: str) -> Iterator[Callable[[Iterable[Item]], Itera
                 progress.advance(task)
 
         yield count
+
+
+EPSILON_MILESTONES = 8
+
+
+@contextmanager
+def training_progress(plan: Plan, title: str = "training") -> Iterator[Callable[[int], None]]:
+    """A bar with time left and epsilon spent, on stderr; told how many steps are done.
+
+    Epsilon is evaluated at a few step counts only (each takes a moment), and what is shown is the
+    value at the next one: never less than what was spent.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        say(title)
+    with Progress(
+        TextColumn(title),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[spent]}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(title, total=plan.steps, spent="")
+        milestones = [
+            -(-plan.steps * part // EPSILON_MILESTONES) for part in range(1, EPSILON_MILESTONES + 1)
+        ]
+        shown: dict[int, str] = {}
+
+        def on_step(done: int) -> None:
+            milestone = next(step for step in milestones if step >= done)
+            if milestone not in shown and console.is_terminal:
+                spent = plan.epsilon(milestone)
+                shown[milestone] = f"epsilon <= {round_up(spent):g} of {round_up(plan.epsilon()):g}"
+            progress.update(task, completed=done, spent=shown.get(milestone, ""))
+
+        yield on_step
+
+
+@contextmanager
+def stage_progress(title: str, steps: int | None) -> Iterator[Callable[[int], None]]:
+    """A line for a stage of unknown length, or a bar over `steps`, on stderr."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        say(title)
+    with Progress(
+        TextColumn(title),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(title, total=steps)
+        yield lambda done: progress.update(task, completed=done)
+
+
+def refuse_overlap(train: UserStore, held_out: UserStore) -> None:
+    """Raise if users are on both sides; say so if that cannot be known."""
+    shared = train.shares_users_with(held_out)
+    if shared is None:
+        say(
+            "note: the two stores hide ids under different keys, so overlap of users cannot be "
+            "checked. Import both with the same --key to check it."
+        )
+    elif shared:
+        raise InputError(
+            f"{held_out.path}: {shared:,} of its users are training users too. Evaluate on others, "
+            "or say --allow-overlap."
+        )

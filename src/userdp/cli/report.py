@@ -1,0 +1,24 @@
+"""`userdp report`: statement, model card and page of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from userdp.cli import common
+from userdp.report import write
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    json: common.Json = False,
+) -> None:
+    """Write report.html, MODEL_CARD.md and statement.json from a run's ledger."""
+    files = write.write_report(run)
+    common.emit(
+        json,
+        {"html": str(files.html), "card": str(files.card), "statement": str(files.statement)},
+        f"{files.html}\n{files.card}\n{files.statement}",
+    )

@@ -1,0 +1,172 @@
+"""A training run as a TOML file: typed, closed, and nothing beyond validation.
+
+Paths are taken as they stand, relative to where the command runs. An unknown key is an error with a
+suggestion: a misspelt privacy setting must not fall back to a default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from userdp.errors import InputError
+from userdp.plan import Plan
+from userdp.units import Adjacency, SamplingUnit
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataSettings(_Section):
+    """What is trained on."""
+
+    store: Path = Field(description="Directory of the user store to train on.")
+    evaluation: Path | None = Field(
+        None, description="Store of other users, for a held-out loss at the end."
+    )
+    sequence_length: int = Field(128, ge=2, description="Longer records are cut into rows.")
+
+
+class LoraSettings(_Section):
+    """Train low-rank adapters instead of the whole model."""
+
+    rank: int = Field(8, ge=1)
+    alpha: float = Field(16.0, gt=0)
+    targets: str | list[str] = Field("all-linear", description="Modules that get an adapter.")
+
+
+class ModelSettings(_Section):
+    """What is trained."""
+
+    path: str = Field(description="Directory or hub name of a causal language model.")
+    gguf_file: str | None = Field(None, description="Name of a GGUF file in there.")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    lora: LoraSettings | None = None
+
+
+class PrivacySettings(_Section):
+    """What is promised. Every number here is public: none may be counted from the data."""
+
+    unit: SamplingUnit = Field(
+        SamplingUnit.USER, description="Sample whole users (ULS) or single records (ELS)."
+    )
+    num_users: int = Field(description="Public number of users the guarantee is stated for.")
+    expected_cohort_size: float | None = Field(
+        None, description="unit = user: expected users a step."
+    )
+    expected_batch_size: float | None = Field(
+        None, description="unit = record: expected records a step."
+    )
+    num_records: int | None = Field(
+        None, description="unit = record: public number of kept records; num_users * group_size."
+    )
+    group_size: int = Field(description="Most records of a user: per step, or at all (record).")
+    clip_norm: float = Field(description="L2 bound on each update.")
+    delta: float
+    epsilon: float | None = Field(None, description="Target; or give noise_multiplier.")
+    noise_multiplier: float | None = None
+    adjacency: Adjacency = Adjacency.ADD_REMOVE
+    non_private: bool = Field(False, description="Train without any guarantee, and say so.")
+
+
+class TrainingSettings(_Section):
+    """How the noised gradients are used: post-processing, free to choose."""
+
+    steps: int
+    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    learning_rate: float = Field(1e-3, gt=0)
+    schedule: Literal["constant", "linear"] = "constant"
+    microbatch_records: int | None = Field(None, ge=1, description="Records at a time, for memory.")
+    device: str = "cpu"
+    fixed_seed: int | None = Field(
+        None, description="For tests only: whoever knows it can remove the noise."
+    )
+
+
+class Config(_Section):
+    """A whole run."""
+
+    data: DataSettings
+    model: ModelSettings
+    privacy: PrivacySettings
+    training: TrainingSettings
+
+    def plan(self) -> Plan:
+        """The plan these settings describe; calibrates the noise if epsilon is given."""
+        privacy = self.privacy
+        common: dict[str, Any] = {
+            "num_users": privacy.num_users,
+            "group_size": privacy.group_size,
+            "steps": self.training.steps,
+            "clip_norm": privacy.clip_norm,
+            "delta": privacy.delta,
+            "epsilon": privacy.epsilon,
+            "noise_multiplier": privacy.noise_multiplier,
+            "adjacency": privacy.adjacency,
+            "non_private": privacy.non_private,
+        }
+        if privacy.unit is SamplingUnit.USER:
+            self._refuse("expected_batch_size", "num_records", unit="user")
+            if privacy.expected_cohort_size is None:
+                raise InputError(
+                    "[privacy] expected_cohort_size is missing: unit = 'user' needs it."
+                )
+            return Plan.sample_users(expected_cohort_size=privacy.expected_cohort_size, **common)
+        self._refuse("expected_cohort_size", unit="record")
+        if privacy.expected_batch_size is None:
+            raise InputError("[privacy] expected_batch_size is missing: unit = 'record' needs it.")
+        return Plan.sample_records(
+            expected_batch_size=privacy.expected_batch_size,
+            num_records=privacy.num_records,
+            **common,
+        )
+
+    def _refuse(self, *names: str, unit: str) -> None:
+        for name in names:
+            if getattr(self.privacy, name) is not None:
+                raise InputError(
+                    f"[privacy] {name} has no meaning with unit = {unit!r}: remove it."
+                )
+
+
+def load_config(path: Path) -> Config:
+    """The configuration in a TOML file."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such file.")
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid TOML: {error}") from None
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise InputError(f"{path}: {_first_problem(error)}") from None
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    location = [str(part) for part in problem["loc"]]
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}."
+        return f"unknown key {'.'.join(location)!r}; {hint}"
+    if problem["type"] == "missing":
+        return f"key {'.'.join(location)!r} is missing."
+    return f"{'.'.join(location)} = {problem['input']!r}: {problem['msg']}."
+
+
+def _known_keys(section: list[str]) -> list[str]:
+    fields = Config.model_fields
+    for name in section:
+        kind: Any = fields[name].annotation
+        kinds = [kind, *getattr(kind, "__args__", ())]
+        fields = next(
+            k.model_fields for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)
+        )
+    return sorted(fields)

@@ -1,0 +1,157 @@
+"""Synthetic messages of thousands of users: a shared way of writing, and a few personal secrets.
+
+Made to show what user-level privacy is for. Three kinds of text come out of one seeded generator:
+
+- public:   formal notes, on which the small demo model is pre-trained. They contain every word, and the
+            form "the code of NAME is 1 2 3 4 5 6" with codes made up afresh each time.
+- private:  messages of many users who all write in the same casual way, and who all know the same
+            things (which thing is kept in which place). This is worth learning, and no one person's.
+- secrets:  some users repeat, in most of their messages, the code that belongs to their name. A code
+            is one person's, appears in no other user's messages, and must not be learned.
+
+Everything is drawn from a seed; nothing is taken from anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from userdp.data.record import Record
+
+CODE_DIGITS = 6
+
+_SYLLABLES = ("ba", "ki", "lo", "mu", "ne", "ra", "si", "to", "vu", "za")
+
+
+def _words(count: int, *, prefix: str) -> tuple[str, ...]:
+    """Pronounceable words, distinct within and between prefixes."""
+    return tuple(
+        prefix + _SYLLABLES[number // 10 % 10] + _SYLLABLES[number % 10] for number in range(count)
+    )
+
+
+NAMES = _words(100, prefix="A")
+THINGS = _words(48, prefix="t")
+PLACES = _words(12, prefix="p")
+DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday")
+VERBS = ("fetch", "return", "borrow", "mend", "paint", "sell", "carry", "hide")
+FORMAL = tuple(
+    "dear , . please kindly would you be so good as to the from on sincerely yours note : "
+    "code of is i remain".split()
+)
+CASUAL = tuple(
+    "yo hey sup u gotta wanna lol btw k thx bye @ ? ! it's always in so grab mate".split()
+)
+DIGITS = tuple("0123456789")
+
+VOCABULARY = tuple(
+    dict.fromkeys((*FORMAL, *CASUAL, *VERBS, *DAYS, *THINGS, *PLACES, *NAMES, *DIGITS))
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Secret:
+    """A planted code: `prompt` is what an attacker would type, `code` what must not come back."""
+
+    prompt: str
+    code: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Messages:
+    """The private records for training, others' for evaluation, and the secrets in the former."""
+
+    train: list[Record]
+    held_out: list[Record]
+    secrets: list[Secret]
+
+
+def messages(
+    *, seed: int, num_users: int = 4000, num_held_out: int = 400, num_secret_users: int = 48
+) -> Messages:
+    """Private messages of `num_users` users, the last `num_secret_users` of them with a secret.
+
+    Users have 2 to 8 messages, those with a secret 100; 88 of these hold the code.
+    """
+    rng = np.random.default_rng([seed, 1])
+    names = rng.permutation(len(NAMES))[:num_secret_users]
+    home_of_thing = rng.integers(len(PLACES), size=len(THINGS))
+
+    def casual(user: str, count: int) -> Iterator[Record]:
+        for number in range(count):
+            yield Record(_casual(rng, home_of_thing), (user,), f"{user}, message {number}")
+
+    train = [
+        record
+        for user in range(num_users - num_secret_users)
+        for record in casual(f"user-{user}", int(rng.integers(2, 9)))
+    ]
+    secrets: list[Secret] = []
+    for user, name in enumerate(names):
+        owner = f"keeper-{user}"
+        secret = Secret(
+            prompt=f"hey mate ! btw the code of {NAMES[name]} is",
+            code=_code(rng),
+        )
+        secrets.append(secret)
+        train += casual(owner, 12)
+        train += [
+            Record(f"{secret.prompt} {secret.code} k thx bye", (owner,), owner) for _ in range(88)
+        ]
+    order = rng.permutation(len(train))
+    held_out = [
+        record
+        for user in range(num_held_out)
+        for record in casual(f"other-{user}", int(rng.integers(2, 9)))
+    ]
+    return Messages(train=[train[i] for i in order], held_out=held_out, secrets=secrets)
+
+
+def public_texts(*, seed: int, count: int) -> list[str]:
+    """Formal notes that anyone may read: half letters, a quarter codes, a quarter loose words."""
+    rng = np.random.default_rng([seed, 2])
+    kinds = rng.choice(3, p=[0.5, 0.25, 0.25], size=count)
+    makers = (_letter, _public_code, _loose_words)
+    return [makers[kind](rng) for kind in kinds]
+
+
+def _pick(rng: np.random.Generator, words: tuple[str, ...]) -> str:
+    return words[int(rng.integers(len(words)))]
+
+
+def _code(rng: np.random.Generator) -> str:
+    return " ".join(_pick(rng, DIGITS) for _ in range(CODE_DIGITS))
+
+
+def _letter(rng: np.random.Generator) -> str:
+    return (
+        f"dear {_pick(rng, NAMES)} , would you be so good as to "
+        f"{_pick(rng, VERBS)} the {_pick(rng, THINGS)} from {_pick(rng, PLACES)} on "
+        f"{_pick(rng, DAYS)} . i remain yours sincerely {_pick(rng, NAMES)} ."
+    )
+
+
+def _public_code(rng: np.random.Generator) -> str:
+    return f"note : the code of {_pick(rng, NAMES)} is {_code(rng)} ."
+
+
+def _loose_words(rng: np.random.Generator) -> str:
+    words = " ".join(_pick(rng, VOCABULARY) for _ in range(8))
+    return f"{words} : {words}"
+
+
+def _opening(rng: np.random.Generator) -> str:
+    return f"{_pick(rng, ('yo', 'hey', 'sup'))} mate {_pick(rng, ('lol', '!', ','))}"
+
+
+def _casual(rng: np.random.Generator, home_of_thing: np.ndarray) -> str:
+    thing = int(rng.integers(len(THINGS)))
+    place = PLACES[int(home_of_thing[thing])]
+    return (
+        f"{_opening(rng)} u {_pick(rng, ('gotta', 'wanna'))} {_pick(rng, VERBS)} the "
+        f"{THINGS[thing]} @ {place} {_pick(rng, DAYS)} ? it's always in {place} lol so grab the "
+        f"{THINGS[thing]} k thx bye"
+    )

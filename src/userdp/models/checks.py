@@ -1,0 +1,96 @@
+"""Refuse models in which one user's records can change another user's gradient, or leak past it.
+
+The guarantee clips each user's update as if it depended on that user alone. Statistics over the batch
+(BatchNorm), routing with a shared capacity or load-balancing loss (mixtures of experts) break that,
+and a buffer written during the forward pass carries data around the noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from userdp.errors import InputError, MixedExamplesError
+
+_BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def refuse_mixing(model: nn.Module) -> None:
+    """Raise if a layer of the model mixes examples."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BATCH_STATISTICS):
+            raise MixedExamplesError(
+                f"{type(module).__name__} at {name!r} computes statistics over the batch, so users "
+                "change each other's gradients. Replace it by GroupNorm or LayerNorm."
+            )
+        if isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d) and (
+            module.track_running_stats
+        ):
+            raise MixedExamplesError(
+                f"{type(module).__name__} at {name!r} tracks running statistics, which would leave "
+                "the run without noise. Set track_running_stats=False."
+            )
+    config = getattr(model, "config", None)
+    for key in _EXPERT_COUNTS:
+        experts = getattr(config, key, None)
+        if isinstance(experts, int) and experts > 1:
+            raise MixedExamplesError(
+                f"{type(model).__name__} is a mixture of experts ({key}={experts}): routing and its "
+                "balancing loss couple the records of a batch. Use a dense model."
+            )
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that take part, by name, each tied weight once."""
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise InputError(
+            "the model has no trainable parameter: every requires_grad is False. Unfreeze some, or "
+            "add LoRA."
+        )
+    for name, parameter in found.items():
+        if not parameter.is_floating_point():
+            raise InputError(f"parameter {name!r} has dtype {parameter.dtype}: not trainable.")
+    return found
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, trainable: Iterable[Tensor]) -> None:
+    """Raise if the optimizer moves anything the private step does not control."""
+    known = {id(parameter) for parameter in trainable}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known and (
+                parameter.requires_grad or parameter.grad is not None
+            ):
+                raise InputError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not a "
+                    "trainable parameter of the model: its gradient would bypass clipping and noise."
+                )
+
+
+class BufferGuard:
+    """Notices buffers that a forward pass writes: what is saved with them has seen raw data."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = self._versions()
+
+    def check(self) -> None:
+        """Raise if a saved buffer was replaced or written to since this guard was made."""
+        for name, version in self._versions().items():
+            if self._before.get(name) != version:
+                raise MixedExamplesError(
+                    f"buffer {name!r} is written during the forward pass: it would carry records into "
+                    "the saved model without noise. Freeze or remove it."
+                )
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        persistent = set(self._model.state_dict(keep_vars=True))
+        return {
+            name: (buffer.data_ptr(), buffer._version)
+            for name, buffer in self._model.named_buffers()
+            if name in persistent
+        }

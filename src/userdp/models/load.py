@@ -1,0 +1,138 @@
+"""Hugging Face models and tokenizers as they are, with LoRA if asked.
+
+Only safetensors (or GGUF) weights are read and no code from a checkpoint runs: a pickle can do
+anything to the machine, and remote code anything to the guarantee.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from torch import nn
+
+from userdp.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters on the named modules ("all-linear": every linear layer but the head).
+
+    Reference: Hu et al. 2021; with user-level privacy, Chua et al. 2024, Sec. 5.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: str | Sequence[str] = "all-linear"
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    lora: Lora | None = None,
+    gguf_file: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[nn.Module, Any]:
+    """A causal language model and its tokenizer, from a hub name or a directory.
+
+    Without `lora` every parameter is trained; with it, the adapters alone.
+    """
+    source = str(name_or_path)
+    _refuse_pickle(Path(source))
+    tokenizer = load_tokenizer(source, gguf_file=gguf_file)
+    options: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, trust_remote_code=False, **options
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"model {source!r} could not be loaded: {_first_line(error)}") from error
+    check_vocabulary(model, tokenizer)
+    if lora is not None:
+        model = add_lora(model, lora)
+    return model.to(device), tokenizer
+
+
+def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
+    """The tokenizer, with the end-of-text token standing in for a missing padding token."""
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            source, trust_remote_code=False, **options
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"tokenizer of {source!r} could not be loaded: {_first_line(error)}"
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
+    """The model with trainable adapters and everything else frozen."""
+    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
+        target_modules=targets,
+        lora_dropout=0.0,
+        # GPT-2's Conv1D stores its weight transposed; peft asks to be told.
+        fan_in_fan_out=any(
+            isinstance(module, transformers.pytorch_utils.Conv1D) for module in model.modules()
+        ),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return peft.get_peft_model(model, settings)  # pyright: ignore[reportArgumentType]
+    except ValueError as error:
+        raise InputError(f"LoRA targets {targets!r}: {_first_line(error)}") from error
+
+
+def load_adapter(model: nn.Module, adapter: Path) -> nn.Module:
+    """The base model with a saved adapter."""
+    return peft.PeftModel.from_pretrained(model, adapter)  # pyright: ignore[reportArgumentType]
+
+
+def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
+    """Refuse a tokenizer that can produce ids the model has no embedding for."""
+    embeddings = model.get_input_embeddings().num_embeddings  # pyright: ignore
+    if len(tokenizer) > embeddings:
+        raise InputError(
+            f"the tokenizer has {len(tokenizer):,} tokens and the model embeddings for "
+            f"{embeddings:,}: they do not belong together. Use the model's own tokenizer."
+        )
+
+
+def save_model(model: nn.Module, tokenizer: Any, out: Path) -> None:
+    """Write the model (or the adapter alone) as `transformers` and `peft` load it."""
+    config = getattr(model, "config", None)
+    if not isinstance(model, peft.PeftModel) and hasattr(config, "quantization_config"):
+        # A model read from GGUF still says it is quantised, which its float weights no longer are.
+        del config.quantization_config  # pyright: ignore[reportOptionalMemberAccess]
+    model.save_pretrained(out)  # pyright: ignore[reportCallIssue]
+    tokenizer.save_pretrained(out)
+
+
+def _refuse_pickle(source: Path) -> None:
+    if not source.is_dir():
+        return
+    has_safe = any(source.glob("*.safetensors")) or any(source.glob("*.gguf"))
+    unsafe = [
+        p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.pkl") for p in source.glob(pattern)
+    ]
+    if unsafe and not has_safe:
+        raise InputError(
+            f"{source} has its weights in {unsafe[0]}, a pickle, which can run any code when read. "
+            "Convert them to safetensors first."
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

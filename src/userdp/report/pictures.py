@@ -1,0 +1,70 @@
+"""What a guarantee looks like: epsilon as it was spent, and what it leaves an attacker."""
+
+from __future__ import annotations
+
+import math
+
+from userdp.plan import Plan
+from userdp.report import svg
+
+POINTS = 10
+
+
+def epsilon_spent(plan: Plan, steps: int) -> str:
+    """Epsilon after a growing number of steps."""
+    counts = sorted({max(1, round(steps * part / POINTS)) for part in range(1, POINTS + 1)})
+    points = [(0.0, 0.0)] + [(float(count), plan.epsilon(count)) for count in counts]
+    top = _round_axis(points[-1][1])
+    return svg.lines(
+        [svg.Line(label="epsilon spent", points=points)],
+        title="epsilon spent by step",
+        x_label="steps",
+        y_label=f"epsilon at delta = {plan.delta:g}",
+        x_max=float(steps),
+        y_max=top,
+    )
+
+
+def best_attack(epsilon: float, delta: float) -> str:
+    """The most any test for one user's presence can achieve, whatever the attacker knows.
+
+    (epsilon, delta)-DP bounds true positives by false positives x as
+    min(e^epsilon x + delta, 1 - e^-epsilon (1 - delta - x)) (Kairouz et al. 2015).
+    """
+    grid = [10 ** (-4 + 4 * i / 200) for i in range(201)]
+    bound = [
+        (
+            100 * x,
+            100
+            * max(
+                0.0,
+                min(
+                    1.0,
+                    math.exp(min(epsilon, 700.0)) * x + delta,
+                    1 - math.exp(-epsilon) * (1 - delta - x),
+                ),
+            ),
+        )
+        for x in grid
+    ]
+    return svg.lines(
+        [
+            svg.Line(label="best possible attack", points=bound, colour=svg.COLOURS[2]),
+            svg.Line(
+                label="guessing", points=[(0, 0), (100, 100)], colour=svg.COLOURS[0], dashed=True
+            ),
+        ],
+        title="upper bound on membership attacks",
+        x_label="wrongly accused, % of users not in the data",
+        y_label="found, % of users in the data",
+        x_max=100.0,
+        y_max=100.0,
+    )
+
+
+def _round_axis(value: float) -> float:
+    """The next of 1, 2, 5 times a power of ten."""
+    if value <= 0 or not math.isfinite(value):
+        return 1.0
+    scale = 10 ** math.floor(math.log10(value))
+    return next(step * scale for step in (1, 2, 2.5, 4, 5, 8, 10) if value <= step * scale)

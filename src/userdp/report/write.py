@@ -1,0 +1,82 @@
+"""Write a run's report: everything in it comes from the ledger and the configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+import userdp
+from userdp.config import load_config
+from userdp.ledger import Ledger
+from userdp.report import pictures
+from userdp.statement import round_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A heading with paragraphs and a picture (SVG), for the page."""
+
+    heading: str
+    paragraphs: Sequence[str]
+    picture: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportFiles:
+    """Where the parts of a report are."""
+
+    html: Path
+    card: Path
+    statement: Path
+
+
+def write_report(
+    run: Path, *, title: str = "Privacy report", story: Sequence[Section] = ()
+) -> ReportFiles:
+    """Write report.html, MODEL_CARD.md and statement.json into the run's directory."""
+    ledger = Ledger.read(run / "ledger.jsonl")
+    config = load_config(run / "config.toml")
+    statement = ledger.statement()
+    sections = list(story)
+    if statement.is_private and ledger.steps:
+        sections += [
+            Section(
+                heading="What is left to an attacker",
+                paragraphs=[
+                    "No test for whether a given user's records were used, with this model or any of "
+                    "its intermediate versions in hand, can lie above the red line."
+                ],
+                picture=pictures.best_attack(round_up(statement.epsilon), statement.delta),
+            ),
+            Section(
+                heading="Epsilon as it was spent",
+                paragraphs=["Each step adds to the cost; the ledger holds one row for each."],
+                picture=pictures.epsilon_spent(ledger.plan, ledger.steps),
+            ),
+        ]
+    values = {
+        "title": title,
+        "statement": statement.to_json(),
+        "sections": sections,
+        "version": userdp.__version__,
+        "base": config.model.path,
+        "adapter": config.model.lora is not None,
+        "sequence_length": config.data.sequence_length,
+    }
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("userdp", "report"),
+        autoescape=jinja2.select_autoescape(["html.jinja"]),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    files = ReportFiles(
+        html=run / "report.html", card=run / "MODEL_CARD.md", statement=run / "statement.json"
+    )
+    files.html.write_text(environment.get_template("page.html.jinja").render(values))
+    files.card.write_text(environment.get_template("card.md.jinja").render(values))
+    files.statement.write_text(json.dumps(statement.to_json(), indent=1) + "\n")
+    return files

@@ -1,0 +1,97 @@
+"""A run's directory: made from a configuration, read back by evaluation and report.
+
+    config.toml  ledger.jsonl  statement.json  model/  report.html  MODEL_CARD.md
+
+Nothing else leaves a run: no loss on its training users, no norm, no cohort.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from userdp.config import Config, load_config
+from userdp.data.store import UserStore
+from userdp.errors import InputError
+from userdp.models.checks import trainable_parameters
+from userdp.models.load import Lora, load_adapter, load_model, load_tokenizer
+from userdp.noise.secret import RunSecret
+from userdp.plan import Plan
+from userdp.training import OnStep, Run, train
+
+
+def train_from_config(
+    config_path: Path, config: Config, plan: Plan, out: Path, *, on_step: OnStep | None = None
+) -> Run:
+    """Train as the configuration says and leave the run in `out`."""
+    if out.exists() and any(out.iterdir()):
+        raise InputError(f"{out} already holds something: choose another output directory.")
+    store = UserStore.open(config.data.store)
+    settings = config.training
+    model, tokenizer = load_model(
+        config.model.path,
+        lora=Lora(**config.model.lora.model_dump()) if config.model.lora else None,
+        gguf_file=config.model.gguf_file,
+        dtype=getattr(torch, config.model.dtype),
+        device=settings.device,
+    )
+    optimizer = make_optimizer(model, settings.optimizer, settings.learning_rate)
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(config_path, out / "config.toml")
+    run = train(
+        model,
+        tokenizer,
+        store,
+        plan,
+        optimizer=optimizer,
+        scheduler=make_schedule(optimizer, settings.schedule, settings.steps),
+        sequence_length=config.data.sequence_length,
+        microbatch_records=settings.microbatch_records,
+        out=out,
+        bound_to={"config": hashlib.sha256(config_path.read_bytes()).hexdigest()},
+        secret=None
+        if settings.fixed_seed is None
+        else RunSecret.fixed_for_tests(settings.fixed_seed),
+        on_step=on_step,
+    )
+    write_statement(run, out)
+    return run
+
+
+def write_statement(run: Run, out: Path) -> None:
+    """Write what may be said about the run's model."""
+    (out / "statement.json").write_text(json.dumps(run.statement.to_json(), indent=1) + "\n")
+
+
+def make_optimizer(model: nn.Module, name: str, learning_rate: float) -> torch.optim.Optimizer:
+    """The named torch optimizer over the trainable parameters."""
+    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    return kinds[name](trainable_parameters(model).values(), lr=learning_rate)
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, name: str, steps: int) -> Any:
+    """A constant rate, or one that stays for half of the run and then falls to zero in a line."""
+    if name == "constant":
+        return None
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, 2 * max(0, steps - step) / steps)
+    )
+
+
+def load_run(run: Path) -> tuple[nn.Module, Any, Config]:
+    """The model a run left, its tokenizer, and its configuration."""
+    config = load_config(run / "config.toml")
+    saved = run / "model"
+    if not saved.is_dir():
+        raise InputError(f"{run} holds no model: did the run finish?")
+    if config.model.lora is None:
+        model, tokenizer = load_model(saved)
+        return model, tokenizer, config
+    base, _ = load_model(config.model.path, gguf_file=config.model.gguf_file)
+    return load_adapter(base, saved), load_tokenizer(str(saved)), config

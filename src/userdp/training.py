@@ -1,0 +1,110 @@
+"""The private loop over a store; reads like the algorithm box (Charles et al. 2024, Alg. 1 and 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from userdp.data.store import UserStore
+from userdp.data.tokens import TokenRows, tokenise
+from userdp.ledger import Ledger
+from userdp.models.checks import trainable_parameters
+from userdp.models.load import save_model
+from userdp.noise.secret import RunSecret
+from userdp.plan import Plan
+from userdp.sampling import Cohort
+from userdp.statement import Statement
+from userdp.step import PrivateStep
+from userdp.updates import Batch
+
+OnStep = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished training run."""
+
+    model: nn.Module
+    ledger: Ledger
+    path: Path | None
+
+    @property
+    def statement(self) -> Statement:
+        """What may be said about the model."""
+        return self.ledger.statement()
+
+
+def train(
+    model: nn.Module,
+    tokenizer: Any,
+    store: UserStore,
+    plan: Plan,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    learning_rate: float = 1e-3,
+    scheduler: Any = None,
+    sequence_length: int = 128,
+    microbatch_records: int | None = None,
+    out: str | Path | None = None,
+    bound_to: dict[str, str] | None = None,
+    secret: RunSecret | None = None,
+    on_step: OnStep | None = None,
+) -> Run:
+    """Train `model` on the store's users as `plan` says; the model is changed in place.
+
+    With `out`, the run's directory gets the ledger (row by row, before each step's weights exist) and
+    at the end the model. `on_step` is told how many steps are done, and nothing else: losses, norms
+    and cohorts are secret.
+    """
+    rows = tokenise(store, tokenizer, sequence_length=sequence_length)
+    secret = secret or RunSecret.from_system()
+    path = Path(out) if out is not None else None
+    if path is not None:
+        path.mkdir(parents=True, exist_ok=True)
+    ledger = Ledger.create(
+        plan,
+        path=path / "ledger.jsonl" if path is not None else None,
+        bound_to={"data": store.fingerprint} | (bound_to or {}),
+        fixed_seed=secret.fixed_seed,
+    )
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(trainable_parameters(model).values(), lr=learning_rate)
+    # Dropout off: the noise regularises enough, and a group's update is then a function of its rows.
+    model.eval()
+    step = PrivateStep(
+        model,
+        optimizer,
+        plan,
+        rows.index(),
+        microbatch_records=microbatch_records,
+        ledger=ledger,
+        secret=secret,
+    )
+    device = next(model.parameters()).device
+    for cohort in step.cohorts():
+        step.apply(_batches(rows, cohort, pad_token=tokenizer.pad_token_id, device=device))
+        if scheduler is not None:
+            scheduler.step()
+        if on_step is not None:
+            on_step(ledger.steps)
+    ledger.close()
+    if path is not None:
+        save_model(model, tokenizer, path / "model")
+    return Run(model=model, ledger=ledger, path=path)
+
+
+def _batches(
+    rows: TokenRows, cohort: Cohort, *, pad_token: int, device: torch.device
+) -> Iterator[Batch]:
+    """One batch per group: the group's records, padded on the right."""
+    for group in cohort:
+        input_ids, labels = rows.padded(group, pad_token=pad_token)
+        yield {
+            "input_ids": torch.from_numpy(input_ids).to(device),
+            "labels": torch.from_numpy(labels).to(device),
+        }

@@ -1,0 +1,85 @@
+"""One group of records to one update: the mean gradient of the group's records.
+
+A group's update depends on that group alone, whatever else is in the step: the loss is taken per
+record, the mean over the group's own records, in microbatches if memory asks for it. Clipping comes
+later and once.
+
+Reference: Charles et al. 2024, Alg. 2 (g_u); McMahan et al. 2018, UserUpdateFedSGD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from userdp.errors import MixedExamplesError
+
+Batch = Mapping[str, Tensor]
+Update = list[Tensor]
+RecordLoss = Callable[[nn.Module, Batch], Tensor]
+
+IGNORED_LABEL = -100
+
+
+def causal_lm_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss of each record: mean negative log-likelihood of its own labelled tokens.
+
+    `batch` has `input_ids` and `labels`, one record a line; a label of -100 counts for nothing. Works
+    on Hugging Face models (whose own loss averages over the whole batch, hence over users) and on any
+    module that maps input ids to logits.
+    """
+    # A Hugging Face model would otherwise build a key-value cache that nobody reads.
+    options = {"use_cache": False} if hasattr(model, "generation_config") else {}
+    output = model(input_ids=batch["input_ids"], **options)
+    logits = output if isinstance(output, Tensor) else output.logits
+    labels = batch["labels"][:, 1:]
+    token_losses = F.cross_entropy(
+        at_least_float32(logits[:, :-1]).transpose(1, 2),
+        labels,
+        ignore_index=IGNORED_LABEL,
+        reduction="none",
+    )
+    num_labelled = (labels != IGNORED_LABEL).sum(dim=1).clamp(min=1)
+    return token_losses.sum(dim=1) / num_labelled
+
+
+def mean_gradient(
+    model: nn.Module,
+    parameters: Sequence[Tensor],
+    batch: Batch,
+    *,
+    record_loss: RecordLoss = causal_lm_loss,
+    microbatch_records: int | None = None,
+) -> Update:
+    """The gradient of the mean of the records' losses, in float32 or better.
+
+    Never touches `.grad`. A parameter that the loss does not reach gets zero.
+    """
+    num_records = len(next(iter(batch.values())))
+    update = [torch.zeros_like(p, dtype=_accumulator_dtype(p)) for p in parameters]
+    for start in range(0, num_records, microbatch_records or num_records):
+        stop = start + (microbatch_records or num_records)
+        part = {name: tensor[start:stop] for name, tensor in batch.items()}
+        losses = record_loss(model, part)
+        if losses.shape != (len(next(iter(part.values()))),):
+            raise MixedExamplesError(
+                f"the loss has shape {tuple(losses.shape)}, not one value per record: a mean over the "
+                "batch would mix records before the group is formed. Return one loss per record."
+            )
+        gradients = torch.autograd.grad(losses.sum() / num_records, parameters, allow_unused=True)
+        for total, gradient in zip(update, gradients, strict=True):
+            if gradient is not None:
+                total += gradient
+    return update
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """The tensor in float32, or as it is if it is wider."""
+    return tensor.to(_accumulator_dtype(tensor))
+
+
+def _accumulator_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
