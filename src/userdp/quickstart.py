@@ -1,7 +1,7 @@
 """Why user-level privacy, in a few minutes: one model fine-tuned twice, in the ordinary way and privately.
 
 Both runs see the same messages (`data/synthetic.py`), start from the same weights, train the same
-adapters and process about the same number of records. Then both are asked two things: how well do they
+parameters and process about the same number of records. Then both are asked two things: how well do they
 predict other people's messages, and how many of the planted secrets do they give away?
 """
 
@@ -47,14 +47,14 @@ class Scenario:
     num_secret_users: int = 48
     epsilon: float = 4.0
     delta: float = 1e-5
-    steps: int = 60
+    steps: int = 50
     expected_cohort_size: int = 128
     group_size: int = 8
     clip_norm: float = 1.0
-    learning_rate: float = 1e-2
+    learning_rate: float = 5e-3
     ordinary_batch: int = 32
-    ordinary_learning_rate: float = 5e-3
-    lora_rank: int = 8
+    ordinary_learning_rate: float = 3e-3
+    lora_rank: int | None = None
     sequence_length: int = 64
     pretrain_texts: int = 30_000
     pretrain_steps: int = 600
@@ -72,6 +72,7 @@ LLM_SCENARIO = Scenario(
     learning_rate=3e-3,
     ordinary_batch=16,
     ordinary_learning_rate=1e-3,
+    lora_rank=8,
     sequence_length=96,
 )
 
@@ -125,7 +126,7 @@ def run(
     config = load_config(config_path)
     plan = config.plan()
 
-    lora = Lora(rank=scenario.lora_rank, alpha=2 * scenario.lora_rank)
+    lora = Lora(rank=scenario.lora_rank) if scenario.lora_rank else None
     model, tokenizer = load_model(base[0], gguf_file=base[1], lora=lora)
     held_out = tokenise(
         UserStore.open(out / "held_out"), tokenizer, sequence_length=scenario.sequence_length
@@ -308,6 +309,7 @@ class _Examiner:
 def _write_config(out: Path, base: tuple[str, str | None], scenario: Scenario) -> Path:
     path = out / "private.toml"
     gguf = f'gguf_file = "{base[1]}"\n' if base[1] else ""
+    lora = f"\n[model.lora]\nrank = {scenario.lora_rank}\n" if scenario.lora_rank else ""
     path.write_text(
         f"""# userdp train {path} --out {out / "private"}
 
@@ -318,11 +320,7 @@ sequence_length = {scenario.sequence_length}
 
 [model]
 path = "{base[0]}"
-{gguf}
-[model.lora]
-rank = {scenario.lora_rank}
-alpha = {2 * scenario.lora_rank}
-
+{gguf}{lora}
 [privacy]
 unit = "user"
 num_users = {scenario.num_users}
