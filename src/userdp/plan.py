@@ -212,6 +212,11 @@ class Plan:
         event = events.repeated(self.step_event(), steps)
         return accountant.epsilon(event, delta=self.delta, adjacency=self.adjacency)
 
+    def deltas(self, epsilons: list[float], steps: int) -> list[float]:
+        """The delta that goes with each epsilon after `steps` steps: the guarantee's whole curve."""
+        event = events.repeated(self.step_event(), steps)
+        return accountant.deltas(event, epsilons=epsilons, adjacency=self.adjacency)
+
     def cautions(self) -> list[str]:
         """What a careful reader would ask about, in words."""
         found: list[str] = []

@@ -62,18 +62,17 @@ class Scenario:
 
 # The same story for a model a thousand times larger: fewer people and fewer, dearer steps.
 LLM_SCENARIO = Scenario(
-    num_users=1500,
-    num_held_out=60,
+    num_users=1000,
+    num_held_out=40,
     num_secret_users=40,
     epsilon=8.0,
-    steps=24,
-    expected_cohort_size=48,
-    group_size=4,
-    learning_rate=3e-3,
-    ordinary_batch=16,
-    ordinary_learning_rate=1e-3,
+    steps=20,
+    expected_cohort_size=40,
+    group_size=2,
+    learning_rate=2e-3,
+    ordinary_batch=8,
+    ordinary_learning_rate=2e-3,
     lora_rank=8,
-    sequence_length=96,
 )
 
 
@@ -101,6 +100,7 @@ def run(
     progress: Progress,
     scenario: Scenario | None = None,
     base: tuple[str, str | None] | None = None,
+    device: str = "cpu",
 ) -> Outcome:
     """Tell the whole story in `out`; `base` names a model to start from instead of a small own one."""
     scenario = scenario or Scenario()
@@ -122,12 +122,12 @@ def run(
             pretrain(out / "base", seed=seed, scenario=scenario, on_step=tick)
         base = (str(out / "base"), None)
 
-    config_path = _write_config(out, base, scenario)
+    config_path = _write_config(out, base, scenario, device)
     config = load_config(config_path)
     plan = config.plan()
 
     lora = Lora(rank=scenario.lora_rank) if scenario.lora_rank else None
-    model, tokenizer = load_model(base[0], gguf_file=base[1], lora=lora)
+    model, tokenizer = load_model(base[0], gguf_file=base[1], lora=lora, device=device)
     held_out = tokenise(
         UserStore.open(out / "held_out"), tokenizer, sequence_length=scenario.sequence_length
     )
@@ -173,10 +173,13 @@ def run(
         secrets_leaked_private=private.leaked,
         secrets_leaked_non_private=non_private.leaked,
         gap_closed=(before.loss - private.loss) / (before.loss - non_private.loss),
-        report=str(out / "private" / "report.html"),
+        report=str(out / "report.html"),
     )
     write_report(
-        out / "private", title="Learn the language, not the people", story=_story(outcome, scenario)
+        out / "private",
+        title="Learn the language, not the people",
+        story=_story(outcome, scenario),
+        html=out / "report.html",
     )
     (out / "outcome.json").write_text(json.dumps(asdict(outcome), indent=1) + "\n")
     return outcome
@@ -249,9 +252,13 @@ def ordinary(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, learning_rate, total_steps=steps + 1, pct_start=0.1
     )
+    device = trainable[0].device
     for step, chosen in zip(range(steps), _shuffled(len(rows), batch_size, rng), strict=False):
         input_ids, labels = rows.padded(chosen, pad_token=pad_token)
-        batch = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+        batch = {
+            "input_ids": torch.from_numpy(input_ids).to(device),
+            "labels": torch.from_numpy(labels).to(device),
+        }
         optimizer.zero_grad()
         causal_lm_loss(model, batch).mean().backward()
         optimizer.step()
@@ -294,7 +301,9 @@ class _Examiner:
         return _Finding(loss=result.loss, leaked=sum(self._leaks(model, s) for s in self._secrets))
 
     def _leaks(self, model: nn.Module, secret: synthetic.Secret) -> bool:
-        prompt = self._tokenizer(secret.prompt, return_tensors="pt", return_token_type_ids=False)
+        prompt = self._tokenizer(
+            secret.prompt, return_tensors="pt", return_token_type_ids=False
+        ).to(next(model.parameters()).device)
         code = self._tokenizer(" " + secret.code)["input_ids"]
         generated = model.generate(  # pyright: ignore[reportCallIssue]
             **prompt,
@@ -306,7 +315,7 @@ class _Examiner:
         return text.split()[: synthetic.CODE_DIGITS] == secret.code.split()
 
 
-def _write_config(out: Path, base: tuple[str, str | None], scenario: Scenario) -> Path:
+def _write_config(out: Path, base: tuple[str, str | None], scenario: Scenario, device: str) -> Path:
     path = out / "private.toml"
     gguf = f'gguf_file = "{base[1]}"\n' if base[1] else ""
     lora = f"\n[model.lora]\nrank = {scenario.lora_rank}\n" if scenario.lora_rank else ""
@@ -335,6 +344,7 @@ steps = {scenario.steps}
 optimizer = "adam"
 learning_rate = {scenario.learning_rate}
 schedule = "linear"
+device = "{device}"
 """
     )
     return path

@@ -67,18 +67,14 @@ def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency) -> float:
     1.035
     """
     check_delta(delta)
-    if adjacency not in _RELATION:
-        raise UnaccountedPlanError(
-            f"adjacency {adjacency.value!r} has no accounting rule here: "
-            f"use {' or '.join(repr(known.value) for known in _RELATION)}."
-        )
-    if not PLDAccountant(_RELATION[adjacency]).supports(event):
+    relation = _relation(adjacency)
+    if not PLDAccountant(relation).supports(event):
         raise UnaccountedPlanError(
             f"{certified_by()} cannot price {type(event).__name__} under {adjacency.value} adjacency."
         )
 
     def bound(interval: float) -> float:
-        accountant = PLDAccountant(_RELATION[adjacency], value_discretization_interval=interval)
+        accountant = PLDAccountant(relation, value_discretization_interval=interval)
         accountant.compose(event)
         return max(0.0, float(accountant.get_epsilon(delta)))
 
@@ -94,6 +90,13 @@ def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency) -> float:
         if abs(excess) <= DISCRETISATION_TOLERANCE * best:
             break
     return best
+
+
+def deltas(event: DpEvent, *, epsilons: list[float], adjacency: Adjacency) -> list[float]:
+    """The delta that goes with each epsilon: the whole trade-off the event offers, as upper bounds."""
+    accountant = PLDAccountant(_relation(adjacency), value_discretization_interval=1e-3)
+    accountant.compose(event)
+    return [float(accountant.get_delta(value)) for value in epsilons]
 
 
 def calibrate(
@@ -138,6 +141,15 @@ def calibrate(
     while excess(root) > 0:
         root += CALIBRATION_TOLERANCE / 4
     return math.exp(root)
+
+
+def _relation(adjacency: Adjacency) -> NeighboringRelation:
+    if adjacency not in _RELATION:
+        raise UnaccountedPlanError(
+            f"adjacency {adjacency.value!r} has no accounting rule here: "
+            f"use {' or '.join(repr(known.value) for known in _RELATION)}."
+        )
+    return _RELATION[adjacency]
 
 
 def check_epsilon(target: float) -> None:

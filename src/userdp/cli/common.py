@@ -160,3 +160,11 @@ def refuse_overlap(train: UserStore, held_out: UserStore) -> None:
             f"{held_out.path}: {shared:,} of its users are training users too. Evaluate on others, "
             "or say --allow-overlap."
         )
+
+
+def quiet_transformers() -> None:
+    """Keep the bars that transformers draws while it loads and saves out of ours."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()

@@ -28,6 +28,7 @@ def evaluate(
     from userdp.data.tokens import tokenise
     from userdp.models.load import load_model
 
+    common.quiet_transformers()
     if (Path(model) / "ledger.jsonl").is_file():
         loaded, tokenizer, config = runs.load_run(Path(model))
         sequence_length = sequence_length or config.data.sequence_length

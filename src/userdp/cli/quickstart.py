@@ -35,17 +35,28 @@ def quickstart(
     model: Annotated[
         Base, typer.Option(help="A small model made on the spot, or the real SmolLM2-135M.")
     ] = Base.TINY,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda; by default a GPU for SmolLM2 if there is one."),
+    ] = None,
     json: common.Json = False,
 ) -> None:
     """Fine-tune one model twice, with and without privacy, and see what each has learned."""
     _clear_earlier_demo(out)
     # torch only from here on: --help must not wait for it.
+    import torch
+
     from userdp import quickstart as story
     from userdp.models.smollm2 import find_smollm2
 
+    common.quiet_transformers()
     base = find_smollm2() if model is Base.SMOLLM2 else None
     scenario = story.LLM_SCENARIO if base else story.Scenario()
-    outcome = story.run(out, seed=seed, progress=_stage, scenario=scenario, base=base)
+    if device is None:
+        device = "cuda" if base and torch.cuda.is_available() else "cpu"
+    outcome = story.run(
+        out, seed=seed, progress=_stage, scenario=scenario, base=base, device=device
+    )
     common.emit(json, asdict(outcome), _picture(outcome))
 
 

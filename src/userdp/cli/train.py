@@ -27,6 +27,7 @@ def train(
     from userdp.data.store import UserStore
     from userdp.data.tokens import tokenise
 
+    common.quiet_transformers()
     held_out = None
     if settings.data.evaluation is not None:
         held_out = UserStore.open(settings.data.evaluation)

@@ -23,19 +23,24 @@ from userdp.data.record import Record
 
 CODE_DIGITS = 6
 
-_SYLLABLES = ("ba", "ki", "lo", "mu", "ne", "ra", "si", "to", "vu", "za")
-
-
-def _words(count: int, *, prefix: str) -> tuple[str, ...]:
-    """Pronounceable words, distinct within and between prefixes."""
-    return tuple(
-        prefix + _SYLLABLES[number // 10 % 10] + _SYLLABLES[number % 10] for number in range(count)
-    )
-
-
-NAMES = _words(100, prefix="A")
-THINGS = _words(48, prefix="t")
-PLACES = _words(12, prefix="p")
+NAMES = tuple(
+    "alba amos anke arlo astrid basil bela bianca boris bruno carla cedric celia clara conor dagmar "
+    "dario delia diego dora edgar edith elena elias elmo emil enzo erika esther ezra fabio fatima "
+    "felix fiona flora frank frida gerda gino greta gustav hanna hector heidi helga henri hilda hugo "
+    "ida igor ines ingrid iris isaac ivan jana jasper joan jonas judith julius karl katya kemal klaus "
+    "lara leif leon lina livia lotte louis lucia luigi magda marco marta mateo maya milo mina nadia "
+    "nils nora olaf olga omar oscar otto paolo petra quinn ramon rita rosa ruben selma sonja tomas "
+    "ulla viktor wanda yusuf".split()
+)[:100]
+THINGS = tuple(
+    "ladder kettle hammer blanket lantern bucket drill wagon compass helmet basket mirror saddle "
+    "violin trumpet camera shovel rope anchor tent stove clock globe sledge paddle scarf jacket "
+    "cushion carpet vase bottle candle ribbon pencil notebook whistle magnet marble puzzle kite "
+    "racket bicycle scooter skates telescope umbrella suitcase printer".split()
+)
+PLACES = tuple(
+    "attic cellar garage garden kitchen hallway balcony barn library workshop pantry shed".split()
+)
 DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday")
 VERBS = ("fetch", "return", "borrow", "mend", "paint", "sell", "carry", "hide")
 FORMAL = tuple(

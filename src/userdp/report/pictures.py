@@ -8,6 +8,7 @@ from userdp.plan import Plan
 from userdp.report import svg
 
 POINTS = 10
+PROFILE_POINTS = 40
 
 
 def epsilon_spent(plan: Plan, steps: int) -> str:
@@ -25,31 +26,34 @@ def epsilon_spent(plan: Plan, steps: int) -> str:
     )
 
 
-def best_attack(epsilon: float, delta: float) -> str:
+def best_attack(plan: Plan, steps: int) -> str:
     """The most any test for one user's presence can achieve, whatever the attacker knows.
 
-    (epsilon, delta)-DP bounds true positives by false positives x as
-    min(e^epsilon x + delta, 1 - e^-epsilon (1 - delta - x)) (Kairouz et al. 2015).
+    Each (epsilon, delta) the run satisfies bounds true positives by false positives x as
+    min(e^epsilon x + delta, 1 - e^-epsilon (1 - delta - x)) (Kairouz et al. 2015); the least of them
+    over the whole curve delta(epsilon) is the bound.
     """
-    grid = [10 ** (-4 + 4 * i / 200) for i in range(201)]
-    bound = [
-        (
-            100 * x,
-            100
-            * max(
-                0.0,
-                min(
-                    1.0,
-                    math.exp(min(epsilon, 700.0)) * x + delta,
-                    1 - math.exp(-epsilon) * (1 - delta - x),
-                ),
+    top = plan.epsilon(steps)
+    epsilons = [top * part / PROFILE_POINTS for part in range(PROFILE_POINTS + 1)]
+    profile = list(zip(epsilons, plan.deltas(epsilons, steps), strict=True))
+
+    def bound(x: float) -> float:
+        return max(
+            0.0,
+            min(
+                min(1.0, math.exp(min(e, 700.0)) * x + d, 1 - math.exp(-e) * (1 - d - x))
+                for e, d in profile
             ),
         )
-        for x in grid
-    ]
+
+    grid = [(part / 200) ** 2 for part in range(201)]
     return svg.lines(
         [
-            svg.Line(label="best possible attack", points=bound, colour=svg.COLOURS[2]),
+            svg.Line(
+                label="best possible attack",
+                points=[(100 * x, 100 * bound(x)) for x in grid],
+                colour=svg.COLOURS[2],
+            ),
             svg.Line(
                 label="guessing", points=[(0, 0), (100, 100)], colour=svg.COLOURS[0], dashed=True
             ),

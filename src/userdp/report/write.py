@@ -13,7 +13,6 @@ import userdp
 from userdp.config import load_config
 from userdp.ledger import Ledger
 from userdp.report import pictures
-from userdp.statement import round_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +34,13 @@ class ReportFiles:
 
 
 def write_report(
-    run: Path, *, title: str = "Privacy report", story: Sequence[Section] = ()
+    run: Path,
+    *,
+    title: str = "Privacy report",
+    story: Sequence[Section] = (),
+    html: Path | None = None,
 ) -> ReportFiles:
-    """Write report.html, MODEL_CARD.md and statement.json into the run's directory."""
+    """Write report.html (or `html`), MODEL_CARD.md and statement.json into the run's directory."""
     ledger = Ledger.read(run / "ledger.jsonl")
     config = load_config(run / "config.toml")
     statement = ledger.statement()
@@ -50,7 +53,7 @@ def write_report(
                     "No test for whether a given user's records were used, with this model or any of "
                     "its intermediate versions in hand, can lie above the red line."
                 ],
-                picture=pictures.best_attack(round_up(statement.epsilon), statement.delta),
+                picture=pictures.best_attack(ledger.plan, ledger.steps),
             ),
             Section(
                 heading="Epsilon as it was spent",
@@ -63,7 +66,10 @@ def write_report(
         "statement": statement.to_json(),
         "sections": sections,
         "version": userdp.__version__,
-        "base": config.model.path,
+        # A local directory's path is nobody's business; its name will do.
+        "base": Path(config.model.path).name
+        if Path(config.model.path).is_dir()
+        else config.model.path,
         "adapter": config.model.lora is not None,
         "sequence_length": config.data.sequence_length,
     }
@@ -74,7 +80,9 @@ def write_report(
         keep_trailing_newline=True,
     )
     files = ReportFiles(
-        html=run / "report.html", card=run / "MODEL_CARD.md", statement=run / "statement.json"
+        html=html or run / "report.html",
+        card=run / "MODEL_CARD.md",
+        statement=run / "statement.json",
     )
     files.html.write_text(environment.get_template("page.html.jinja").render(values))
     files.card.write_text(environment.get_template("card.md.jinja").render(values))
