@@ -14,8 +14,9 @@ from torch import Tensor
 from userdp.clipping.rules import FlatClip
 from userdp.updates import Update, at_least_float32
 
-# Clipped updates aim this much (relative) below the bound, so that rounding cannot carry them over.
-ROUNDING_MARGIN = 2.0**-20
+# Clipped updates aim this many roundings below the bound, so that rounding cannot carry them over:
+# one part in a million in float32.
+ROUNDING_MARGIN = 8
 
 
 def clip_update(update: Sequence[Tensor], rule: FlatClip) -> Update:
@@ -34,10 +35,16 @@ def clip_update(update: Sequence[Tensor], rule: FlatClip) -> Update:
     norm = torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in wide])
     )
-    shrink = rule.clip_norm * (1 - ROUNDING_MARGIN) / norm
-    factor = torch.where(norm <= rule.clip_norm * (1 - ROUNDING_MARGIN), 1.0, shrink)
+    bound = rule.clip_norm * (1 - ROUNDING_MARGIN * max(torch.finfo(t.dtype).eps for t in wide))
+    factor = torch.where(norm <= bound, 1.0, bound / norm)
     finite = torch.isfinite(norm)
-    return [torch.where(finite, tensor * factor.to(tensor.dtype), 0.0) for tensor in wide]
+    return [torch.where(finite, tensor * _rounded_down(factor, tensor), 0.0) for tensor in wide]
+
+
+def _rounded_down(factor: Tensor, like: Tensor) -> Tensor:
+    """The factor in the tensor's dtype, never above it: a tiny one has few digits left in float32."""
+    narrow = factor.to(like.dtype)
+    return torch.where(narrow > factor, torch.nextafter(narrow, torch.zeros_like(narrow)), narrow)
 
 
 def clipped_sum(updates: Iterable[Update], rule: FlatClip, *, like: Sequence[Tensor]) -> Update:
