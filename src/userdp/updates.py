@@ -56,12 +56,14 @@ def mean_gradient(
 ) -> Update:
     """The gradient of the mean of the records' losses, in float32 or better.
 
-    Never touches `.grad`. A parameter that the loss does not reach gets zero.
+    Never touches `.grad`. A parameter that the loss does not reach gets zero, and so does everything
+    if the group has no record: a user whose texts leave no token to predict is drawn like any other.
     """
     num_records = len(next(iter(batch.values())))
     update = [torch.zeros_like(p, dtype=_accumulator_dtype(p)) for p in parameters]
-    for start in range(0, num_records, microbatch_records or num_records):
-        stop = start + (microbatch_records or num_records)
+    size = microbatch_records or max(num_records, 1)
+    for start in range(0, num_records, size):
+        stop = start + size
         part = {name: tensor[start:stop] for name, tensor in batch.items()}
         losses = record_loss(model, part)
         if losses.shape != (len(next(iter(part.values()))),):
