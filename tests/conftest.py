@@ -1,0 +1,107 @@
+"""Fixtures shared by all tests: a tiny base model and two small user stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import models_zoo
+from userdp.data.record import Record
+from userdp.data.store import UserStore, write_store
+
+KEY = bytes(range(32))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    # Bitwise comparisons need a fixed order of summation, and the tensors are too small to share.
+    torch.set_num_threads(1)
+    yield
+
+
+@pytest.fixture(scope="session")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models_zoo.save_tiny_base(tmp_path_factory.mktemp("model") / "base")
+
+
+def sentences(*, users: int, records_per_user: int, seed: int, prefix: str) -> list[Record]:
+    """Records of random known words."""
+    rng = np.random.default_rng(seed)
+    return [
+        Record(
+            " ".join(rng.choice(models_zoo.WORDS, size=int(rng.integers(3, 9)))),
+            (f"{prefix}{user}",),
+            f"record {number} of {prefix}{user}",
+        )
+        for user in range(users)
+        for number in range(records_per_user)
+    ]
+
+
+@pytest.fixture(scope="session")
+def train_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("stores") / "train"
+    write_store(sentences(users=20, records_per_user=3, seed=1, prefix="a"), out, key=KEY)
+    return out
+
+
+@pytest.fixture(scope="session")
+def held_out_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("stores") / "held_out"
+    write_store(sentences(users=5, records_per_user=3, seed=2, prefix="b"), out, key=KEY)
+    return out
+
+
+@pytest.fixture(scope="session")
+def make_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Record]], UserStore]:
+    def make(records: list[Record]) -> UserStore:
+        out = tmp_path_factory.mktemp("made") / "store"
+        write_store(records, out, key=KEY)
+        return UserStore.open(out)
+
+    return make
+
+
+@pytest.fixture
+def config_file(
+    tmp_path: Path, base_model: Path, train_store: Path, held_out_store: Path
+) -> Callable[..., Path]:
+    """Writes a training configuration; keyword arguments replace lines or add sections."""
+
+    def write(
+        *,
+        data: str = "",
+        model: str = "",
+        privacy: str = "epsilon = 8.0\ndelta = 1e-2\nclip_norm = 1.0",
+        training: str = "fixed_seed = 7",
+        name: str = "run.toml",
+    ) -> Path:
+        path = tmp_path / name
+        path.write_text(
+            f"""# userdp train {name} --out run
+[data]
+store = "{train_store}"
+evaluation = "{held_out_store}"
+sequence_length = 16
+{data}
+[model]
+path = "{base_model}"
+{model}
+[privacy]
+num_users = 20
+expected_cohort_size = 5
+group_size = 2
+{privacy}
+[training]
+steps = 4
+learning_rate = 0.01
+{training}
+"""
+        )
+        return path
+
+    return write
