@@ -72,25 +72,29 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trainable: Iterable[Tensor
 
 
 class BufferGuard:
-    """Notices buffers that a forward pass writes: what is saved with them has seen raw data."""
+    """Notices what a forward pass writes into the model: it would be saved, and has seen raw data.
+
+    Watches everything that is saved: buffers, and parameters, frozen ones too.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._before = self._versions()
+        # The tensors themselves are kept: a freed one could give its address to its successor.
+        self._before = self._saved()
 
     def check(self) -> None:
-        """Raise if a saved buffer was replaced or written to since this guard was made."""
-        for name, version in self._versions().items():
-            if self._before.get(name) != version:
+        """Raise if a saved tensor was replaced or written to since this guard was made."""
+        for name, (tensor, version) in self._saved().items():
+            before, version_before = self._before.get(name, (None, None))
+            if tensor is not before or version != version_before:
                 raise MixedExamplesError(
-                    f"buffer {name!r} is written during the forward pass: it would carry records into "
-                    "the saved model without noise. Freeze or remove it."
+                    f"{name!r} is written during the forward pass: it would carry records into the "
+                    "saved model without noise. Freeze or remove it."
                 )
 
-    def _versions(self) -> dict[str, tuple[int, int]]:
-        persistent = set(self._model.state_dict(keep_vars=True))
+    def _saved(self) -> dict[str, tuple[Tensor, int]]:
         return {
-            name: (buffer.data_ptr(), buffer._version)
-            for name, buffer in self._model.named_buffers()
-            if name in persistent
+            name: (tensor, tensor._version)
+            for name, tensor in self._model.state_dict(keep_vars=True).items()
+            if isinstance(tensor, Tensor)
         }
