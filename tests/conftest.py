@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +17,9 @@ KEY = bytes(range(32))
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
+def _one_thread() -> None:
     # Bitwise comparisons need a fixed order of summation, and the tensors are too small to share.
     torch.set_num_threads(1)
-    yield
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Tiny language models built from a configuration, and ragged batches to feed them.
 
-Every architecture here has once broken somebody's per-user gradient: a tied embedding is used twice,
-GPT-2 broadcasts one line of position ids over the batch, grouped attention repeats keys, LoRA sits
+Every architecture here has once broken somebody's per-user gradient: a tied embedding is used
+twice, GPT-2 broadcasts one line of position ids over the batch, grouped attention repeats keys, LoRA sits
 beside a frozen weight, an LSTM applies one weight at every token.
 """
 
