@@ -13,14 +13,17 @@ from typing import Any
 
 
 def round_up(epsilon: float) -> float:
-    """Epsilon as printed: two decimals, three significant digits if it is small, never less.
+    """Epsilon as printed: two decimals, at least three significant digits and at most six, never less.
 
-    >>> round_up(7.991), round_up(0.01234), round_up(8.0), round_up(0.0)
-    (8.0, 0.0124, 8.0, 0.0)
+    Six digits are what the format `g` keeps: with more, printing would round again, to nearest.
+
+    >>> round_up(7.991), round_up(0.01234), round_up(8.0), round_up(0.0), round_up(12345.62)
+    (8.0, 0.0124, 8.0, 0.0, 12345.7)
     """
     if not math.isfinite(epsilon) or epsilon == 0:
         return epsilon
-    digits = max(2, 2 - math.floor(math.log10(epsilon)))
+    magnitude = math.floor(math.log10(epsilon))
+    digits = min(max(2, 2 - magnitude), 5 - magnitude)
     step = Decimal(1).scaleb(-digits)
     return float(Decimal(repr(epsilon)).quantize(step, rounding=ROUND_CEILING))
 
