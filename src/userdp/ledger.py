@@ -65,11 +65,11 @@ class Ledger:
             raise LedgerError(f"{path} is not there: is this the directory of a run?")
         rows: list[dict[str, Any]] = []
         before = ""
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
             try:
                 row: dict[str, Any] = json.loads(line)
                 claimed = row.pop("hash")
-            except (ValueError, KeyError, AttributeError):
+            except (ValueError, KeyError, AttributeError, TypeError):
                 raise LedgerError(f"{path}, line {number}: not a ledger row.") from None
             if claimed != _chained(before, row):
                 raise LedgerError(
