@@ -1,0 +1,198 @@
+"""The ledger: append-only, chained, on disk before anything is visible."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from userdp.errors import LedgerError
+from userdp.ledger import Ledger
+from userdp.plan import Plan
+
+
+def plan(**changes: object) -> Plan:
+    settings: dict[str, object] = {
+        "num_users": 100,
+        "expected_cohort_size": 10,
+        "group_size": 2,
+        "steps": 8,
+        "clip_norm": 1.0,
+        "noise_multiplier": 2.0,
+        "delta": 1e-3,
+    }
+    return Plan.sample_users(**(settings | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger.create(plan(), path=path, bound_to={"data": "abc"}, fixed_seed=False)
+    for _ in range(5):
+        ledger.charge_step()
+    ledger.close()
+    return path
+
+
+def test_ledger_reads_back_as_it_was_written(written: Path) -> None:
+    ledger = Ledger.read(written)
+    assert ledger.steps == 5
+    assert ledger.plan == plan()
+    assert not ledger.fixed_seed
+    assert ledger.statement() == plan().statement(steps=5)
+
+
+def _edit(row: int, change: Callable[[dict[str, object]], object]) -> Callable[[list[str]], None]:
+    def apply(lines: list[str]) -> None:
+        data = json.loads(lines[row])
+        change(data)
+        lines[row] = json.dumps(data, sort_keys=True)
+
+    return apply
+
+
+def _cheaper(data: dict[str, object]) -> None:
+    data["plan"]["noise"]["noise_multiplier"] = 9.0  # type: ignore[index]
+
+
+TAMPERING: dict[str, Callable[[list[str]], object]] = {
+    "plan edited": _edit(0, _cheaper),
+    "step edited": _edit(2, lambda row: row.update(step=7)),
+    "field added": _edit(2, lambda row: row.update(note="x")),
+    "seed hidden": _edit(0, lambda row: row.update(fixed_seed=True)),
+    "hash edited": _edit(3, lambda row: row.update(hash="0" * 64)),
+    "row removed": lambda lines: lines.pop(3),
+    "first row removed": lambda lines: lines.pop(0),
+    "rows reordered": lambda lines: lines.insert(2, lines.pop(3)),
+    "row repeated": lambda lines: lines.insert(3, lines[3]),
+    "row cut": lambda lines: lines.__setitem__(-1, lines[-1][:20]),
+    "not JSON": lambda lines: lines.__setitem__(2, "step 2"),
+    "not an object": lambda lines: lines.__setitem__(2, "[1, 2]"),
+    "a number": lambda lines: lines.__setitem__(2, "3"),
+    "no hash": _edit(2, lambda row: row.pop("hash")),
+    "emptied": lambda lines: lines.clear(),
+}
+
+
+@pytest.mark.parametrize("how", TAMPERING)
+def test_tampered_ledger_is_refused(written: Path, how: str) -> None:
+    lines = written.read_text().splitlines()
+    TAMPERING[how](lines)
+    written.write_text("".join(line + "\n" for line in lines))
+    with pytest.raises(LedgerError, match="ledger"):
+        Ledger.read(written)
+
+
+def test_ledger_that_is_no_text_is_refused(written: Path) -> None:
+    written.write_bytes(written.read_bytes() + b"\xff\xfe\n")
+    with pytest.raises(LedgerError):
+        Ledger.read(written)
+
+
+def _rechained(path: Path, change: Callable[[list[dict[str, object]]], None]) -> None:
+    """What a careful forger would write: content changed, every hash computed anew."""
+    from userdp.ledger import _chained
+
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        del row["hash"]
+    change(rows)
+    before = ""
+    for row in rows:
+        before = row["hash"] = _chained(before, row)
+    path.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+
+
+def test_event_that_is_not_the_plans_is_refused_even_with_good_hashes(written: Path) -> None:
+    def change(rows: list[dict[str, object]]) -> None:
+        rows[0]["step_event"]["event"]["noise_multiplier"] = 9.0  # type: ignore[index]
+
+    _rechained(written, change)
+    with pytest.raises(LedgerError, match="not the one of the recorded plan"):
+        Ledger.read(written)
+
+
+def test_missing_step_is_refused_even_with_good_hashes(written: Path) -> None:
+    _rechained(written, lambda rows: rows.pop(2))  # type: ignore[arg-type]
+    with pytest.raises(LedgerError, match="consecutive"):
+        Ledger.read(written)
+
+
+def test_newer_format_is_refused(written: Path) -> None:
+    _rechained(written, lambda rows: rows[0].update(format=2))
+    with pytest.raises(LedgerError, match="format"):
+        Ledger.read(written)
+
+
+def test_ledger_of_a_run_is_never_overwritten(written: Path) -> None:
+    before = written.read_bytes()
+    with pytest.raises(LedgerError, match="already holds a run"):
+        Ledger.create(plan(), path=written, bound_to={}, fixed_seed=False)
+    assert written.read_bytes() == before
+
+
+def test_missing_ledger_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="is this the directory of a run"):
+        Ledger.read(tmp_path / "ledger.jsonl")
+
+
+def test_charged_step_is_on_disk_when_the_call_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    synced: list[int] = []
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(len(path.read_text().splitlines()))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    ledger = Ledger.create(plan(), path=path, bound_to={}, fixed_seed=False)
+    for _ in range(3):
+        ledger.charge_step()
+    ledger.close()
+    assert synced == [1, 2, 3, 4]
+
+
+def test_ledger_holds_public_fields_only(written: Path) -> None:
+    rows = [json.loads(line) for line in written.read_text().splitlines()]
+    assert set(rows[0]) == {
+        "kind",
+        "format",
+        "plan",
+        "step_event",
+        "bound_to",
+        "fixed_seed",
+        "hash",
+    }
+    assert all(set(row) == {"kind", "step", "hash"} for row in rows[1:])
+
+
+def test_ledger_names_what_it_is_bound_to() -> None:
+    digests = {
+        Ledger.create(p, bound_to=bound, fixed_seed=False).run_digest
+        for p in (plan(), plan(delta=2e-3))
+        for bound in ({"data": "a"}, {"data": "b"})
+    }
+    assert len(digests) == 4
+
+
+def test_non_private_run_is_recorded_as_such() -> None:
+    chosen = plan(noise_multiplier=0.0, clip_norm=float("inf"), non_private=True)
+    ledger = Ledger.create(chosen, bound_to={}, fixed_seed=False)
+    ledger.charge_step()
+    assert ledger.plan == chosen
+    assert ledger.statement().sentence == "No privacy guarantee."
+
+
+def test_reading_has_no_side_effect(written: Path) -> None:
+    before = written.read_bytes()
+    ledger = Ledger.read(written)
+    first = ledger.statement()
+    assert ledger.statement() == first
+    assert ledger.steps == 5
+    assert written.read_bytes() == before

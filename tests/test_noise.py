@@ -1,0 +1,112 @@
+"""The noise: its size, its shape, and where its randomness comes from."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from userdp.errors import InputError
+from userdp.noise.draw import add_gaussian
+from userdp.noise.gaussian import Gaussian
+from userdp.noise.secret import RunSecret
+
+SECRET = RunSecret.fixed_for_tests(12)
+
+
+def draw(secret: RunSecret, step: int, size: int, dtype: torch.dtype = torch.float32) -> np.ndarray:
+    (noise,) = add_gaussian(
+        [torch.zeros(size, dtype=dtype)], noise_stddev=1.0, secret=secret, step=step
+    )
+    return noise.numpy()
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_gaussian_with_the_stated_deviation(dtype: torch.dtype) -> None:
+    # 1e6 draws, seed 12. Deviation: 4 standard errors of 1/sqrt(2e6), failure 6e-5. KS: p > 0.001.
+    tensors = [torch.zeros(700, 1000, dtype=dtype), torch.zeros(300_000, dtype=dtype)]
+    noised = add_gaussian(tensors, noise_stddev=2.5, secret=SECRET, step=0)
+    values = torch.cat([value.flatten() for value in noised]).double().numpy() / 2.5
+    assert values.std() == pytest.approx(1.0, abs=4 / math.sqrt(2e6))
+    assert values.mean() == pytest.approx(0.0, abs=4 / math.sqrt(1e6))
+    assert stats.kstest(values, "norm").pvalue > 0.001
+
+
+@pytest.mark.statistical
+def test_streams_differ_by_step_purpose_run_and_secret() -> None:
+    # 21 pairs of 100,000 draws: correlations below 5 / sqrt(1e5), failure about 1e-5 in all.
+    streams = [
+        draw(SECRET, 0, 100_000),
+        draw(SECRET, 1, 100_000),
+        draw(SECRET, 10, 100_000),
+        draw(SECRET.bound_to("run a"), 0, 100_000),
+        draw(SECRET.bound_to("run b"), 0, 100_000),
+        draw(RunSecret.fixed_for_tests(13), 0, 100_000),
+        SECRET.rng("cohort", 0).standard_normal(100_000, dtype="f4"),
+    ]
+    for a, b in combinations(streams, 2):
+        assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(100_000)
+
+
+@pytest.mark.statistical
+def test_no_draw_repeats_across_steps_or_tensors() -> None:
+    # 300,000 float64 draws: two alike would have probability below 1e-4.
+    tensors = [torch.zeros(50_000, dtype=torch.float64), torch.zeros(50_000, dtype=torch.float64)]
+    values = torch.cat(
+        [
+            value
+            for step in range(3)
+            for value in add_gaussian(tensors, noise_stddev=1.0, secret=SECRET, step=step)
+        ]
+    )
+    assert len(torch.unique(values)) == len(values)
+
+
+def test_same_stream_gives_the_same_noise_again() -> None:
+    assert np.array_equal(draw(SECRET, 4, 100), draw(SECRET, 4, 100))
+
+
+def test_system_secrets_differ_and_are_not_called_fixed() -> None:
+    first, second = RunSecret.from_system(), RunSecret.from_system()
+    assert first.key != second.key
+    assert len(first.key) == 32
+    assert not first.fixed_seed
+    assert RunSecret.fixed_for_tests(1).fixed_seed
+    assert RunSecret.fixed_for_tests(1).bound_to("x").fixed_seed
+
+
+def test_noise_keeps_dtype_and_shape_and_leaves_its_argument_alone() -> None:
+    tensors = [torch.ones(2, 3), torch.ones(4, dtype=torch.float64)]
+    noised = add_gaussian(tensors, noise_stddev=1.0, secret=SECRET, step=0)
+    assert [(n.dtype, n.shape) for n in noised] == [(t.dtype, t.shape) for t in tensors]
+    assert all(torch.equal(t, torch.ones_like(t)) for t in tensors)
+
+
+def test_noise_is_added_to_the_value() -> None:
+    value = [torch.full((5,), 100.0)]
+    zero = [torch.zeros(5)]
+    a = add_gaussian(value, noise_stddev=1.0, secret=SECRET, step=0)[0]
+    b = add_gaussian(zero, noise_stddev=1.0, secret=SECRET, step=0)[0]
+    torch.testing.assert_close(a - 100.0, b, rtol=0, atol=1e-5)
+
+
+def test_zero_deviation_changes_nothing() -> None:
+    value = torch.randn(5)
+    assert torch.equal(add_gaussian([value], noise_stddev=0.0, secret=SECRET, step=0)[0], value)
+    assert add_gaussian([], noise_stddev=1.0, secret=SECRET, step=0) == []
+
+
+@pytest.mark.parametrize("noise_multiplier", [-1.0, math.nan, math.inf])
+def test_noise_multiplier_must_be_finite_and_not_negative(noise_multiplier: float) -> None:
+    with pytest.raises(InputError, match="noise_multiplier"):
+        Gaussian(noise_multiplier=noise_multiplier)
+
+
+def test_standard_deviation_is_multiplier_times_sensitivity() -> None:
+    assert Gaussian(noise_multiplier=1.5).noise_stddev(0.2) == pytest.approx(0.3)
+    assert Gaussian(noise_multiplier=0.0).noise_stddev(math.inf) == 0.0

@@ -1,0 +1,193 @@
+"""The conformance suite of samplers, run on every one of them.
+
+Statistical tests draw 100,000 cohorts with a fixed seed. Their bounds are 4 standard errors a
+comparison (failure probability 6.4e-5 each for a fresh seed) unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+
+from userdp.errors import InputError
+from userdp.index import UserIndex
+from userdp.sampling import Cohort, PoissonRecords, PoissonUsers, Sampler
+
+DRAWS = 100_000
+# Users with 1, 4, 2, 1, 3 rows, in mixed order.
+OWNERS = [0, 1, 2, 1, 3, 4, 1, 2, 4, 1, 4]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A sampler and how likely each of its units (users, or records) is to be in a cohort."""
+
+    sampler: Sampler
+    prob: float
+    by_user: bool
+
+
+CASES = {
+    "users": Case(PoissonUsers(user_sampling_prob=0.3, group_size=2), 0.3, True),
+    "records": Case(PoissonRecords(record_sampling_prob=0.2, group_size=4), 0.2, False),
+}
+
+
+@cache
+def inclusions(name: str) -> np.ndarray:
+    """One line a draw, one column a unit: was it in?"""
+    case = CASES[name]
+    rng = np.random.default_rng(33)
+    index = case.sampler.limit_contributions(UserIndex.from_owners(OWNERS), rng)
+    owner_of_row = np.asarray(OWNERS)
+    found = np.zeros((DRAWS, 5 if case.by_user else len(OWNERS)), dtype=bool)
+    for line in range(DRAWS):
+        for group in case.sampler.draw(index, rng):
+            found[line, owner_of_row[group[0]] if case.by_user else group[0]] = True
+    return found
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("name", CASES)
+def test_inclusion_has_the_stated_probability_within_4_sigma(name: str) -> None:
+    prob = CASES[name].prob
+    error = np.sqrt(prob * (1 - prob) / DRAWS)
+    assert np.abs(inclusions(name).mean(axis=0) - prob).max() < 4 * error
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("name", CASES)
+def test_units_are_drawn_independently_pair_covariance_below_4_sigma(name: str) -> None:
+    found = inclusions(name)
+    prob = CASES[name].prob
+    covariance = np.cov(found, rowvar=False)
+    off_diagonal = covariance[~np.eye(len(covariance), dtype=bool)]
+    assert np.abs(off_diagonal).max() < 4 * prob * (1 - prob) / np.sqrt(DRAWS)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("name", CASES)
+def test_consecutive_draws_are_independent_within_4_sigma(name: str) -> None:
+    sizes = inclusions(name).sum(axis=1).astype(float)
+    correlation = np.corrcoef(sizes[:-1], sizes[1:])[0, 1]
+    assert abs(correlation) < 4 / np.sqrt(DRAWS)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("name", CASES)
+def test_size_variance_is_binomial_within_3_percent(name: str) -> None:
+    # A fixed batch size would have variance 0. The estimate's own error is about 0.5%: 6 sigma.
+    found = inclusions(name)
+    prob = CASES[name].prob
+    expected = found.shape[1] * prob * (1 - prob)
+    assert found.sum(axis=1).var() == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rate_one_takes_everybody(name: str) -> None:
+    sampler = (
+        PoissonUsers(user_sampling_prob=1.0, group_size=9)
+        if name == "users"
+        else PoissonRecords(record_sampling_prob=1.0, group_size=9)
+    )
+    cohort = sampler.draw(UserIndex.from_owners(OWNERS), np.random.default_rng(0))
+    assert sorted(cohort.rows.tolist()) == list(range(len(OWNERS)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_user_enters_with_more_rows_than_the_group_size(name: str) -> None:
+    rng = np.random.default_rng(1)
+    sampler = CASES[name].sampler
+    owners = np.arange(300) % 7
+    index = sampler.limit_contributions(UserIndex.from_owners(owners.tolist()), rng)
+    for _ in range(200):
+        rows = sampler.draw(index, rng).rows
+        assert len(np.unique(rows)) == len(rows)
+        assert np.bincount(owners[rows], minlength=7).max() <= sampler.group_size
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_users_gives_empty_cohorts(name: str) -> None:
+    sampler = CASES[name].sampler
+    rng = np.random.default_rng(0)
+    index = sampler.limit_contributions(UserIndex.from_owners([]), rng)
+    assert len(sampler.draw(index, rng)) == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_stream_same_cohort(name: str) -> None:
+    sampler = CASES[name].sampler
+    index = sampler.limit_contributions(UserIndex.from_owners(OWNERS), np.random.default_rng(3))
+    first, again = (sampler.draw(index, np.random.default_rng(4)) for _ in range(2))
+    assert first.rows.tolist() == again.rows.tolist()
+
+
+@pytest.mark.parametrize("prob", [0.0, -0.1, 1.0001, float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", ["users", "records"])
+def test_probability_outside_0_1_is_refused(prob: float, kind: str) -> None:
+    with pytest.raises(InputError, match="is not a probability"):
+        if kind == "users":
+            PoissonUsers(user_sampling_prob=prob, group_size=1)
+        else:
+            PoissonRecords(record_sampling_prob=prob, group_size=1)
+
+
+@pytest.mark.parametrize("group_size", [0, -1])
+def test_group_size_below_one_is_refused(group_size: int) -> None:
+    with pytest.raises(InputError, match="group_size"):
+        PoissonUsers(user_sampling_prob=0.5, group_size=group_size)
+    with pytest.raises(InputError, match="group_size"):
+        PoissonRecords(record_sampling_prob=0.5, group_size=group_size)
+
+
+def test_record_sampling_refuses_users_that_the_event_would_not_cover() -> None:
+    sampler = PoissonRecords(record_sampling_prob=0.5, group_size=2)
+    with pytest.raises(InputError, match="limit_contributions"):
+        sampler.draw(UserIndex.from_owners(OWNERS), np.random.default_rng(0))
+
+
+@pytest.mark.statistical
+def test_rows_of_a_large_user_are_equally_likely() -> None:
+    # 20,000 draws of 2 of 5 rows: each in with probability 0.4, within 4 sigma, seed 2.
+    sampler = PoissonUsers(user_sampling_prob=1.0, group_size=2)
+    index = UserIndex.from_owners([0] * 5)
+    rng = np.random.default_rng(2)
+    counts = np.zeros(5)
+    for _ in range(20_000):
+        counts[sampler.draw(index, rng).rows] += 1
+    assert np.abs(counts / 20_000 - 0.4).max() < 4 * np.sqrt(0.4 * 0.6 / 20_000)
+
+
+@pytest.mark.statistical
+def test_group_size_one_record_sampling_has_the_distribution_of_user_sampling() -> None:
+    # ELS with G = 1 and one record a user against ULS: all 2^4 cohorts, 40,000 draws each, seeds 5
+    # and 6; chi-square with 15 degrees of freedom exceeds 44.3 with probability 1e-4.
+    index = UserIndex.from_owners(range(4))
+    samplers = (
+        PoissonUsers(user_sampling_prob=0.35, group_size=1),
+        PoissonRecords(record_sampling_prob=0.35, group_size=1),
+    )
+    draws = 40_000
+    expected = np.array(
+        [0.35 ** bin(s).count("1") * 0.65 ** (4 - bin(s).count("1")) for s in range(16)]
+    )
+    for sampler, seed in zip(samplers, (5, 6), strict=True):
+        rng = np.random.default_rng(seed)
+        limited = sampler.limit_contributions(index, rng)
+        counts = np.zeros(16)
+        for _ in range(draws):
+            cohort = sampler.draw(limited, rng)
+            assert all(len(group) == 1 for group in cohort)
+            counts[int((1 << cohort.rows).sum())] += 1
+        assert ((counts - draws * expected) ** 2 / (draws * expected)).sum() < 44.3
+
+
+def test_cohort_yields_its_groups_in_order() -> None:
+    groups = [np.array([3, 1]), np.array([], dtype=np.int64), np.array([2])]
+    cohort = Cohort.of(groups)
+    assert len(cohort) == 3
+    assert [group.tolist() for group in cohort] == [[3, 1], [], [2]]
+    assert len(Cohort.of([])) == 0
