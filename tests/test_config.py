@@ -1,0 +1,163 @@
+"""The configuration: typed, closed, and helpful about what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from userdp.config import load_config
+from userdp.errors import InputError
+from userdp.sampling import PoissonRecords, PoissonUsers
+
+GOOD = """
+[data]
+store = "store"
+[model]
+path = "model"
+[privacy]
+num_users = 100
+expected_cohort_size = 10
+group_size = 4
+clip_norm = 1.0
+noise_multiplier = 2.0
+delta = 1e-3
+[training]
+steps = 7
+"""
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., object]:
+    def write(text: str) -> object:
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        return load_config(path)
+
+    return write
+
+
+def test_minimal_configuration_gives_its_plan(load: Callable[..., object]) -> None:
+    plan = load(GOOD).plan()  # type: ignore[attr-defined]
+    assert plan.sampler == PoissonUsers(user_sampling_prob=0.1, group_size=4)
+    assert plan.steps == 7
+    assert plan.divisor == 10
+
+
+def test_record_sampling_configuration_gives_its_plan(load: Callable[..., object]) -> None:
+    text = GOOD.replace(
+        "expected_cohort_size = 10", 'unit = "record"\nexpected_batch_size = 8\nnum_records = 200'
+    )
+    plan = load(text).plan()  # type: ignore[attr-defined]
+    assert plan.sampler == PoissonRecords(record_sampling_prob=0.04, group_size=4)
+
+
+def _add(section: str, line: str) -> str:
+    return GOOD.replace(f"[{section}]\n", f"[{section}]\n{line}\n")
+
+
+def _without(key: str) -> str:
+    return "".join(
+        line + "\n" for line in GOOD.splitlines() if not line.startswith(f"{key} =")
+    )
+
+
+PROBLEMS: dict[str, tuple[str, str]] = {
+    "misspelt privacy key": (
+        _add("privacy", "noise_multiplyer = 1.0"),
+        "unknown key 'privacy.noise_multiplyer'; did you mean 'noise_multiplier'",
+    ),
+    "misspelt training key": (
+        _add("training", "learning_rte = 1.0"),
+        "unknown key 'training.learning_rte'; did you mean 'learning_rate'",
+    ),
+    "misspelt section": (GOOD + "[trainig]\n", "unknown key 'trainig'; did you mean 'training'"),
+    "key like nothing": (_add("data", "zzz = 1"), "unknown key 'data.zzz'; known keys: eval"),
+    "misspelt lora key": (
+        GOOD + "[model.lora]\nrnk = 4\n",
+        "unknown key 'model.lora.rnk'; did you mean 'rank'",
+    ),
+    "missing section": (GOOD.replace('[model]\npath = "model"\n', ""), "key 'model' is missing"),
+    "missing num_users": (_without("num_users"), "key 'privacy.num_users' is missing"),
+    "missing delta": (_without("delta"), "key 'privacy.delta' is missing"),
+    "missing steps": (_without("steps"), "key 'training.steps' is missing"),
+    "missing store": (_without("store"), "key 'data.store' is missing"),
+    "missing clip norm": (_without("clip_norm"), "key 'privacy.clip_norm' is missing"),
+    "steps in words": (GOOD.replace("steps = 7", 'steps = "many"'), "training.steps = 'many'"),
+    "half a step": (GOOD.replace("steps = 7", "steps = 7.5"), "training.steps = 7.5"),
+    "unit unknown": (_add("privacy", 'unit = "group"'), "privacy.unit = 'group'"),
+    "adjacency unknown": (_add("privacy", 'adjacency = "near"'), "privacy.adjacency = 'near'"),
+    "optimizer unknown": (_add("training", 'optimizer = "lion"'), "training.optimizer = 'lion'"),
+    "dtype unknown": (_add("model", 'dtype = "float16"'), "model.dtype = 'float16'"),
+    "rank zero": (GOOD + "[model.lora]\nrank = 0\n", "model.lora.rank = 0"),
+    "learning rate zero": (_add("training", "learning_rate = 0.0"), "training.learning_rate"),
+    "sequence too short": (_add("data", "sequence_length = 1"), "data.sequence_length = 1"),
+    "section is a number": (GOOD.replace('[data]\nstore = "store"', "data = 3"), "data = 3"),
+    "not TOML": (GOOD + "steps == 7\n", "not valid TOML"),
+    "key twice": (GOOD + "steps = 8\n", "not valid TOML"),
+}
+
+
+@pytest.mark.parametrize("what", PROBLEMS)
+def test_wrong_configuration_is_refused_with_file_and_key(
+    load: Callable[..., object], what: str
+) -> None:
+    text, expected = PROBLEMS[what]
+    with pytest.raises(InputError) as caught:
+        load(text)
+    assert "run.toml" in str(caught.value)
+    assert expected in str(caught.value)
+
+
+PLAN_PROBLEMS: dict[str, tuple[str, str]] = {
+    "neither epsilon nor noise": (_without("noise_multiplier"), "exactly one"),
+    "both": (_add("privacy", "epsilon = 3.0"), "exactly one"),
+    "epsilon zero": (
+        GOOD.replace("noise_multiplier = 2.0", "epsilon = 0.0"),
+        "epsilon=0.0 is not a positive",
+    ),
+    "epsilon nan": (GOOD.replace("noise_multiplier = 2.0", "epsilon = nan"), "epsilon=nan"),
+    "epsilon inf": (GOOD.replace("noise_multiplier = 2.0", "epsilon = inf"), "epsilon=inf"),
+    "delta one": (GOOD.replace("delta = 1e-3", "delta = 1.0"), "delta=1.0"),
+    "delta zero": (GOOD.replace("delta = 1e-3", "delta = 0.0"), "delta=0.0"),
+    "noise zero": (GOOD.replace("noise_multiplier = 2.0", "noise_multiplier = 0.0"), "nobody"),
+    "clip infinite": (GOOD.replace("clip_norm = 1.0", "clip_norm = inf"), "nobody"),
+    "clip zero": (GOOD.replace("clip_norm = 1.0", "clip_norm = 0.0"), "clip_norm=0.0"),
+    "less than one user a step": (
+        GOOD.replace("expected_cohort_size = 10", "expected_cohort_size = 0.5"),
+        "expected_cohort_size=0.5 of 100 users",
+    ),
+    "one user": (GOOD.replace("num_users = 100", "num_users = 1"), "num_users=1"),
+    "no cohort size": (_without("expected_cohort_size"), "expected_cohort_size is missing"),
+    "batch size of users": (_add("privacy", "expected_batch_size = 4"), "has no meaning"),
+    "records of users": (_add("privacy", "num_records = 4"), "has no meaning"),
+    "cohort size of records": (_add("privacy", 'unit = "record"'), "has no meaning"),
+    "no batch size": (
+        _without("expected_cohort_size").replace("[privacy]\n", '[privacy]\nunit = "record"\n'),
+        "expected_batch_size is missing",
+    ),
+    "group of nobody": (GOOD.replace("group_size = 4", "group_size = 0"), "group_size=0"),
+    "no steps": (GOOD.replace("steps = 7", "steps = 0"), "steps=0"),
+    "flag without need": (_add("privacy", "non_private = true"), "non_private=True"),
+}
+
+
+@pytest.mark.parametrize("what", PLAN_PROBLEMS)
+def test_settings_that_make_no_plan_are_refused(load: Callable[..., object], what: str) -> None:
+    text, expected = PLAN_PROBLEMS[what]
+    with pytest.raises(InputError) as caught:
+        load(text).plan()  # type: ignore[attr-defined]
+    assert expected in str(caught.value)
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nowhere.toml: no such file"):
+        load_config(tmp_path / "nowhere.toml")
+
+
+def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="not valid TOML"):
+        load_config(path)

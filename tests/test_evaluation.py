@@ -1,0 +1,62 @@
+"""Held-out loss against a brute-force loss, one row and one token at a time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import models_zoo
+from userdp.data.tokens import TokenRows
+from userdp.errors import InputError
+from userdp.evaluation import evaluate
+
+
+def rows(lengths: list[int], owners: list[int]) -> TokenRows:
+    rng = np.random.default_rng(0)
+    return TokenRows(
+        tokens=rng.integers(1, models_zoo.VOCABULARY, size=sum(lengths)).astype(np.int32),
+        indptr=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        owners=np.asarray(owners, dtype=np.int64),
+        num_users=max(owners) + 1,
+    )
+
+
+@pytest.mark.parametrize("architecture", ["gpt2 tied", "llama", "lstm tied"])
+@pytest.mark.parametrize("batch_tokens", [1, 20, 8192])
+def test_loss_and_accuracy_match_brute_force(architecture: str, batch_tokens: int) -> None:
+    model = models_zoo.build(architecture)
+    data = rows([5, 2, 11, 7, 2, 3], [0, 0, 1, 3, 1, 0])
+    loss, correct, count = 0.0, 0, 0
+    with torch.no_grad():
+        for row in range(len(data)):
+            tokens = data.tokens[data.indptr[row] : data.indptr[row + 1]].tolist()
+            for position in range(1, len(tokens)):
+                output = model(input_ids=torch.tensor([tokens[:position]]))
+                logits = output if isinstance(output, torch.Tensor) else output.logits
+                log_probs = torch.log_softmax(logits[0, -1], dim=-1)
+                loss -= log_probs[tokens[position]].item()
+                correct += int(log_probs.argmax()) == tokens[position]
+                count += 1
+    found = evaluate(model, data, pad_token=0, batch_tokens=batch_tokens)
+    assert found.tokens == count == 24
+    assert found.loss == pytest.approx(loss / count, rel=1e-6)
+    assert found.accuracy_top1 == pytest.approx(correct / count)
+    assert found.users == 3
+    assert found.perplexity == pytest.approx(math.exp(loss / count), rel=1e-5)
+
+
+def test_evaluation_leaves_the_model_as_it_was() -> None:
+    model = models_zoo.build("gpt2 tied").train()
+    before = [p.detach().clone() for p in model.parameters()]
+    evaluate(model, rows([4, 3], [0, 1]), pad_token=0)
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_nothing_to_predict_is_an_error() -> None:
+    with pytest.raises(InputError, match="no token to predict"):
+        evaluate(models_zoo.build("gpt2 tied"), rows([1, 1], [0, 1]), pad_token=0)
