@@ -61,10 +61,10 @@ class Plan:
         _check_rule(self.sampler, self.noise)
         _check_counts(num_users=self.num_users, steps=self.steps)
         accountant.check_delta(self.delta)
-        if self.divisor < 1:
+        if not 1 <= self.divisor < math.inf:
             raise InputError(
-                f"a step has {self.divisor:g} expected groups, fewer than one: raise the sampling "
-                "rate or the expected cohort size, or use more users."
+                f"a step has {self.divisor:g} expected groups: it takes a number from one up. Raise "
+                "the sampling rate or the expected cohort size, or use more users."
             )
         spends = self.noise.noise_multiplier == 0 or not self.clip.bounds_updates
         if spends and not self.non_private:
@@ -72,6 +72,11 @@ class Plan:
                 f"noise_multiplier={self.noise.noise_multiplier:g} with clip_norm="
                 f"{self.clip.clip_norm:g} protects nobody. Give both a positive finite value, or set "
                 "non_private=True to train without any guarantee."
+            )
+        if self.noise.noise_multiplier > 0 and not self.clip.bounds_updates:
+            raise InputError(
+                f"noise_multiplier={self.noise.noise_multiplier:g} with clip_norm=inf is infinite noise: "
+                "noise is scaled to the clip norm. Set noise_multiplier=0, or a finite clip_norm."
             )
         if self.non_private and not spends:
             raise InputError(
