@@ -14,6 +14,7 @@ from typing import Any
 import peft
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 
 from userdp.errors import InputError
@@ -51,7 +52,7 @@ def load_model(
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, trust_remote_code=False, **options
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InputError(f"model {source!r} could not be loaded: {_first_line(error)}") from error
     check_vocabulary(model, tokenizer)
     if lora is not None:
@@ -70,6 +71,11 @@ def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
         raise InputError(
             f"tokenizer of {source!r} could not be loaded: {_first_line(error)}"
         ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # transformers makes an empty tokenizer when its files are missing, and every text is nothing.
+        raise InputError(
+            f"tokenizer of {source!r} knows no word: its files (tokenizer.json) are missing there."
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -97,6 +103,7 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
 
 def load_adapter(model: nn.Module, adapter: Path) -> nn.Module:
     """The base model with a saved adapter."""
+    _refuse_pickle(adapter)
     return peft.PeftModel.from_pretrained(model, adapter)  # pyright: ignore[reportArgumentType]
 
 
