@@ -74,8 +74,11 @@ class UserStore:
         manifest_path = path / "manifest.json"
         if not manifest_path.is_file():
             raise InputError(f"{path} is not a user store: it has no manifest.json.")
-        manifest: dict[str, Any] = json.loads(manifest_path.read_text())
-        if manifest.get("format") != FORMAT:
+        try:
+            manifest: dict[str, Any] = json.loads(manifest_path.read_bytes())
+        except ValueError:
+            raise InputError(f"{manifest_path}: not valid JSON; import the data again.") from None
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:  # pyright: ignore
             raise InputError(f"{path}: written in a format this version does not read.")
         for name, size in manifest["sizes"].items():
             if not (path / name).is_file() or (path / name).stat().st_size != size:
