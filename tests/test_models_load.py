@@ -1,0 +1,183 @@
+"""Loading and saving: no pickle, no foreign code, adapters and full models survive the round trip."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import models_zoo
+from userdp.errors import InputError
+from userdp.models.load import Lora, add_lora, load_adapter, load_model, save_model
+from userdp.models.smollm2 import find_smollm2
+
+PROMPT = torch.tensor([[1, 2, 3]])
+
+
+class Trap:
+    """What a malicious checkpoint contains: unpickling it leaves a file behind."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.mark,))
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=PROMPT).logits
+
+
+@pytest.fixture
+def checkpoint(base_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(base_model, tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pkl", "model.pth"])
+def test_pickle_only_checkpoint_is_refused_and_nothing_runs(checkpoint: Path, name: str) -> None:
+    mark = checkpoint.parent / "ran"
+    for path in checkpoint.glob("*.safetensors"):
+        path.unlink()
+    (checkpoint / name).write_bytes(pickle.dumps(Trap(mark)))
+    with pytest.raises(InputError, match="pickle"):
+        load_model(checkpoint)
+    assert not mark.exists()
+
+
+def test_pickle_beside_safetensors_is_not_read(checkpoint: Path) -> None:
+    mark = checkpoint.parent / "ran"
+    (checkpoint / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(mark)))
+    load_model(checkpoint)
+    assert not mark.exists()
+
+
+def test_pickled_adapter_is_refused_and_nothing_runs(base_model: Path, tmp_path: Path) -> None:
+    model, tokenizer = load_model(base_model, lora=Lora(rank=2))
+    save_model(model, tokenizer, tmp_path / "adapter")
+    for path in (tmp_path / "adapter").glob("*.safetensors"):
+        path.unlink()
+    mark = tmp_path / "ran"
+    (tmp_path / "adapter" / "adapter_model.bin").write_bytes(pickle.dumps(Trap(mark)))
+    base, _ = load_model(base_model)
+    with pytest.raises(InputError, match="pickle"):
+        load_adapter(base, tmp_path / "adapter")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("model_type", ["my-own-model", "gpt2"])
+def test_remote_code_never_runs(checkpoint: Path, model_type: str) -> None:
+    mark = checkpoint.parent / "ran"
+    (checkpoint / "modeling.py").write_text(f"open({str(mark)!r}, 'w')\nclass Model: pass\n")
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {
+        "model_type": model_type,
+        "auto_map": {
+            "AutoConfig": "modeling.Model",
+            "AutoModelForCausalLM": "modeling.Model",
+        },
+    }
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    if model_type == "gpt2":
+        # A type transformers has itself: its own class is used, the file beside it ignored.
+        load_model(checkpoint)
+    else:
+        with pytest.raises(InputError, match="could not be loaded"):
+            load_model(checkpoint)
+    assert not mark.exists()
+
+
+def test_truncated_weights_are_refused(checkpoint: Path) -> None:
+    (weights,) = checkpoint.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(InputError, match="could not be loaded"):
+        load_model(checkpoint)
+
+
+def test_broken_model_configuration_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text("{")
+    with pytest.raises(InputError, match="could not be loaded"):
+        load_model(checkpoint)
+
+
+def test_missing_tokenizer_is_refused(checkpoint: Path) -> None:
+    for path in checkpoint.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(InputError, match="tokenizer"):
+        load_model(checkpoint)
+
+
+def test_empty_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="could not be loaded"):
+        load_model(tmp_path)
+
+
+def test_vocabulary_larger_than_the_embedding_is_refused(checkpoint: Path) -> None:
+    words = tuple(f"x{number}" for number in range(50))
+    models_zoo.word_tokenizer(words).save_pretrained(checkpoint)
+    with pytest.raises(InputError, match="the tokenizer has 51 tokens and the model .* 23"):
+        load_model(checkpoint)
+
+
+@pytest.mark.parametrize("targets", ["nothing_of_this_name", ["q_proj", "no_such"], []])
+def test_lora_target_that_matches_nothing_is_refused(targets: str | list[str]) -> None:
+    with pytest.raises(InputError, match="LoRA targets"):
+        add_lora(models_zoo.gpt2(), Lora(targets=targets))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["c_attn"]])
+def test_lora_starts_as_the_base_model(base_model: Path, targets: str | list[str]) -> None:
+    base, _ = load_model(base_model)
+    adapted, _ = load_model(base_model, lora=Lora(rank=2, targets=targets))
+    torch.testing.assert_close(logits(adapted), logits(base))
+    assert 0 < sum(p.requires_grad for p in adapted.parameters()) < len(list(adapted.parameters()))
+
+
+def test_full_model_survives_the_round_trip_and_still_generates(
+    base_model: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = load_model(base_model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    save_model(model, tokenizer, tmp_path / "saved")
+    assert not list((tmp_path / "saved").glob("*.bin"))
+    again, same_tokenizer = load_model(tmp_path / "saved")
+    assert torch.equal(logits(model), logits(again))
+    assert same_tokenizer.get_vocab() == tokenizer.get_vocab()
+    out = again.generate(PROMPT, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert out.shape[1] <= 7
+
+
+def test_adapter_survives_the_round_trip_and_still_generates(
+    base_model: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = load_model(base_model, lora=Lora(rank=2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    save_model(model, tokenizer, tmp_path / "saved")
+    size = (tmp_path / "saved" / "adapter_model.safetensors").stat().st_size
+    assert size < sum(p.numel() * 4 for p in model.parameters())
+    base, _ = load_model(base_model)
+    untouched = logits(base).clone()
+    again = load_adapter(base, tmp_path / "saved")
+    assert torch.equal(logits(model), logits(again))
+    assert not torch.equal(logits(again), untouched)
+    again.generate(input_ids=PROMPT, max_new_tokens=4, do_sample=False, pad_token_id=0)
+
+
+def test_model_is_loaded_in_the_dtype_asked_for(base_model: Path) -> None:
+    model, _ = load_model(base_model, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_missing_smollm2_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("userdp.models.smollm2.files", lambda name: [])
+    with pytest.raises(InputError, match="make demo-llm"):
+        find_smollm2()
