@@ -90,7 +90,8 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         fields = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise InputError(f"{where}: not valid UTF-8.") from None
-    except (json.JSONDecodeError, RecursionError):
+    # ValueError beside JSONDecodeError: a number of thousands of digits.
+    except (ValueError, RecursionError):
         raise InputError(f"{where}: not valid JSON.") from None
     if not isinstance(fields, dict):
         raise InputError(f"{where}: not a JSON object.")
@@ -110,8 +111,7 @@ def _text_of(fields: dict[str, Any], column: str, where: str) -> str:
     value = fields.get(column)
     if not isinstance(value, str):
         raise InputError(f"{where}: field {column!r} is missing or not a string.")
-    if "\x00" in value or any("\ud800" <= char <= "\udfff" for char in value):
-        raise InputError(f"{where}: field {column!r} contains a NUL or a lone surrogate.")
+    _refuse_unwritable(value, column, where)
     return value
 
 
@@ -130,4 +130,10 @@ def _owners_of(fields: dict[str, Any], column: str, where: str) -> tuple[str, ..
                 f"{type(entry).__name__}."
             )
         owners.append(str(entry))
+        _refuse_unwritable(owners[-1], column, where)
     return tuple(owners)
+
+
+def _refuse_unwritable(value: str, column: str, where: str) -> None:
+    if "\x00" in value or any("\ud800" <= char <= "\udfff" for char in value):
+        raise InputError(f"{where}: field {column!r} contains a NUL or a lone surrogate.")
