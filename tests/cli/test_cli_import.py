@@ -1,0 +1,342 @@
+"""`userdp import` and `userdp stats`: good sources, and every bad one of the fault list.
+
+Held to behaviour: exit code 2, the file and the line named, no store written, and not a byte of a
+record's text or of a user's id in what is printed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from cli_runner import Result, python, userdp
+
+TEXT = "zebracanary"
+USER = "quokkacanary"
+
+
+def line(user: object = USER, text: object = TEXT, **more: object) -> bytes:
+    return json.dumps({"user": user, "text": text} | more).encode() + b"\n"
+
+
+GOOD = line("ann") + line("bob") + line("ann")
+
+
+def bad_import(folder: Path, content: bytes, *options: object, name: str = "data.jsonl") -> Result:
+    """Import `content`, which must be refused and leave no store."""
+    source = folder / name
+    source.write_bytes(content)
+    result = userdp("import", source, "--out", folder / "store", "--json", *options)
+    assert result.code == 2, result
+    assert result.out == ""
+    assert result.err.startswith("error: ")
+    assert "Traceback" not in result.err
+    assert result.err.count("\n") == 1, "one line"
+    assert TEXT not in result.err
+    assert USER not in result.err.lower()
+    # A new pseudonym key beside the store is no data and may stay.
+    assert {path.name for path in folder.iterdir()} <= {name, "store.key"}
+    return result
+
+
+BAD: dict[str, tuple[bytes, int]] = {
+    "null user": (GOOD + line(None), 4),
+    "empty user": (GOOD + line(""), 4),
+    "blank user": (GOOD + line("  \t"), 4),
+    "user missing": (GOOD + json.dumps({"text": TEXT}).encode() + b"\n", 4),
+    "null in a list of owners": (GOOD + line([USER, None]), 4),
+    "no owner in a list": (GOOD + line([]), 4),
+    "user is a float": (line(1) + line(1.0), 2),
+    "user is a boolean": (GOOD + line(True), 4),
+    "user is an object": (GOOD + line({"id": USER}), 4),
+    "user with an escaped NUL": (GOOD + line(USER + "\x00"), 4),
+    "user with a lone surrogate": (GOOD + line("x").replace(b'"x"', b'"\\ud800"'), 4),
+    "text missing": (GOOD + json.dumps({"user": USER}).encode() + b"\n", 4),
+    "text is a number": (GOOD + line(text=17), 4),
+    "text is null": (GOOD + line(text=None), 4),
+    "text with an escaped NUL": (GOOD + line(text=TEXT + "\x00"), 4),
+    "text with a lone surrogate": (GOOD + line(text="x").replace(b'"x"', b'"\\udfff"'), 4),
+    "invalid UTF-8": (GOOD + line().replace(b"zebra", b"zebra\xff\xfe"), 4),
+    "UTF-16": (line().decode().encode("utf-16"), 1),
+    "raw NUL": (GOOD + line().replace(b"zebra", b"zebra\x00"), 4),
+    "cut line": (GOOD + line()[:-8], 4),
+    "not JSON": (GOOD + TEXT.encode() + b"\n" + GOOD, 4),
+    "two objects on a line": (GOOD + line().strip() + line(), 4),
+    "a list": (GOOD + json.dumps([USER, TEXT]).encode() + b"\n", 4),
+    "a string": (GOOD + json.dumps(TEXT).encode() + b"\n", 4),
+    "nested beyond reason": (GOOD + b"[" * 100_000 + b"\n", 4),
+    "a number of 10,000 digits": (
+        GOOD + line(n=0).replace(b'"n": 0', b'"n": ' + b"7" * 10_000),
+        4,
+    ),
+    "columns of another name": (json.dumps({"who": USER, "what": TEXT}).encode() + b"\n", 1),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_line_is_refused_with_its_file_and_number(what: str, tmp_path: Path) -> None:
+    content, number = BAD[what]
+    result = bad_import(tmp_path, content)
+    assert re.search(rf"data\.jsonl\b.*\bline {number}\b", result.err), result.err
+
+
+def test_lines_without_user_are_counted(tmp_path: Path) -> None:
+    result = bad_import(tmp_path, GOOD + line(None) + line("cy") + line("") + line(None))
+    assert "line 4" in result.err
+    assert re.search(r"\b3\b", result.err)
+
+
+COLLISIONS = {
+    "case": ("Quokka-A", "quokka-a"),
+    "white space": ("quokka-b", " quokka-b "),
+    "width": ("quokka-c", "\uff51uokka-c"),
+    "ligature": ("quokka-fi", "quokka-\ufb01"),
+    "sharp s": ("quokka-strasse", "quokka-stra\u00dfe"),
+    "composition": ("quokka-\u00e9", "quokka-e\u0301"),
+}
+
+
+@pytest.mark.parametrize("what", COLLISIONS)
+def test_ids_equal_after_normalisation_are_refused_until_the_caller_says(
+    what: str, tmp_path: Path
+) -> None:
+    first, second = COLLISIONS[what]
+    content = line(first) + line("someone else") + line(second)
+    result = bad_import(tmp_path, content)
+    assert "--ids merge" in result.err
+    assert "--ids exact" in result.err
+    assert "quokka" not in result.err.lower()
+    source = tmp_path / "data.jsonl"
+    merged = userdp(
+        "import", source, "--out", tmp_path / "m", "--ids", "merge", "--json"
+    ).json
+    exact = userdp("import", source, "--out", tmp_path / "e", "--ids", "exact", "--json").json
+    assert (merged["users"], exact["users"]) == (2, 3)
+
+
+def test_whole_numbers_are_ids(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_bytes(line(1) + line(2) + line(1))
+    assert userdp("import", source, "--out", tmp_path / "s", "--json").json["users"] == 2
+
+
+def test_truncated_gzip_is_refused(tmp_path: Path) -> None:
+    content = gzip.compress(b"".join(line(f"u{i}", os.urandom(40).hex()) for i in range(500)))
+    result = bad_import(tmp_path, content[: len(content) // 2], name="data.jsonl.gz")
+    assert "data.jsonl.gz" in result.err
+    assert "gzip" in result.err
+
+
+def test_corrupt_gzip_is_refused(tmp_path: Path) -> None:
+    content = bytearray(gzip.compress(b"".join(line(f"u{i}") for i in range(500))))
+    content[len(content) // 2] ^= 0xFF
+    result = bad_import(tmp_path, bytes(content), name="data.jsonl.gz")
+    assert "data.jsonl.gz" in result.err
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n \n"])
+def test_source_without_records_is_refused(tmp_path: Path, content: bytes) -> None:
+    bad_import(tmp_path, content)
+
+
+def test_source_of_empty_texts_has_no_users_and_is_refused(tmp_path: Path) -> None:
+    bad_import(tmp_path, line(text="") + line(text="  \n"))
+
+
+def test_missing_source_is_refused(tmp_path: Path) -> None:
+    result = userdp("import", tmp_path / "none.jsonl", "--out", tmp_path / "store")
+    assert result.code == 2
+    assert "none.jsonl" in result.err
+    assert not (tmp_path / "store").exists()
+
+
+def test_unknown_format_is_refused(tmp_path: Path) -> None:
+    result = bad_import(tmp_path, GOOD, name="data.docx")
+    assert "--format" in result.err
+
+
+def test_second_source_bad_imports_nothing_of_the_first(tmp_path: Path) -> None:
+    (tmp_path / "good.jsonl").write_bytes(GOOD)
+    (tmp_path / "bad.jsonl").write_bytes(GOOD + b"{\n")
+    result = userdp(
+        "import", tmp_path / "good.jsonl", tmp_path / "bad.jsonl", "--out", tmp_path / "store"
+    )
+    assert result.code == 2
+    assert re.search(r"bad\.jsonl\b.*\bline 4\b", result.err)
+    assert not (tmp_path / "store").exists()
+
+
+def test_existing_output_is_refused_and_kept(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_bytes(GOOD)
+    out = tmp_path / "store"
+    out.mkdir()
+    (out / "mine").write_text("mine")
+    result = userdp("import", source, "--out", out)
+    assert result.code == 2
+    assert "exists" in result.err
+    assert [path.name for path in out.iterdir()] == ["mine"]
+
+
+def test_key_that_is_none_is_refused(tmp_path: Path) -> None:
+    source, key = tmp_path / "data.jsonl", tmp_path / "short.key"
+    source.write_bytes(GOOD)
+    key.write_bytes(b"short")
+    result = userdp("import", source, "--out", tmp_path / "store", "--key", key)
+    assert result.code == 2
+    assert "short.key" in result.err
+    assert not (tmp_path / "store").exists()
+
+
+HUGE = (
+    "import resource, sys\n"
+    "from userdp.cli import main\n"
+    "sys.argv = ['userdp', *sys.argv[1:]]\n"
+    "try:\n"
+    "    main()\n"
+    "finally:\n"
+    "    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+    "    print('peak', peak // 1024, file=sys.stderr)\n"
+)
+
+
+def _peak_megabytes(stderr: str) -> int:
+    found = re.search(r"^peak (\d+)$", stderr, re.MULTILINE)
+    assert found is not None, stderr
+    return int(found[1])
+
+
+def test_line_of_100_megabytes_is_refused_in_bounded_memory(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    with source.open("wb") as file:
+        file.write(GOOD + b'{"user": "u", "text": "')
+        for _ in range(100):
+            file.write(b"z" * 2**20)
+        file.write(b'"}\n')
+    result = python(HUGE, "import", source, "--out", tmp_path / "store")
+    assert result.returncode == 2
+    assert re.search(r"data\.jsonl\b.*\bline 4\b", result.stderr)
+    assert not (tmp_path / "store").exists()
+    assert _peak_megabytes(result.stderr) < 1000
+
+
+def test_gzip_bomb_is_refused_in_bounded_memory(tmp_path: Path) -> None:
+    # Three megabytes that would be three gigabytes of one line.
+    source = tmp_path / "data.jsonl.gz"
+    bomb = gzip.compress(b"z" * 2**28, compresslevel=6)
+    source.write_bytes(gzip.compress(GOOD + b'{"user": "u", "text": "') + bomb * 12)
+    result = python(HUGE, "import", source, "--out", tmp_path / "store")
+    assert result.returncode == 2
+    assert "data.jsonl.gz" in result.stderr
+    assert not (tmp_path / "store").exists()
+    assert _peak_megabytes(result.stderr) < 2000
+
+
+def test_json_has_the_keys_of_the_contract(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_bytes(GOOD + line("cy", "") + line(["ann", "dee"]))
+    data = userdp("import", source, "--out", tmp_path / "store", "--json").json
+    assert {"records", "users", "edges", "skipped", "fingerprint"} <= set(data)
+    assert (data["records"], data["users"], data["edges"]) == (4, 3, 5)
+    assert sum(data["skipped"].values()) == 1
+    assert len(data["fingerprint"]) == 64
+
+
+def test_import_says_what_it_did_in_words_and_names_nobody(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_bytes(line() + line("bob"))
+    result = userdp("import", source, "--out", tmp_path / "store")
+    assert result.code == 0
+    assert "2 records of 2 users" in result.out
+    assert TEXT not in result.out + result.err
+    assert USER not in result.out + result.err
+
+
+def test_key_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_bytes(GOOD)
+    userdp("import", source, "--out", tmp_path / "store", "--key", tmp_path / "ids.key")
+    assert (tmp_path / "ids.key").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("options", "users", "edges"),
+    [
+        ((), 3, 4),
+        (("--owners", "first"), 2, 2),
+        (("--drop-user", "LIST@example.org"), 2, 3),
+    ],
+)
+def test_owner_options(
+    tmp_path: Path, options: tuple[str, ...], users: int, edges: int
+) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_bytes(line(["ann", "list@example.org"]) + line(["bob", "ann"]))
+    data = userdp("import", source, "--out", tmp_path / "store", "--json", *options).json
+    assert (data["users"], data["edges"]) == (users, edges)
+
+
+def test_columns_can_be_named(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_bytes(b'{"who": "ann", "what": "hello", "text": 3}\n')
+    data = userdp(
+        "import",
+        source,
+        *("--out", tmp_path / "store"),
+        *("--user", "who"),
+        *("--text", "what"),
+        "--json",
+    ).json
+    assert data["records"] == 1
+
+
+def test_gzip_and_plain_give_the_same_fingerprint(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(GOOD)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(GOOD))
+    prints = {
+        userdp("import", tmp_path / name, "--out", tmp_path / name[0], "--json").json["fingerprint"]
+        for name in ("a.jsonl", "b.jsonl.gz")
+    }
+    assert len(prints) == 1
+
+
+@pytest.fixture
+def small_store(tmp_path: Path) -> Path:
+    source = tmp_path / "data.jsonl"
+    source.write_bytes(GOOD + line(["ann", USER]))
+    assert userdp("import", source, "--out", tmp_path / "store").code == 0
+    return tmp_path / "store"
+
+
+def test_stats_counts_what_is_there(small_store: Path) -> None:
+    data = userdp("stats", small_store, "--json").json
+    assert (data["records"], data["users"]) == (4, 3)
+    assert data["records_per_user"] == {"min": 1, "median": 1.0, "mean": 5 / 3, "max": 3}
+    assert data["users_per_record"] == {"min": 1, "median": 1.0, "mean": 1.25, "max": 2}
+
+
+def test_stats_in_words_has_a_histogram_and_a_warning(small_store: Path) -> None:
+    result = userdp("stats", small_store)
+    assert "records per user" in result.out
+    assert "\u2588" in result.out
+    assert "private" in result.out
+    assert USER not in result.out
+
+
+def test_stats_of_a_changed_store_is_refused(small_store: Path) -> None:
+    largest = max(
+        (path for path in small_store.rglob("*") if path.is_file() and path.suffix != ".json"),
+        key=lambda path: path.stat().st_size,
+    )
+    with largest.open("ab") as file:
+        file.write(b"x")
+    result = userdp("stats", small_store)
+    assert result.code == 2
+    assert "changed since the import" in result.err
+
+

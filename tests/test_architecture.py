@@ -1,0 +1,194 @@
+"""The design, tested: which way imports point, what needs torch, what is documented."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import userdp
+from cli_runner import python
+
+ROOT = Path(userdp.__file__).parent
+
+# Layers from the ground up; a module may import its own layer's name or anything below it.
+GROUND = {"errors", "units", "index"}
+PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
+# A part imports no other part, save these: what is clipped is an update, what is evaluated is tokens.
+PART_ARROWS = {
+    ("clipping", "updates"),
+    ("evaluation", "data"),
+    ("evaluation", "updates"),
+}
+ABOVE = {
+    "accounting": GROUND,
+    "statement": GROUND,
+    "plan": GROUND | {"accounting", "statement", "sampling", "clipping", "noise"},
+    "planner": GROUND | {"accounting", "statement", "sampling", "clipping", "noise", "plan"},
+    "ledger": GROUND | {"accounting", "statement", "plan"},
+    "config": GROUND | {"plan"},
+    "report": GROUND | {"config", "ledger", "plan", "statement", "accounting"},
+    "step": GROUND
+    | {"clipping", "ledger", "models", "noise", "plan", "sampling", "statement", "updates"},
+    "training": GROUND
+    | {"data", "ledger", "models", "noise", "plan", "sampling", "statement", "step", "updates"},
+    "runs": GROUND | {"config", "data", "models", "noise", "plan", "training"},
+}
+TOP = {"cli", "quickstart"}
+
+TORCH_FREE = [
+    "errors",
+    "units",
+    "index",
+    "sampling",
+    "accounting",
+    "bounding",
+    "clipping.rules",
+    "noise.gaussian",
+    "noise.secret",
+    "statement",
+    "plan",
+    "planner",
+    "ledger",
+    "config",
+    "data",
+    "report",
+]
+HEAVY = {"torch", "transformers", "peft", "safetensors"}
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name below userdp -> file."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted(ROOT.rglob("*.py"))
+        if path != ROOT / "__init__.py"
+    }
+
+
+def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
+    """Every module a file imports, as dotted names."""
+    tree = ast.parse(path.read_text())
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        is_late = top_level_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_typing or is_late:
+            skipped.update(ast.walk(node))
+            skipped.discard(node)
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative import"
+            base = node.module or ""
+            found.add(base)
+            found |= {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def arrows() -> set[tuple[str, str]]:
+    """(importer, imported) between the first names below userdp."""
+    found: set[tuple[str, str]] = set()
+    known = {name.split(".")[0] for name in modules()}
+    for name, path in modules().items():
+        part = name.split(".")[0]
+        for imported in imports(path):
+            pieces = imported.split(".")
+            if pieces[0] == "userdp" and len(pieces) > 1 and pieces[1] in known:
+                found.add((part, pieces[1]))
+    return {(a, b) for a, b in found if a != b}
+
+
+def test_every_module_has_its_layer() -> None:
+    known = GROUND | PARTS | set(ABOVE) | TOP
+    assert {name.split(".")[0] for name in modules()} <= known
+
+
+@pytest.mark.parametrize("arrow", sorted(arrows()), ids=" -> ".join)
+def test_imports_point_one_way(arrow: tuple[str, str]) -> None:
+    importer, imported = arrow
+    if importer in TOP:
+        return
+    if importer in GROUND:
+        assert imported in GROUND
+    elif importer in PARTS:
+        assert imported in GROUND or arrow in PART_ARROWS
+    else:
+        assert imported in ABOVE[importer]
+
+
+def test_nothing_below_imports_the_command_line() -> None:
+    assert not {a for a in arrows() if a[1] in TOP and a[0] not in TOP}
+
+
+@pytest.mark.parametrize("name", TORCH_FREE)
+def test_torch_free_part_never_names_torch(name: str) -> None:
+    found = {
+        module: sorted(HEAVY & {i.split(".")[0] for i in imports(path)})
+        for module, path in modules().items()
+        if module == name or module.startswith(name + ".")
+    }
+    assert not {module for module, heavy in found.items() if heavy}
+
+
+def test_importing_the_program_loads_no_torch() -> None:
+    names = [
+        "userdp",
+        "userdp.cli",
+        *(
+            f"userdp.{module}"
+            for module in modules()
+            if any(module == part or module.startswith(part + ".") for part in TORCH_FREE)
+        ),
+    ]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    loaded = sorted({HEAVY!r} & set(sys.modules))\n"
+        "    assert not loaded, (name, loaded)\n"
+    )
+    result = python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_public_name_loads_and_is_documented() -> None:
+    assert userdp.__all__ == sorted(userdp.__all__)
+    for name in userdp.__all__:
+        thing = getattr(userdp, name)
+        assert inspect.getdoc(thing), name
+        if inspect.isclass(thing):
+            for member, value in vars(thing).items():
+                if member.startswith("_") or isinstance(value, str | int | float | bool | tuple):
+                    continue
+                if callable(value) or isinstance(value, property | staticmethod):
+                    target = value.fget if isinstance(value, property) else value
+                    assert inspect.getdoc(target), f"{name}.{member}"
+
+
+def test_every_module_says_what_it_decides() -> None:
+    for info in pkgutil.walk_packages([str(ROOT)], prefix="userdp."):
+        module = importlib.import_module(info.name)
+        assert (module.__doc__ or "").strip(), info.name
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = userdp.trian  # type: ignore[attr-defined]
+
+
+def test_files_stay_small_enough_to_be_one_idea() -> None:
+    long = {
+        name: lines
+        for name, path in modules().items()
+        if (lines := len(path.read_text().splitlines())) > 500
+    }
+    assert long == {}

@@ -1,0 +1,87 @@
+"""What a configuration turns into: optimizer, schedule, what the ledger is bound to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import models_zoo
+from userdp import runs
+from userdp.config import load_config
+from userdp.data.store import UserStore
+from userdp.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)],
+)
+def test_named_optimizer_over_the_trainable_parameters(
+    name: str, kind: type[torch.optim.Optimizer]
+) -> None:
+    model = models_zoo.build("gpt2 + lora")
+    optimizer = runs.make_optimizer(model, name, 0.25)
+    assert type(optimizer) is kind
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters() if p.requires_grad}
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_linear_schedule_stays_for_half_and_then_falls_to_zero() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = runs.make_schedule(optimizer, "linear", 8)
+    rates = []
+    for _ in range(8):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx([1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+    assert runs.make_schedule(optimizer, "constant", 8) is None
+
+
+def test_ledger_is_bound_to_data_and_configuration(
+    config_file: Callable[..., Path], tmp_path: Path, train_store: Path
+) -> None:
+    path = config_file()
+    config = load_config(path)
+    run = runs.train_from_config(path, config, config.plan(), tmp_path / "run")
+    first = json.loads((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()[0])
+    assert first["bound_to"] == {
+        "data": UserStore.open(train_store).fingerprint,
+        "config": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
+    assert first["fixed_seed"] is True
+    assert (tmp_path / "run" / "config.toml").read_bytes() == path.read_bytes()
+    assert run.path == tmp_path / "run"
+
+
+def test_loaded_run_is_the_trained_model(
+    config_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    for name, more in (("full", ""), ("adapter", "[model.lora]\nrank = 2")):
+        path = config_file(model=more, name=f"{name}.toml")
+        config = load_config(path)
+        run = runs.train_from_config(path, config, config.plan(), tmp_path / name)
+        again, _, _ = runs.load_run(tmp_path / name)
+        ids = torch.tensor([[1, 2, 3, 4]])
+        with torch.no_grad():
+            ours, theirs = (m.eval()(input_ids=ids).logits for m in (run.model, again))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_directory_with_something_in_it_is_refused(
+    config_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "mine").write_text("mine")
+    path = config_file()
+    config = load_config(path)
+    with pytest.raises(InputError, match="already holds something"):
+        runs.train_from_config(path, config, config.plan(), out)
+    assert [p.name for p in out.iterdir()] == ["mine"]
