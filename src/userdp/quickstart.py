@@ -1,8 +1,8 @@
-"""Why user-level privacy, in a few minutes: one model fine-tuned twice, in the ordinary way and privately.
+"""Why user-level privacy, in a few minutes: one model fine-tuned twice, with and without it.
 
 Both runs see the same messages (`data/synthetic.py`), start from the same weights, train the same
-parameters and process about the same number of records. Then both are asked two things: how well do they
-predict other people's messages, and how many of the planted secrets do they give away?
+parameters and process about the same number of records. Then both are asked two things: how well do
+they predict other people's messages, and how many of the planted secrets do they give away?
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 
 from userdp import runs
-from userdp.config import Config, load_config
+from userdp.config import load_config
 from userdp.data import synthetic
 from userdp.data.identity import load_or_create_key
 from userdp.data.store import UserStore, write_store
@@ -102,7 +102,7 @@ def run(
     base: tuple[str, str | None] | None = None,
     device: str = "cpu",
 ) -> Outcome:
-    """Tell the whole story in `out`; `base` names a model to start from instead of a small own one."""
+    """Tell the whole story in `out`; `base` names a model to use instead of a small own one."""
     scenario = scenario or Scenario()
     if base is None:
         # The small model's tensors are too small to share between threads with profit.
@@ -287,7 +287,7 @@ class _Finding:
 
 
 class _Examiner:
-    """Measures a model: loss on other people's messages, secrets that greedy decoding gives away."""
+    """Measures a model: loss on other people's messages, secrets given away by greedy decoding."""
 
     def __init__(
         self, tokenizer: Any, held_out: TokenRows, secrets: list[synthetic.Secret]
@@ -357,9 +357,9 @@ def _story(outcome: Outcome, scenario: Scenario) -> list[Section]:
         Section(
             heading="Both learned the way these people write",
             paragraphs=[
-                f"{scenario.num_users:,} people's messages share a way of writing. Loss on messages of "
-                f"{scenario.num_held_out} other people, per token; less is better. The private model "
-                f"closes {outcome.gap_closed:.0%} of the gap."
+                f"{scenario.num_users:,} people's messages share a way of writing. Loss on "
+                f"messages of {scenario.num_held_out} other people, per token; less is better. The "
+                f"private model closes {outcome.gap_closed:.0%} of the gap."
             ],
             picture=svg.bars(
                 [

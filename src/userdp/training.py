@@ -1,4 +1,4 @@
-"""The private loop over a store; reads like the algorithm box (Charles et al. 2024, Alg. 1 and 2)."""
+"""The private loop over a store; reads like the box of Charles et al. 2024, Alg. 1 and 2."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def train(
 ) -> Run:
     """Train `model` on the store's users as `plan` says; the model is changed in place.
 
-    With `out`, the run's directory gets the ledger (row by row, before each step's weights exist) and
-    at the end the model. `on_step` is told how many steps are done, and nothing else: losses, norms
-    and cohorts are secret.
+    With `out`, the run's directory gets the ledger (row by row, before each step's weights exist)
+    and at the end the model. `on_step` is told how many steps are done, and nothing else: losses,
+    norms and cohorts are secret.
     """
     rows = tokenise(store, tokenizer, sequence_length=sequence_length)
     secret = secret or RunSecret.from_system()
@@ -74,7 +74,8 @@ def train(
     )
     if optimizer is None:
         optimizer = torch.optim.AdamW(trainable_parameters(model).values(), lr=learning_rate)
-    # Dropout off: the noise regularises enough, and a group's update is then a function of its rows.
+    # Dropout off: the noise regularises enough, and a group's update is then a function of its
+    # rows.
     model.eval()
     step = PrivateStep(
         model,
