@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from userdp.cli import account, calibrate
+from userdp.cli import account, bound, calibrate
 from userdp.errors import BudgetExhaustedError, InputError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("account")(account.account)
+app.command("bound")(bound.bound)
 app.command("calibrate")(calibrate.calibrate)
 
 
