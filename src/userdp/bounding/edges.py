@@ -169,7 +169,9 @@ def load_arrays(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
     if not path.is_file():
         raise InputError(f"{path}: no such file or store.")
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        # numpy leaves a file open that turns out not to be an archive: open it here.
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
             if isinstance(archive, np.ndarray):
                 raise InputError(f"{path} holds a single array: expected an .npz archive.")
             missing = [name for name in names if name not in archive.files]
@@ -178,9 +180,9 @@ def load_arrays(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
                     f"{path} has no array {', '.join(missing)}: expected {', '.join(names)}."
                 )
             return {name: archive[name] for name in archive.files}
+    except InputError:
+        raise
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"{path} is not a readable .npz archive of plain arrays.") from error
 
 

@@ -33,6 +33,14 @@ class Method(StrEnum):
     UNBOUNDED_RANDOM_HIGH = "unbounded-random-high"
 
 
+class Where(StrEnum):
+    """Where the selection is computed: in memory, or in rounds on an engine."""
+
+    LOCAL = "local"
+    DUCKDB = "duckdb"
+    SPARK = "spark"
+
+
 class Weight(StrEnum):
     """What a record is worth to the methods greedy and exact."""
 
@@ -66,6 +74,9 @@ def bound(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the selection to this .npz.")] = None,
     method: Annotated[Method, typer.Option(help="How records are chosen.")] = Method.GREEDY,
+    engine: Annotated[
+        Where, typer.Option(help="With greedy: in memory, or in parallel rounds on an engine.")
+    ] = Where.LOCAL,
     weight: Annotated[
         Weight, typer.Option(help="With greedy or exact: what a record is worth.")
     ] = Weight.EQUAL,
@@ -104,6 +115,10 @@ def bound(
 
     if weight is Weight.OWNERS and method not in (Method.GREEDY, Method.EXACT):
         raise InputError(f"--weight owners goes with greedy or exact, not with {method.value}.")
+    if engine is not Where.LOCAL and (method is not Method.GREEDY or weight is not Weight.EQUAL):
+        raise InputError(
+            f"--engine {engine.value} runs --method greedy with equal weights only: use local."
+        )
     if max_records_per_user is None and method is not Method.MIN_SEPARATION:
         raise InputError("give --max-records-per-user, the most records any user may contribute.")
     if max_records_per_user is not None:
@@ -115,7 +130,9 @@ def bound(
         found = _min_separation(edges, steps, batch_size, separation, max_records_per_user)
     else:
         assert max_records_per_user is not None
-        if method is Method.BALANCED:
+        if engine is not Where.LOCAL:
+            found = _in_rounds(edges, max_records_per_user, engine)
+        elif method is Method.BALANCED:
             found = _balanced(edges, max_records_per_user, few_owners, few_run, many_run, grid)
         elif method in (Method.EXACT, Method.EXACT_DUPLICATES):
             found = _exact(edges, max_records_per_user, method, weight, time_limit)
@@ -149,6 +166,7 @@ def bound(
         "max_records_per_user": found.bound,
         "realised_bound": selection.realised_bound,
         "method": method.value,
+        "engine": engine.value,
         "guarantee": found.guarantee,
         "optimal": found.optimal,
         "upper_bound": found.upper_bound,
@@ -180,6 +198,11 @@ def _in_words(found: dict[str, Any]) -> str:
     elif found["upper_bound"] is not None:
         lines.append(
             f"not proven best: no selection within the bound exceeds {found['upper_bound']:,}"
+        )
+    if "rounds" in found:
+        lines.append(
+            f"{found['rounds']} rounds on {found['engine']}, {found['shuffles']} shuffles; "
+            f"the last {found['finished_in_memory']:,} incidences in memory"
         )
     if found["separation"] is not None:
         lines.append(f"no user twice in any {found['separation']:,} consecutive batches")
@@ -229,6 +252,26 @@ def _heuristic(edges: Edges, k: int, method: Method, weight: Weight, seed: int |
         bound=k,
         upper_bound=upper,
         optimal=int(multiplicity.sum()) == upper,
+    )
+
+
+def _in_rounds(edges: Edges, k: int, engine: Where) -> _Found:
+    from userdp.bounding import exact, rounds
+    from userdp.bounding.engines import Engine
+
+    done = rounds.greedy_rounds(edges, k, engine=Engine(engine.value))
+    upper = exact.size_bound(edges, k)
+    return _Found(
+        multiplicity=done.multiplicity,
+        bound=k,
+        upper_bound=upper,
+        optimal=int(done.multiplicity.sum()) == upper,
+        extra={
+            "rounds": done.rounds,
+            "shuffles": done.shuffles,
+            "undecided": list(done.undecided),
+            "finished_in_memory": done.finished,
+        },
     )
 
 
