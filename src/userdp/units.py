@@ -49,9 +49,9 @@ class Adjacency(StrEnum):
             raise InputError(
                 "node privacy (a user and all its records vanish, the graph included) is not "
                 "offered: bounding depends on the whole graph, so one user can change which "
-                "records of others are selected, and no practical training algorithm is known for it. "
-                f"Use {cls.FIXED_GRAPH_ZERO_OUT.value!r}: it protects what records say, not who "
-                "owns them."
+                "records of others are selected, and no practical training algorithm is known "
+                f"for it. Use {cls.FIXED_GRAPH_ZERO_OUT.value!r}: it protects what records say, "
+                "not who owns them."
             )
 
     @property

@@ -36,6 +36,7 @@ def test_the_tail_may_be_finished_in_memory_at_any_point(model) -> None:
         assert found.multiplicity.tolist() == expected
         assert found.finished <= finish_below
         assert found.shuffles == rounds.SHUFFLES_PER_ROUND * found.rounds
+        assert (found.held_bytes > 0) == (found.rounds > 0)
         used.add(found.rounds)
     assert 0 in used
     assert len(used) > 2
@@ -59,11 +60,9 @@ def test_a_table_of_plain_pairs_gets_the_greedy_priorities(tmp_path) -> None:
         import ibis
 
         table = ibis.table({"record": "int64", "user": "int32"}, name="pairs")
-        refused, _, _ = rounds.refuse_in_rounds(
-            database, rounds.with_priority(table), 2, finish_below=0
-        )
+        done = rounds.refuse_in_rounds(database, rounds.with_priority(table), 2, finish_below=0)
     expected = np.flatnonzero(greedy.greedy(graph, 2) == 0)
-    assert sorted(refused.tolist()) == expected.tolist()
+    assert sorted(done.refused.tolist()) == expected.tolist()
 
 
 def test_a_small_memory_limit_changes_nothing() -> None:

@@ -55,6 +55,10 @@ class Database(Protocol):
         """A view of a Parquet file."""
         ...
 
+    def held_bytes(self) -> int:
+        """The bytes that the tables take now, in memory and on disk together."""
+        ...
+
 
 @dataclass(frozen=True)
 class DuckDB:
@@ -87,12 +91,18 @@ class DuckDB:
         self.run(f"CREATE VIEW {name} AS SELECT * FROM read_parquet('{quoted}')")
         return ibis.table(_schema(path), name=name)
 
+    def held_bytes(self) -> int:
+        """The bytes that the tables take now, in memory and on disk together."""
+        query = "SELECT sum(memory_usage_bytes + temporary_storage_bytes) FROM duckdb_memory()"
+        return int(self.connection.execute(query).fetchone()[0])
+
 
 @dataclass(frozen=True)
 class Spark:
-    """One Spark session; tables are Parquet in its warehouse."""
+    """One Spark session; tables are Parquet in its warehouse, a local folder or a mounted one."""
 
     session: Any
+    warehouse: Path
 
     def run(self, sql: str) -> None:
         """Run a statement to its end."""
@@ -118,6 +128,10 @@ class Spark:
         self.session.read.parquet(str(path)).createOrReplaceTempView(name)
         return ibis.table(_schema(path), name=name)
 
+    def held_bytes(self) -> int:
+        """The bytes that the tables take now, in memory and on disk together."""
+        return sum(file.stat().st_size for file in self.warehouse.rglob("*") if file.is_file())
+
 
 def _schema(path: Path) -> Any:
     return ibis.Schema.from_pyarrow(pq.read_schema(path))
@@ -128,7 +142,7 @@ def connect(engine: Engine, folder: Path, *, memory_limit: str) -> Generator[Dat
     """A fresh database that keeps its tables in `folder`."""
     if engine is Engine.SPARK:
         with _spark_session(folder) as session:
-            yield Spark(session)
+            yield Spark(session, folder / "warehouse")
         return
     import duckdb
 

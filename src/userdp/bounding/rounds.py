@@ -51,8 +51,8 @@ _RECORD_BITS = 40
 # them; the places used, by user, and the join with them; the refused records, and the join.
 SHUFFLES_PER_ROUND = 7
 
-# Undecided incidences that are finished in memory instead of by further rounds: some 100 MB.
-FINISH_BELOW = 2_000_000
+# Undecided incidences that are finished in memory instead of by further rounds.
+FINISH_BELOW = 50_000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,12 +60,14 @@ class Rounds:
     """The greedy selection, and what it took.
 
     `undecided[r]` is the number of incidences still undecided after round r; `finished` the number
-    that the sequential pass decided in the end.
+    that the sequential pass decided in the end; `held_bytes` the most that the engine's tables took
+    at the end of a round's queries.
     """
 
     multiplicity: Ints
     undecided: tuple[int, ...]
     finished: int
+    held_bytes: int
 
     @property
     def rounds(self) -> int:
@@ -106,18 +108,31 @@ def greedy_rounds(
         pq.write_table(table, folder / "owners.parquet", compression="none", use_dictionary=False)
         with connect(engine, folder, memory_limit=memory_limit) as database:
             line = database.read_parquet(folder / "owners.parquet", "owners")
-            refused, undecided, finished = refuse_in_rounds(
-                database, line, max_records_per_user, finish_below=finish_below
-            )
+            done = refuse_in_rounds(database, line, max_records_per_user, finish_below=finish_below)
     multiplicity = np.ones(edges.num_records, dtype=np.int64)
-    multiplicity[refused] = 0
-    return Rounds(multiplicity=multiplicity, undecided=undecided, finished=finished)
+    multiplicity[done.refused] = 0
+    return Rounds(
+        multiplicity=multiplicity,
+        undecided=done.undecided,
+        finished=done.finished,
+        held_bytes=done.held_bytes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Refused:
+    """The numbers of the records that Algorithm 2 refuses, and what it took: see `Rounds`."""
+
+    refused: Ints
+    undecided: tuple[int, ...]
+    finished: int
+    held_bytes: int
 
 
 def refuse_in_rounds(
     database: Database, prioritised: Any, max_records_per_user: int, *, finish_below: int
-) -> tuple[Ints, tuple[int, ...], int]:
-    """The records that Algorithm 2 refuses, with the undecided incidences of each round.
+) -> Refused:
+    """The records that Algorithm 2 refuses; all others are taken.
 
     `prioritised` is an Ibis table of `database` with integer columns `priority` and `user`: see
     `with_priority`. Tables named userdp_round_* are made and dropped.
@@ -134,6 +149,7 @@ def refuse_in_rounds(
     left = database.count(waiting)
     undecided: list[int] = []
     refused: list[Ints] = []
+    held = 0
     while left > finish_below:
         number = len(undecided) + 1
         line = keep("line", _line_up(waiting))
@@ -143,6 +159,7 @@ def refuse_in_rounds(
         full = keep("full", _full(served))
         refused.extend(database.fetch(full))
         waiting = keep(f"waiting_{number}", served.anti_join(full, "priority"))
+        held = max(held, database.held_bytes())
         drop("line", "late", "judged", "served", "full")
         if number > 1:
             drop(f"waiting_{number - 1}")
@@ -151,7 +168,12 @@ def refuse_in_rounds(
     refused.append(_finish(*database.fetch(waiting)))
     if undecided:
         drop(f"waiting_{len(undecided)}")
-    return np.concatenate(refused) & ((1 << _RECORD_BITS) - 1), tuple(undecided), left
+    return Refused(
+        refused=np.concatenate(refused) & ((1 << _RECORD_BITS) - 1),
+        undecided=tuple(undecided),
+        finished=left,
+        held_bytes=held,
+    )
 
 
 def with_priority(owners: Any) -> Any:

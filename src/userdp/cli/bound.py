@@ -77,6 +77,12 @@ def bound(
     engine: Annotated[
         Where, typer.Option(help="With greedy: in memory, or in parallel rounds on an engine.")
     ] = Where.LOCAL,
+    finish_below: Annotated[
+        int,
+        typer.Option(
+            help="With an engine: undecided incidences to finish in memory, not in rounds."
+        ),
+    ] = 50_000,
     weight: Annotated[
         Weight, typer.Option(help="With greedy or exact: what a record is worth.")
     ] = Weight.EQUAL,
@@ -131,7 +137,7 @@ def bound(
     else:
         assert max_records_per_user is not None
         if engine is not Where.LOCAL:
-            found = _in_rounds(edges, max_records_per_user, engine)
+            found = _in_rounds(edges, max_records_per_user, engine, finish_below)
         elif method is Method.BALANCED:
             found = _balanced(edges, max_records_per_user, few_owners, few_run, many_run, grid)
         elif method in (Method.EXACT, Method.EXACT_DUPLICATES):
@@ -255,11 +261,11 @@ def _heuristic(edges: Edges, k: int, method: Method, weight: Weight, seed: int |
     )
 
 
-def _in_rounds(edges: Edges, k: int, engine: Where) -> _Found:
+def _in_rounds(edges: Edges, k: int, engine: Where, finish_below: int) -> _Found:
     from userdp.bounding import exact, rounds
     from userdp.bounding.engines import Engine
 
-    done = rounds.greedy_rounds(edges, k, engine=Engine(engine.value))
+    done = rounds.greedy_rounds(edges, k, engine=Engine(engine.value), finish_below=finish_below)
     upper = exact.size_bound(edges, k)
     return _Found(
         multiplicity=done.multiplicity,
@@ -271,6 +277,7 @@ def _in_rounds(edges: Edges, k: int, engine: Where) -> _Found:
             "shuffles": done.shuffles,
             "undecided": list(done.undecided),
             "finished_in_memory": done.finished,
+            "held_bytes": done.held_bytes,
         },
     )
 
