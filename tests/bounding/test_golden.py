@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from shared import SHARED, needs_shared
+from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
 from userdp.cli import app
 
@@ -50,6 +52,17 @@ def test_greedy_gives_the_golden_selections(name: str, tmp_path: Path) -> None:
             assert found[key] == row[key]
         assert round(found["mean_users_per_record"], 4) == row["mean_users_per_selected"]
         assert found["realised_bound"] <= row["k"]
+
+
+@needs_shared
+def test_with_one_owner_a_record_greedy_is_optimal_and_counted_by_hand(tmp_path: Path) -> None:
+    degrees = Edges.load(SHARED / "data" / "edges" / "gitml_from_only.npz").degrees()
+    for k in (1, 3, 10):
+        expected = int(np.minimum(degrees, k).sum())
+        for method in ("greedy", "exact", "random"):
+            found = bound("gitml_from_only", k, method, tmp_path / "sel.npz")
+            assert found["size"] == found["upper_bound"] == expected
+            assert found["optimal"] is True
 
 
 @needs_shared

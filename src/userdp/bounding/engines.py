@@ -168,6 +168,11 @@ def _spark_session(folder: Path) -> Generator[Any]:
         raise InputError(
             "the engine spark needs PySpark and Java: install userdp[spark], or use duckdb."
         ) from error
+    # Under spark-submit or in a notebook a session exists, with its own warehouse: keep it.
+    active = SparkSession.getActiveSession()
+    if active is not None:
+        yield active
+        return
     session = (
         SparkSession.builder.appName("userdp bound")
         .config("spark.sql.warehouse.dir", str(folder / "warehouse"))

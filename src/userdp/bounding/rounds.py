@@ -13,7 +13,7 @@ are taken at once, and the result is that of Algorithm 2, record by record:
 - refusing is right: a user's free places are used up only by records before every waiting one that
   no longer fits.
 
-The first waiting record of all is decided in every round, so the rounds end; on real graphs after 2
+The first waiting record of all is decided in every round, so the rounds end; on real graphs after 1
 to 15 of them, the undecided part shrinking several times a round. The tail is finished by the
 compiled sequential pass, which changes nothing but the time.
 
