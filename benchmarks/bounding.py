@@ -125,8 +125,7 @@ def bench_rounds() -> None:
         sequential = best_of(lambda g=graph: greedy.greedy(g, 3))
         for label, finish_below in (
             ("rounds to the end", 0),
-            ("tail below 250,000 in memory", 250_000),
-            ("default", rounds.FINISH_BELOW),
+            (f"tail below {rounds.FINISH_BELOW:,} in memory", rounds.FINISH_BELOW),
         ):
             results: list[rounds.Rounds] = []
             seconds = best_of(

@@ -76,11 +76,11 @@ def test_copies_of_the_papers_example() -> None:
     assert greedy.greedy_duplicates(graph, 3).sum() >= 5
 
 
-@pytest.mark.parametrize("bound", [0, -1])
-def test_a_bound_below_one_is_refused(bound: int) -> None:
+@pytest.mark.parametrize("bound", [0, -1, 1_000_001, 10**30])
+def test_a_bound_of_no_use_is_refused(bound: int) -> None:
     graph = Edges.from_lists([[0]], num_users=1)
     for method in (greedy.greedy, greedy.greedy_duplicates):
-        with pytest.raises(InputError, match="Use 1 or more"):
+        with pytest.raises(InputError, match=r"Use 1 or more|give at most 1,000,000"):
             method(graph, bound)
 
 

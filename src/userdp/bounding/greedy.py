@@ -19,6 +19,9 @@ from userdp.errors import InputError
 Order = NDArray[np.signedinteger[Any]]
 Room = NDArray[np.integer[Any]]
 
+# Group sizes beyond this are of no use to any accountant, and copies would take for ever.
+LARGEST_BOUND = 1_000_000
+
 
 def greedy(edges: Edges, max_records_per_user: int) -> Ints:
     """Take each record at most once, if none of its owners has k records already.
@@ -142,10 +145,15 @@ def full_room(num_users: int, max_records_per_user: int) -> Room:
 
 
 def check_bound(max_records_per_user: int) -> None:
-    """Refuse a bound that would select nothing."""
+    """Refuse a bound that would select nothing, or that bounds nobody."""
     if max_records_per_user < 1:
         raise InputError(
             f"max_records_per_user={max_records_per_user} would select nothing. Use 1 or more."
+        )
+    if max_records_per_user > LARGEST_BOUND:
+        raise InputError(
+            f"max_records_per_user={max_records_per_user} protects nobody at any epsilon of use: "
+            f"give at most {LARGEST_BOUND:,}."
         )
 
 
