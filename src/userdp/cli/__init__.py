@@ -10,7 +10,17 @@ import sys
 
 import typer
 
-from userdp.cli import account, calibrate, evaluate, import_, quickstart, report, stats, train
+from userdp.cli import (
+    account,
+    bound,
+    calibrate,
+    evaluate,
+    import_,
+    quickstart,
+    report,
+    stats,
+    train,
+)
 from userdp.errors import BudgetExhaustedError, InputError
 
 app = typer.Typer(
@@ -21,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("account")(account.account)
+app.command("bound")(bound.bound)
 app.command("calibrate")(calibrate.calibrate)
 app.command("evaluate")(evaluate.evaluate)
 app.command("import")(import_.import_)
