@@ -1,8 +1,8 @@
 """When are two ids the same person, and what stands for an id in a store.
 
-Rule: ids are compared after Unicode NFKC, case folding and stripping white space. Spellings that differ
-and become equal are an error until the caller says what they mean: `merge` (one person) or `exact`
-(different people). One person under two ids would be clipped twice and protected half.
+Rule: ids are compared after Unicode NFKC, case folding and stripping white space. Spellings that
+differ and become equal are an error until the caller says what they mean: `merge` (one person) or
+`exact` (different people). One person under two ids would be clipped twice and protected half.
 
 Ids never enter a store: a keyed hash stands for each, and the key lies outside the store. Whoever
 holds both can look a known id up; the store alone names nobody.
@@ -12,11 +12,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from userdp.data.files import pc
 from userdp.errors import InputError
 
 PSEUDONYM_BYTES = 16
@@ -39,37 +47,148 @@ def normalise(raw_id: str) -> str:
     return unicodedata.normalize("NFKC", raw_id).strip().casefold()
 
 
-class Identities:
-    """Numbers users by first appearance and remembers their pseudonyms."""
+@dataclass(frozen=True, kw_only=True)
+class DropRule:
+    """Ids that are no persons: mailing lists, bots. Given one by one, or by a regular expression.
 
-    def __init__(self, rule: IdRule, key: bytes) -> None:
+    >>> drop = DropRule(ids=frozenset({"list@example.org"}), matching=r".*\\[bot\\]")
+    >>> drop("LIST@example.org"), drop("mender[bot]"), drop("ann")
+    (True, True, False)
+    """
+
+    ids: frozenset[str] = frozenset()
+    matching: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            pattern = re.compile(self.matching) if self.matching is not None else None
+        except re.error as error:
+            raise InputError(
+                f"the rule for ids to drop is no regular expression: {error}."
+            ) from None
+        object.__setattr__(self, "_ids", frozenset(normalise(raw_id) for raw_id in self.ids))
+        object.__setattr__(self, "_pattern", pattern)
+
+    _ids: frozenset[str] = frozenset()
+    _pattern: re.Pattern[str] | None = None
+
+    def __call__(self, raw_id: str) -> bool:
+        """Whether the id, compared by the rule above, is to be dropped."""
+        compared = normalise(raw_id)
+        return compared in self._ids or (
+            self._pattern is not None and self._pattern.fullmatch(compared) is not None
+        )
+
+
+def as_is(cell: str) -> str:
+    """The id in a cell that holds the id itself."""
+    return cell
+
+
+class Spellings:
+    """Numbers the spellings of ids as they come, and knows which person each one means.
+
+    A cell is what a source has in an owner's place; `decode` makes the id of it. The numbers are
+    only names for the grouping that follows: the store's own user numbers are given there, by
+    first appearance.
+    """
+
+    def __init__(self, *, rule: IdRule, drop: DropRule, key: bytes) -> None:
         self._rule = rule
+        self._drop = drop
         self._key = key
-        self._numbers: dict[str, int] = {}
-        self._spelling: dict[str, str] = {}
-        self.pseudonyms: list[bytes] = []
+        self._known: dict[Callable[[str], str], _KnownCells] = {}
+        self._person_of: list[int] = []
+        self._dropped: list[bool] = []
+        self._persons: dict[str, int] = {}
+        self._person_of_id: dict[str, int] = {}
 
-    def __len__(self) -> int:
-        return len(self._numbers)
+    @property
+    def any_merged(self) -> bool:
+        """Whether two spellings mean one person."""
+        return len(self._persons) < len(self._person_of)
 
-    def number_of(self, raw_id: str, where: str) -> int:
-        """The user's number; `where` names the place in the source if the id is refused."""
-        if self._rule is IdRule.EXACT:
-            compared = raw_id
-        else:
-            compared = normalise(raw_id)
-            first = self._spelling.setdefault(compared, raw_id)
-            if self._rule is IdRule.REFUSE and first != raw_id:
+    def numbers_of(
+        self, cells: pa.Array, decode: Callable[[str], str], where: Callable[[int], str]
+    ) -> NDArray[np.int32]:
+        """The number of each cell's spelling; `where(i)` names the place of a refused cell."""
+        known = self._known.setdefault(decode, _KnownCells())
+        numbers = known.find(cells)
+        if numbers.null_count:
+            unknown = pc.is_null(numbers)
+            for cell in cells.filter(unknown).unique().to_pylist():
+
+                def place(cell: str = cell) -> str:
+                    return where(pc.index(cells, cell).as_py())
+
+                try:
+                    raw_id = decode(cell)
+                except ValueError:
+                    raise InputError(
+                        f"{place()}: a user id must be a string or a whole number, and not empty."
+                    ) from None
+                known.add(cell, self._add(raw_id, place))
+            numbers = known.find(cells)
+        return numbers.to_numpy()
+
+    def _add(self, raw_id: str, place: Callable[[], str]) -> int:
+        dropped = self._drop(raw_id)
+        person = self._person_of_id.get(raw_id)
+        if person is None:
+            compared = raw_id if self._rule is IdRule.EXACT else normalise(raw_id)
+            known_persons = len(self._persons)
+            person = self._persons.setdefault(compared, known_persons)
+            if self._rule is IdRule.REFUSE and person < known_persons and not dropped:
                 raise InputError(
-                    f"{where}: this user id equals an earlier one after NFKC, case folding and "
-                    "stripping, but is spelled differently. Say --ids merge if they are one person, "
-                    "--ids exact if not."
+                    f"{place()}: this user id equals an earlier one after NFKC, case folding and "
+                    "stripping, but is spelled differently. Say --ids merge if they are one "
+                    "person, --ids exact if not."
                 )
-        number = self._numbers.get(compared)
-        if number is None:
-            number = self._numbers[compared] = len(self._numbers)
-            self.pseudonyms.append(pseudonym(compared, self._key))
-        return number
+            self._person_of_id[raw_id] = person
+        self._person_of.append(person)
+        self._dropped.append(dropped)
+        return len(self._person_of) - 1
+
+    def people(self) -> pa.Table:
+        """Which person each spelling means, and whether the person is dropped."""
+        return pa.table(
+            {
+                "spelling": pa.array(range(len(self._person_of)), pa.int32()),
+                "person": pa.array(self._person_of, pa.int32()),
+                "dropped": pa.array(self._dropped, pa.bool_()),
+            }
+        )
+
+    def pseudonyms(self, persons: NDArray[np.int32]) -> list[bytes]:
+        """What stands for each of these persons in the store."""
+        compared = list(self._persons)
+        return [pseudonym(compared[person], self._key) for person in persons]
+
+
+class _KnownCells:
+    """Cells met before and their numbers. Arrow looks a whole batch up at once."""
+
+    def __init__(self) -> None:
+        self._cells: list[str] = []
+        self._numbers: list[int] = []
+        self._cell_array = pa.array([], pa.large_string())
+        self._number_array = pa.array([], pa.int32())
+
+    def add(self, cell: str, number: int) -> None:
+        self._cells.append(cell)
+        self._numbers.append(number)
+
+    def find(self, cells: pa.Array) -> pa.Int32Array:
+        """The numbers of the cells, null where a cell is not known."""
+        if self._cells:
+            new_cells = pa.array(self._cells, pa.large_string())
+            self._cell_array = pa.concat_arrays([self._cell_array, new_cells])
+            self._number_array = pa.concat_arrays(
+                [self._number_array, pa.array(self._numbers, pa.int32())]
+            )
+            self._cells, self._numbers = [], []
+        positions = pc.index_in(cells.cast(pa.large_string()), value_set=self._cell_array)
+        return self._number_array.take(positions)
 
 
 def pseudonym(compared_id: str, key: bytes) -> bytes:
