@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from userdp.cli import account, calibrate, import_, stats
+from userdp.cli import account, calibrate, duplicates, import_, split, stats
 from userdp.errors import BudgetExhaustedError, InputError
 
 app = typer.Typer(
@@ -22,7 +22,9 @@ app = typer.Typer(
 )
 app.command("account")(account.account)
 app.command("calibrate")(calibrate.calibrate)
+app.command("duplicates")(duplicates.duplicates)
 app.command("import")(import_.import_)
+app.command("split")(split.split)
 app.command("stats")(stats.stats)
 
 

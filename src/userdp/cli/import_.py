@@ -11,7 +11,7 @@ import typer
 
 from userdp.cli import common
 from userdp.data.engine import EngineName
-from userdp.data.identity import DropRule, IdRule, load_or_create_key
+from userdp.data.identity import DropRule, IdRule, Pseudonyms, load_or_create_key
 from userdp.data.importers.columns import Columns
 from userdp.data.importers.mail import MailRules
 from userdp.data.sources import Format, Reading, read
@@ -99,7 +99,7 @@ def import_(
             result = write_batches(
                 count(read(sources, reading, Path(scratch))),
                 out,
-                key=load_or_create_key(key_path),
+                pseudonyms=Pseudonyms.under(load_or_create_key(key_path)),
                 id_rule=ids,
                 first_owner_only=owners is Owners.FIRST,
                 drop=drop,

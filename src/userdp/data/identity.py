@@ -80,6 +80,24 @@ class DropRule:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pseudonyms:
+    """What stands for an id, and the public name of the key behind it."""
+
+    key_name: str
+    of: Callable[[str], bytes]
+
+    @staticmethod
+    def under(key: bytes) -> Pseudonyms:
+        """Keyed hashes: 128 bits of BLAKE2b."""
+        return Pseudonyms(key_name=key_name(key), of=lambda compared: pseudonym(compared, key))
+
+    @staticmethod
+    def kept(name: str) -> Pseudonyms:
+        """For users of a store whose key is called `name`: their ids are pseudonyms in hex."""
+        return Pseudonyms(key_name=name, of=bytes.fromhex)
+
+
 def as_is(cell: str) -> str:
     """The id in a cell that holds the id itself."""
     return cell
@@ -93,10 +111,9 @@ class Spellings:
     first appearance.
     """
 
-    def __init__(self, *, rule: IdRule, drop: DropRule, key: bytes) -> None:
+    def __init__(self, *, rule: IdRule, drop: DropRule) -> None:
         self._rule = rule
         self._drop = drop
-        self._key = key
         self._known: dict[Callable[[str], str], _KnownCells] = {}
         self._person_of: list[int] = []
         self._dropped: list[bool] = []
@@ -159,10 +176,10 @@ class Spellings:
             }
         )
 
-    def pseudonyms(self, persons: NDArray[np.int32]) -> list[bytes]:
-        """What stands for each of these persons in the store."""
+    def compared_ids(self, persons: NDArray[np.int32]) -> list[str]:
+        """The ids of these persons, as they are compared."""
         compared = list(self._persons)
-        return [pseudonym(compared[person], self._key) for person in persons]
+        return [compared[person] for person in persons]
 
 
 class _KnownCells:

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from userdp.data.files import file_digest, read_column, read_texts
+from userdp.data.files import file_digest, pc, read_column, read_texts
 from userdp.data.write import FORMAT, ImportResult, write_batches, write_store
 from userdp.errors import InputError
 
@@ -159,6 +159,10 @@ class UserStore:
     def users_per_record(self) -> NDArray[np.int64]:
         """How many owners each record has."""
         return np.diff(self.record_users_indptr)
+
+    def bytes_per_record(self) -> NDArray[np.int64]:
+        """How long each text is, in UTF-8."""
+        return np.concatenate([np.asarray(pc.binary_length(chunk)) for chunk in self.texts.chunks])
 
     def sole_owners(self) -> NDArray[np.int64]:
         """The owner of each record, where every record has exactly one.

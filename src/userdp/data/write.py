@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from userdp.data import relate
 from userdp.data.engine import EngineName, engine_of, table_of, write_parquet
 from userdp.data.files import ArrayWriter, TextWriter, file_digest, pc, read_texts
-from userdp.data.identity import PSEUDONYM_BYTES, DropRule, IdRule, Spellings, key_name
+from userdp.data.identity import PSEUDONYM_BYTES, DropRule, IdRule, Pseudonyms, Spellings
 from userdp.data.prefetch import Prefetched
 from userdp.data.record import NO_TIME, Batch, Record, Skipped, batches_of
 from userdp.errors import InputError
@@ -65,7 +65,7 @@ def write_store(
     return write_batches(
         batches_of(records),
         out,
-        key=key,
+        pseudonyms=Pseudonyms.under(key),
         id_rule=id_rule,
         first_owner_only=first_owner_only,
         drop=DropRule(ids=drop_users),
@@ -76,7 +76,7 @@ def write_batches(
     batches: Iterable[Batch],
     out: Path,
     *,
-    key: bytes,
+    pseudonyms: Pseudonyms,
     id_rule: IdRule = IdRule.REFUSE,
     first_owner_only: bool = False,
     drop: DropRule | None = None,
@@ -90,11 +90,11 @@ def write_batches(
     staging = partial / "staging"
     staging.mkdir(parents=True)
     try:
-        spellings = Spellings(rule=id_rule, drop=drop or DropRule(), key=key)
+        spellings = Spellings(rule=id_rule, drop=drop or DropRule())
         staged = _stage(batches, partial, spellings)
-        result = _finish(staged, partial, spellings, first_owner_only, engine)
+        result = _finish(staged, partial, spellings, pseudonyms, first_owner_only, engine)
         shutil.rmtree(staging)
-        _write_manifest(partial, result, key, staged.is_chat)
+        _write_manifest(partial, result, pseudonyms.key_name, staged.is_chat)
         os.replace(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -218,6 +218,7 @@ def _finish(
     staged: _Staged,
     directory: Path,
     spellings: Spellings,
+    pseudonyms: Pseudonyms,
     first_owner_only: bool,
     engine_name: EngineName,
 ) -> ImportResult:
@@ -241,7 +242,7 @@ def _finish(
         )
         renumber = _drop_ownerless(directory, owner_counts, staged)
         _write_user_index(engine.batches(relate.by_user(kept)), directory, len(persons), renumber)
-    _write_users(directory, spellings.pseudonyms(persons))
+    _write_users(directory, [pseudonyms.of(one) for one in spellings.compared_ids(persons)])
     text_digest = staged.text_digest
     if renumber is not None:
         text_digest = _rewrite_texts(directory, owner_counts > 0)
@@ -324,7 +325,7 @@ def _write_users(directory: Path, pseudonyms: list[bytes]) -> None:
         writer.write_batch(pa.record_batch([column], schema))
 
 
-def _write_manifest(directory: Path, result: ImportResult, key: bytes, is_chat: bool) -> None:
+def _write_manifest(directory: Path, result: ImportResult, key_name: str, is_chat: bool) -> None:
     files = sorted(path for path in directory.iterdir() if path.is_file())
     for path in files:
         with path.open("rb") as file:
@@ -335,7 +336,7 @@ def _write_manifest(directory: Path, result: ImportResult, key: bytes, is_chat: 
         "users": result.users,
         "edges": result.edges,
         "fingerprint": result.fingerprint,
-        "key_name": key_name(key),
+        "key_name": key_name,
         "text_kind": "chat" if is_chat else "plain",
         "sizes": {path.name: path.stat().st_size for path in files},
         "sha256": {path.name: file_digest(path) for path in files},

@@ -30,7 +30,8 @@ def log2_histogram(counts: NDArray[np.int64], width: int = 40) -> str:
     bins = np.floor(np.log2(np.maximum(counts, 1))).astype(int)
     totals = np.bincount(bins)
     lines: list[str] = []
-    for exponent, total in enumerate(totals):
+    for exponent in range(int(bins.min()), len(totals)):
+        total = totals[exponent]
         low, high = 2**exponent, 2 ** (exponent + 1) - 1
         label = f"{low:,}" if low == high else f"{low:,} - {high:,}"
         lines.append(f"{label:>15} | {bar(total / totals.max(), width)} {total:,}")

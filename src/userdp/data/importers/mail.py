@@ -239,7 +239,7 @@ def _body(message: Message[Any, Any]) -> tuple[str, bool]:
         if kind == "message/rfc822":
             enclosed = True
         elif part.is_multipart():
-            waiting.extend(reversed(cast(list[Message[Any, Any]], part.get_payload())))
+            waiting.extend(reversed(cast("list[Message[Any, Any]]", part.get_payload())))
         elif part.get_content_disposition() != "attachment":
             if kind == "text/plain":
                 plain.append(_text(part))
