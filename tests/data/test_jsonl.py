@@ -188,3 +188,18 @@ def test_times_are_kept(tmp_path: Path) -> None:
     assert times is not None
     assert times[0] == 9
     assert times[1] < 0
+
+
+def test_names_that_look_like_patterns_are_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a[1]*?'"
+    folder.mkdir()
+    (folder / "d[2].jsonl").write_bytes(GOOD * 3)
+    bring_in(folder / "d[2].jsonl", folder / "store")
+
+    def careful(*_: object, **__: object) -> None:
+        raise AssertionError("the fast reader gave up")
+
+    monkeypatch.setattr(jsonl, "records", careful)
+    assert bring_in(folder / "d[2].jsonl", folder / "again").records == 3

@@ -170,6 +170,28 @@ def test_mbox_counts_every_message_and_takes_from_quoting_back(tmp_path: Path) -
     ]
 
 
+def test_mbox_without_empty_lines_between_messages_is_split_where_headers_follow(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "mail.mbox"
+    first = HEAD + b"\nwords of the first\nFrom noon at 12:30 until 2005 we wait\n"
+    path.write_bytes(
+        mbox_of(first).rstrip(b"\n") + b"\n" + mbox_of(HEAD + b"\nwords of the second\n")
+    )
+    texts = [item.text for item in mbox_records(path, MailRules()) if isinstance(item, Record)]
+    assert texts == [
+        "words of the first\nFrom noon at 12:30 until 2005 we wait",
+        "words of the second",
+    ]
+
+
+def test_windows_line_ends_and_single_messages_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.mbox").write_bytes(mbox_of(HEAD + b"\n" + BODY.encode()).replace(b"\n", b"\r\n"))
+    (tmp_path / "b.eml").write_bytes(HEAD + b"\n" + BODY.encode())
+    result = bring_in([tmp_path / "a.mbox", tmp_path / "b.eml"], tmp_path / "store")
+    assert (result.records, result.users) == (2, 3)
+
+
 def test_standard_library_mailboxes_are_read(tmp_path: Path) -> None:
     messages: list[EmailMessage] = []
     for i in range(5):

@@ -9,6 +9,7 @@ is read back in order sorts by a key without ties, and all columns are whole num
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
@@ -95,6 +96,15 @@ def quoted(value: str) -> str:
     return "'" + value.replace("'", "''") + "'"
 
 
+def file_name(path: Path) -> str:
+    """A path as an SQL literal that DuckDB's readers do not take for a pattern.
+
+    >>> file_name(Path("a[1]*.parquet"))
+    "'a[[]1][*].parquet'"
+    """
+    return quoted(re.sub(r"([*?\[])", r"[\1]", str(path)))
+
+
 class DuckDB:
     """DuckDB in this process."""
 
@@ -108,7 +118,7 @@ class DuckDB:
     def add_parquet(self, name: str, path: Path) -> Any:
         """The Parquet file as a table that expressions can be built on."""
         self._connection.execute(
-            f"CREATE VIEW {name} AS SELECT * FROM read_parquet({quoted(str(path))})"
+            f"CREATE VIEW {name} AS SELECT * FROM read_parquet({file_name(path)})"
         )
         return _unbound(name, pq.read_schema(path))
 
@@ -155,7 +165,9 @@ class Spark:
             self._session.stop()
 
     def _view(self, name: str, path: Path) -> None:
-        self._session.read.parquet(path.resolve().as_uri()).createOrReplaceTempView(name)
+        # Hadoop would read these as patterns.
+        literal = re.sub(r"([\[\]{}*?\\])", r"\\\1", _uri(path))
+        self._session.read.parquet(literal).createOrReplaceTempView(name)
         self._views.append(name)
 
     def add_parquet(self, name: str, path: Path) -> Any:
@@ -166,7 +178,7 @@ class Spark:
     def hold(self, name: str, expression: Any) -> Any:
         """The expression's rows, computed once, as a table."""
         path = self._scratch / f"{name}.parquet"
-        self._session.sql(_sql(expression, "pyspark")).write.parquet(path.resolve().as_uri())
+        self._session.sql(_sql(expression, "pyspark")).write.parquet(_uri(path))
         self._view(name, path)
         return _renamed(name, expression)
 
@@ -177,12 +189,17 @@ class Spark:
         numbers.
         """
         path = self._scratch / f"result_{len(list(self._scratch.iterdir()))}.parquet"
-        self._session.sql(_sql(expression, "pyspark")).write.parquet(path.resolve().as_uri())
+        self._session.sql(_sql(expression, "pyspark")).write.parquet(_uri(path))
         schema = expression.schema().to_pyarrow()
         for part in sorted(path.glob("part-*.parquet")):
             with pq.ParquetFile(part) as file:
                 for batch in file.iter_batches(ROWS_PER_BATCH):
                     yield pa.Table.from_batches([batch]).cast(schema).to_batches()[0]
+
+
+def _uri(path: Path) -> str:
+    # Not `as_uri`: Spark does not undo its escapes.
+    return f"file://{path.resolve()}"
 
 
 def _sql(expression: Any, dialect: str) -> str:

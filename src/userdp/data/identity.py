@@ -130,10 +130,12 @@ class Spellings:
     ) -> NDArray[np.int32]:
         """The number of each cell's spelling; `where(i)` names the place of a refused cell."""
         known = self._known.setdefault(decode, _KnownCells())
-        numbers = known.find(cells)
-        if numbers.null_count:
-            unknown = pc.is_null(numbers)
-            for cell in cells.filter(unknown).unique().to_pylist():
+        positions = known.find(cells)
+        if positions.null_count:
+            is_new = pc.is_null(positions)
+            unknown = cells.filter(is_new)
+            new_cells = unknown.unique()
+            for cell in new_cells.to_pylist():
 
                 def place(cell: str = cell) -> str:
                     return where(pc.index(cells, cell).as_py())
@@ -144,9 +146,11 @@ class Spellings:
                     raise InputError(
                         f"{place()}: a user id must be a string or a whole number, and not empty."
                     ) from None
-                known.add(cell, self._add(raw_id, place))
-            numbers = known.find(cells)
-        return numbers.to_numpy()
+                known.numbers.append(self._add(raw_id, place))
+            first_new = known.extend(new_cells)
+            found = pc.add(pc.index_in(unknown, value_set=new_cells), first_new)
+            positions = pc.replace_with_mask(positions, is_new, found.cast(pa.int32()))
+        return np.asarray(known.numbers, np.int32)[positions.to_numpy()]
 
     def _add(self, raw_id: str, place: Callable[[], str]) -> int:
         dropped = self._drop(raw_id)
@@ -186,26 +190,18 @@ class _KnownCells:
     """Cells met before and their numbers. Arrow looks a whole batch up at once."""
 
     def __init__(self) -> None:
-        self._cells: list[str] = []
-        self._numbers: list[int] = []
-        self._cell_array = pa.array([], pa.large_string())
-        self._number_array = pa.array([], pa.int32())
-
-    def add(self, cell: str, number: int) -> None:
-        self._cells.append(cell)
-        self._numbers.append(number)
+        self._cells = pa.array([], pa.large_string())
+        self.numbers: list[int] = []
 
     def find(self, cells: pa.Array) -> pa.Int32Array:
-        """The numbers of the cells, null where a cell is not known."""
-        if self._cells:
-            new_cells = pa.array(self._cells, pa.large_string())
-            self._cell_array = pa.concat_arrays([self._cell_array, new_cells])
-            self._number_array = pa.concat_arrays(
-                [self._number_array, pa.array(self._numbers, pa.int32())]
-            )
-            self._cells, self._numbers = [], []
-        positions = pc.index_in(cells.cast(pa.large_string()), value_set=self._cell_array)
-        return self._number_array.take(positions)
+        """The position of each cell among the known, null where it is not one of them."""
+        return pc.index_in(cells, value_set=self._cells)
+
+    def extend(self, new_cells: pa.Array) -> int:
+        """Add cells; returns the position of the first."""
+        first = len(self._cells)
+        self._cells = pa.concat_arrays([self._cells, new_cells])
+        return first
 
 
 def pseudonym(compared_id: str, key: bytes) -> bytes:

@@ -45,6 +45,7 @@ BY_SUFFIX = {
     ".tsv": Format.CSV,
     ".parquet": Format.PARQUET,
     ".mbox": Format.MBOX,
+    ".eml": Format.MAILDIR,
     ".xml": Format.STACKEXCHANGE,
     ".txt": Format.DIALOGUE,
 }

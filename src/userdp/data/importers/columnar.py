@@ -16,12 +16,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from userdp.data.engine import duckdb_connection, quoted
+from userdp.data.engine import duckdb_connection, file_name, quoted
 from userdp.data.importers.bounded import open_bytes
 from userdp.data.importers.columns import is_template, parts_of
 from userdp.data.record import Batch
 
-__all__ = ["Doubt", "Query", "batches", "quoted"]
+__all__ = ["Doubt", "Query", "batches", "file_name", "quoted"]
 
 BATCH_BYTES = 64 * 2**20
 MIN_BATCH_ROWS, MAX_BATCH_ROWS = 2048, 2**20

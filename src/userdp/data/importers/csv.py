@@ -66,7 +66,7 @@ def _query(path: Path, header: list[str], columns: Columns) -> columnar.Query:
     types = columnar.struct(dict.fromkeys(header, "VARCHAR"))
     return columnar.Query(
         source=(
-            f"read_csv({columnar.quoted(str(path))}, auto_detect = false, header = true, "
+            f"read_csv({columnar.file_name(path)}, auto_detect = false, header = true, "
             f"columns = {types}, delim = {columnar.quoted(_delimiter(path))}, quote = '\"', "
             f"escape = '\"', strict_mode = true, null_padding = false, ignore_errors = false, "
             f"max_line_size = {MAX_LINE_BYTES})"

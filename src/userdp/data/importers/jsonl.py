@@ -66,7 +66,7 @@ def _query(path: Path, columns: Columns, several: bool) -> columnar.Query:
     # DuckDB's buffer is twice this size and lines that fit pass: no line above our limit does.
     return columnar.Query(
         source=(
-            f"read_json({columnar.quoted(str(path))}, format = 'newline_delimited', columns = "
+            f"read_json({columnar.file_name(path)}, format = 'newline_delimited', columns = "
             f"{columnar.struct(types)}, maximum_object_size = {MAX_LINE_BYTES // 2})"
         ),
         user=columnar.json_user(user, several=several),

@@ -24,13 +24,14 @@ QUOTED_FROM = re.compile(rb"^>+From ")
 def mbox_records(path: Path, rules: MailRules) -> Iterator[Record | Skipped]:
     """The messages of an mbox file, in order.
 
-    A line "From ..." after an empty line begins a message if it is dated or a header follows it.
+    A line "From ..." after an empty line begins a message if it is dated or a header follows it;
+    without an empty line before it, only if both.
     Quoting of such lines in bodies (mboxo, mboxrd) is taken back by one level.
     """
     message: list[bytes] = []
     started = 0
     size = 0
-    pending: tuple[int, bytes] | None = None
+    pending: tuple[int, bytes, bool] | None = None
     after_blank = True
     seen_any = False
 
@@ -43,16 +44,22 @@ def mbox_records(path: Path, rules: MailRules) -> Iterator[Record | Skipped]:
 
     for number, line in lines(path):
         if pending is not None:
-            from_line_number, from_line = pending
+            from_line_number, from_line, from_after_blank = pending
             pending = None
-            if DATED.search(from_line) or HEADER.match(line):
+            begins = (
+                DATED.search(from_line) or HEADER.match(line)
+                if from_after_blank
+                else HEADER.match(line)
+            )
+            if begins:
                 yield from finish()
                 message, size, started = [], 0, from_line_number
                 seen_any = True
             elif started:
                 message.append(from_line)
-        if after_blank and line.startswith(b"From "):
-            pending = (number, line)
+                after_blank = False
+        if line.startswith(b"From ") and (after_blank or DATED.search(line)):
+            pending = (number, line, after_blank)
             after_blank = False
             continue
         after_blank = line in (b"\n", b"\r\n")
@@ -71,15 +78,14 @@ def mbox_records(path: Path, rules: MailRules) -> Iterator[Record | Skipped]:
 
 
 def tree_records(root: Path, rules: MailRules) -> Iterator[Record | Skipped]:
-    """The messages of a maildir, or of any tree of files that hold one message each, by path.
+    """The messages of a maildir, of any tree of files that hold one message each, or of one file.
 
     Of a maildir the folders `cur` and `new` count, `tmp` does not. Links are not followed: they
     could lead out of the tree.
     """
-    for path in sorted(root.rglob("*")):
+    for path in [root] if root.is_file() else sorted(root.rglob("*")):
         if path.is_symlink() or not path.is_file() or _is_bookkeeping(path, root):
             continue
-        name = path.relative_to(root).as_posix()
         if path.stat().st_size > MAX_MESSAGE_BYTES:
             yield Skipped("message above 32 MiB")
             continue
@@ -89,14 +95,12 @@ def tree_records(root: Path, rules: MailRules) -> Iterator[Record | Skipped]:
             continue
         if raw.startswith(b"From "):
             raw = raw.partition(b"\n")[2]
-        yield record_of(raw, f"{root.name}/{_shown(name)}, line 1", rules)
+        # Folders of a tree such as Enron's are people's names: only the file's own name is shown.
+        yield record_of(raw, f"{root.name}/{path.name}, line 1", rules)
 
 
 def _is_bookkeeping(path: Path, root: Path) -> bool:
+    if path == root:
+        return False
     parts = path.relative_to(root).parts
     return "tmp" in parts[:-1] or parts[-1].startswith(("dovecot", "maildirfolder", ".", "courier"))
-
-
-def _shown(name: str) -> str:
-    # Folders of a tree such as Enron's are people's names: only the file's own name is shown.
-    return name.rpartition("/")[2]
