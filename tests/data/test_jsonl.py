@@ -101,6 +101,13 @@ def test_spellings_that_duckdb_cannot_read_are_still_imported(tmp_path: Path) ->
     ]
 
 
+def test_one_owner_first_and_a_list_later_is_read(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_text('{"user": "ann", "text": "a"}\n{"user": ["bob", "ann"], "text": "b"}\n')
+    bring_in(source, tmp_path / "store")
+    assert contents(UserStore.open(tmp_path / "store")) == [("a", [0]), ("b", [1, 0])]
+
+
 def test_numbers_and_strings_with_the_same_digits_are_one_user(tmp_path: Path) -> None:
     source = tmp_path / "data.jsonl"
     source.write_text('{"user": 7, "text": "a"}\n{"user": "7", "text": "b"}\n')

@@ -60,23 +60,19 @@ class DropRule:
     matching: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", frozenset(normalise(raw_id) for raw_id in self.ids))
         try:
-            pattern = re.compile(self.matching) if self.matching is not None else None
+            re.compile(self.matching or "")
         except re.error as error:
             raise InputError(
                 f"the rule for ids to drop is no regular expression: {error}."
             ) from None
-        object.__setattr__(self, "_ids", frozenset(normalise(raw_id) for raw_id in self.ids))
-        object.__setattr__(self, "_pattern", pattern)
-
-    _ids: frozenset[str] = frozenset()
-    _pattern: re.Pattern[str] | None = None
 
     def __call__(self, raw_id: str) -> bool:
         """Whether the id, compared by the rule above, is to be dropped."""
         compared = normalise(raw_id)
-        return compared in self._ids or (
-            self._pattern is not None and self._pattern.fullmatch(compared) is not None
+        return compared in self.ids or (
+            self.matching is not None and re.fullmatch(self.matching, compared) is not None
         )
 
 

@@ -37,20 +37,15 @@ def random_chunks(
     for user in users.tolist():
         own = index.rows_of(user)
         starts, ends = rows.indptr[own], rows.indptr[own + 1]
-        borders = np.concatenate([[0], np.cumsum(ends - starts)])
-        last = max(0, int(borders[-1]) - sequence_length)
+        # The user's document is the rows one after another; row i begins at borders[i] in it.
+        lengths_of_rows = ends - starts
+        borders = np.cumsum(lengths_of_rows) - lengths_of_rows
+        total = int(lengths_of_rows.sum())
+        last = max(0, total - sequence_length)
         for begin in rng.integers(0, last, size=chunks_per_user, endpoint=True).tolist():
-            end = min(begin + sequence_length, int(borders[-1]))
-            first = int(np.searchsorted(borders, begin, side="right")) - 1
-            stop = int(np.searchsorted(borders, end, side="left"))
-            pieces = [
-                rows.tokens[
-                    starts[i] + max(0, begin - borders[i]) : starts[i]
-                    + min(ends[i] - starts[i], end - borders[i])
-                ]
-                for i in range(first, stop)
-            ]
-            lines.append(np.concatenate(pieces) if pieces else np.zeros(0, np.int32))
+            place = np.arange(begin, min(begin + sequence_length, total))
+            row = np.searchsorted(borders, place, side="right") - 1
+            lines.append(rows.tokens[starts[row] + place - borders[row]])
     lengths = np.asarray([len(line) for line in lines], np.int64)
     begins = np.cumsum(lengths) - lengths
     tokens = np.concatenate(lines) if lines else np.zeros(0, np.int32)

@@ -34,12 +34,15 @@ class Doubt(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """SQL for a source: its table function, and one expression per column."""
+    """SQL for a source: its table function, and an expression each for owners and text.
+
+    `is_plain` says of a row that the two expressions fit it.
+    """
 
     source: str
     user: str
     text: str
-    text_is_string: str
+    is_plain: str
     decode_id: Callable[[str], str]
     mean_bytes: float
 
@@ -94,7 +97,7 @@ def batches(
         connection.execute("SET arrow_large_buffer_size = true")
         relation = connection.sql(
             f"SELECT {query.user} AS users, {query.text} AS text, "
-            f"{query.text_is_string} AS is_string FROM {query.source}"
+            f"{query.is_plain} AS is_plain FROM {query.source}"
         )
         for piece in relation.to_arrow_reader(rows):
             yield _batch(piece, query, partial(_where, path, place, start))
@@ -115,8 +118,8 @@ def _batch(
     query: Query,
     where: Callable[[int], str],
 ) -> Batch:
-    cells, texts, is_string = piece.columns
-    if cells.null_count or texts.null_count or is_string.null_count or is_string.false_count:
+    cells, texts, is_plain = piece.columns
+    if cells.null_count or texts.null_count or is_plain.null_count or is_plain.false_count:
         raise Doubt
     if has_nul(texts):
         raise Doubt

@@ -73,7 +73,7 @@ def _query(path: Path, header: list[str], columns: Columns) -> columnar.Query:
         ),
         user=_concatenated(user, "nullif(trim({}), '')"),
         text=_concatenated(text, "coalesce({}, '')"),
-        text_is_string="true",
+        is_plain="true",
         decode_id=as_is,
         mean_bytes=columnar.mean_line_bytes(path),
     )

@@ -33,7 +33,6 @@ def mbox_records(path: Path, rules: MailRules) -> Iterator[Record | Skipped]:
     size = 0
     pending: tuple[int, bytes, bool] | None = None
     after_blank = True
-    seen_any = False
 
     def finish() -> Iterator[Record | Skipped]:
         if started:
@@ -54,7 +53,6 @@ def mbox_records(path: Path, rules: MailRules) -> Iterator[Record | Skipped]:
             if begins:
                 yield from finish()
                 message, size, started = [], 0, from_line_number
-                seen_any = True
             elif started:
                 message.append(from_line)
                 after_blank = False
@@ -72,7 +70,9 @@ def mbox_records(path: Path, rules: MailRules) -> Iterator[Record | Skipped]:
         size += len(line)
         if size <= MAX_MESSAGE_BYTES:
             message.append(line[1:] if QUOTED_FROM.match(line) else line)
-    if pending is not None and not seen_any:
+    if pending is not None and started:
+        message.append(pending[1])
+    elif pending is not None:
         raise InputError(f"{path.name}, line {pending[0]}: not an mbox: no message follows.")
     yield from finish()
 
