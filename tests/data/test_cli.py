@@ -94,7 +94,7 @@ def test_sharing_users_must_be_asked_for(tmp_path: Path) -> None:
 
 
 def test_failed_import_leaves_no_key_either(tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").write_text('{"user": "a", "text": "x"}\n{"user": "a", "te\n')
+    (tmp_path / "data.jsonl").write_text('{"user": "a", "text": "x"}\n{"user": "a", "t\n')
     with pytest.raises(InputError, match="line 2"):
         run("import", tmp_path / "data.jsonl", "--out", tmp_path / "store")
     assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]

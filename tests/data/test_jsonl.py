@@ -21,7 +21,7 @@ from userdp.errors import InputError
 GOOD = b'{"user": "ann", "text": "hello"}\n'
 
 FAULTS: dict[str, tuple[bytes, str]] = {
-    "cut line": (b'{"user": "bob", "text": "hel\n', "line 3001: not valid JSON"),
+    "cut line": (b'{"user": "bob", "text": "hello\n', "line 3001: not valid JSON"),
     "two objects": (GOOD.strip() + GOOD, "line 3001: not valid JSON"),
     "array": (b"[1, 2]\n", "line 3001: not a JSON object"),
     "NUL byte": (b'{"user": "bob", "text": "a\x00b"}\n', "line 3001: contains a NUL byte"),

@@ -81,6 +81,8 @@ def duckdb_connection(scratch: Path) -> Any:
 
     connection = duckdb.connect()
     connection.execute("SET autoinstall_known_extensions = false")
+    # It would draw on stdout, where only results belong.
+    connection.execute("SET enable_progress_bar = false")
     connection.execute(f"SET memory_limit = '{MEMORY_LIMIT}'")
     connection.execute(f"SET threads = {len(os.sched_getaffinity(0))}")
     connection.execute(f"SET temp_directory = {quoted(str(scratch))}")
