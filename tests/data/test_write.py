@@ -132,6 +132,19 @@ def test_changed_file_is_found(tmp_path: Path) -> None:
         UserStore.open(tmp_path / "store")
 
 
+@pytest.mark.parametrize("name", ["records.arrow", "record_users.npy", "user_records.npy"])
+def test_any_changed_byte_of_content_is_found(tmp_path: Path, name: str) -> None:
+    items = [Record("unmistakable", (f"user {i}",), "1") for i in range(50)]
+    write_store(items, tmp_path / "store", key=KEY)
+    path = tmp_path / "store" / name
+    content = bytearray(path.read_bytes())
+    position = content.find(b"unmistakable") if name == "records.arrow" else len(content) - 8
+    content[position] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="changed since the import"):
+        UserStore.open(tmp_path / "store").verify()
+
+
 def test_stores_under_one_key_can_be_compared_and_under_two_not(tmp_path: Path) -> None:
     for name, key, users in (("a", KEY, "xy"), ("b", KEY, "yz"), ("c", b"y" * 32, "xy")):
         write_store([Record("t", (user,), "1") for user in users], tmp_path / name, key=key)

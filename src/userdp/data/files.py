@@ -24,29 +24,50 @@ NPY_HEADER_BYTES = 128
 PIECE = 2**20
 
 
+class TextDigest:
+    """Hashes texts: all their bytes, and all their lengths."""
+
+    def __init__(self) -> None:
+        self._bytes = hashlib.sha256()
+        self._lengths = hashlib.sha256()
+
+    def update(self, texts: pa.LargeStringArray) -> None:
+        """Add texts."""
+        _, offset_buffer, data = texts.buffers()
+        offsets = np.frombuffer(offset_buffer, np.int64)[texts.offset :][: len(texts) + 1]
+        self._lengths.update(np.diff(offsets).astype("<i8").data)
+        if data is not None:
+            self._bytes.update(memoryview(data)[int(offsets[0]) : int(offsets[-1])])
+
+    def digest(self) -> bytes:
+        """Of everything added."""
+        return self._bytes.digest() + self._lengths.digest()
+
+
+def fingerprint(texts: bytes, record_users_indptr: bytes, record_users: bytes) -> str:
+    """The name of a store's content, from the digests of texts and edges."""
+    content = b"userdp store 2" + texts + record_users_indptr + record_users
+    return hashlib.sha256(content).hexdigest()
+
+
 class TextWriter:
     """Writes the column `text` of `records.arrow`."""
 
     def __init__(self, path: Path) -> None:
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, TEXT_SCHEMA)
-        self._bytes = hashlib.sha256()
-        self._lengths = hashlib.sha256()
+        self._digest = TextDigest()
 
     def write(self, texts: pa.LargeStringArray) -> None:
         """Append texts."""
         if not len(texts):
             return
         self._writer.write_batch(pa.record_batch([texts], TEXT_SCHEMA))
-        _, offset_buffer, data = texts.buffers()
-        offsets = np.frombuffer(offset_buffer, np.int64)[texts.offset :][: len(texts) + 1]
-        self._lengths.update(np.diff(offsets).astype("<i8").tobytes())
-        if data is not None:
-            self._bytes.update(memoryview(data)[int(offsets[0]) : int(offsets[-1])])
+        self._digest.update(texts)
 
     def digest(self) -> bytes:
-        """Of all bytes and all lengths."""
-        return self._bytes.digest() + self._lengths.digest()
+        """Of all texts."""
+        return self._digest.digest()
 
     def __enter__(self) -> Self:
         return self
@@ -105,6 +126,14 @@ class ArrayWriter:
         )
         assert self._file.tell() == NPY_HEADER_BYTES
         self._file.close()
+
+
+def array_digest(numbers: NDArray[np.int64]) -> bytes:
+    """What `ArrayWriter.digest` gave when the array was written."""
+    hashed = hashlib.sha256()
+    for start in range(0, len(numbers), PIECE):
+        hashed.update(np.ascontiguousarray(numbers[start : start + PIECE], "<i8").data)
+    return hashed.digest()
 
 
 def read_texts(path: Path) -> pa.ChunkedArray:

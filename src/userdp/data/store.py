@@ -25,7 +25,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from userdp.data.files import file_digest, pc, read_column, read_texts
+from userdp.data.files import (
+    TextDigest,
+    array_digest,
+    file_digest,
+    fingerprint,
+    pc,
+    read_column,
+    read_texts,
+)
 from userdp.data.write import FORMAT, ImportResult, write_batches, write_store
 from userdp.errors import InputError
 
@@ -102,10 +110,16 @@ class UserStore:
         )
 
     def verify(self) -> None:
-        """Read every file and compare its checksum with the manifest."""
+        """Read every file; refuse the store if one is not what the import wrote."""
         for name, digest in self.manifest["sha256"].items():
             if file_digest(self.path / name) != digest:
                 raise InputError(f"{self.path / name}: changed since the import.")
+        texts = TextDigest()
+        for chunk in self.texts.chunks:
+            texts.update(chunk)
+        edges = array_digest(self.record_users_indptr), array_digest(self.record_users)
+        if fingerprint(texts.digest(), *edges) != self.fingerprint:
+            raise InputError(f"{self.path}: texts or owners changed since the import.")
 
     def text(self, record: int) -> str:
         """The text of one record."""

@@ -6,7 +6,6 @@ the engine groups into the store's two indexes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -23,7 +22,14 @@ from numpy.typing import NDArray
 
 from userdp.data import relate
 from userdp.data.engine import EngineName, engine_of, table_of, write_parquet
-from userdp.data.files import ArrayWriter, TextWriter, file_digest, pc, read_texts
+from userdp.data.files import (
+    ArrayWriter,
+    TextWriter,
+    file_digest,
+    fingerprint,
+    pc,
+    read_texts,
+)
 from userdp.data.identity import PSEUDONYM_BYTES, DropRule, IdRule, Pseudonyms, Spellings
 from userdp.data.prefetch import Prefetched
 from userdp.data.record import NO_TIME, Batch, Record, Skipped, batches_of
@@ -32,6 +38,9 @@ from userdp.errors import InputError
 FORMAT = 2
 
 EDGE_SCHEMA = pa.schema([("record", pa.int64()), ("edge", pa.int64()), ("spelling", pa.int32())])
+
+# The fingerprint is a checksum of these already.
+FINGERPRINTED = frozenset({"records.arrow", "record_users_indptr.npy", "record_users.npy"})
 
 EMPTY = "empty text"
 OWNERLESS = "no owner left"
@@ -237,7 +246,7 @@ def _finish(
         persons = table_of(engine, users.order_by("user"))["person"].to_numpy()
         if not len(persons):
             raise InputError("no record was found: there is nothing to import.")
-        edge_digest, owner_counts = _write_record_index(
+        edge_digests, owner_counts = _write_record_index(
             engine.batches(relate.by_record(kept)), directory, staged.num_records
         )
         renumber = _drop_ownerless(directory, owner_counts, staged)
@@ -252,17 +261,17 @@ def _finish(
         users=len(persons),
         edges=int(owner_counts.sum()),
         skipped={reason: count for reason, count in skipped.items() if count},
-        fingerprint=hashlib.sha256(b"userdp store 2" + text_digest + edge_digest).hexdigest(),
+        fingerprint=fingerprint(text_digest, *edge_digests),
     )
 
 
 def _write_record_index(
     edges: Iterator[pa.RecordBatch], directory: Path, num_records: int
-) -> tuple[bytes, NDArray[np.int32]]:
-    """Write the index record -> users; returns its digest and the owners per staged record."""
+) -> tuple[tuple[bytes, bytes], NDArray[np.int32]]:
+    """Write the index record -> users; returns its digests and the owners per staged record."""
     owner_counts = np.zeros(num_records, np.int32)
     with ArrayWriter(directory / "record_users.npy") as users:
-        for batch in edges:
+        for batch in Prefetched(edges):
             record: NDArray[np.int64] = batch.column(0).to_numpy()
             users.write(batch.column(1).to_numpy())
             if len(record):
@@ -270,7 +279,7 @@ def _write_record_index(
                 owner_counts[record[0] : record[0] + len(counts)] += counts.astype(np.int32)
     with ArrayWriter(directory / "record_users_indptr.npy") as indptr:
         indptr.write_indptr(owner_counts[owner_counts > 0])
-    return indptr.digest() + users.digest(), owner_counts
+    return (indptr.digest(), users.digest()), owner_counts
 
 
 def _drop_ownerless(
@@ -295,7 +304,7 @@ def _write_user_index(
     """Write the index user -> records."""
     per_user = np.zeros(num_users, np.int64)
     with ArrayWriter(directory / "user_records.npy") as records:
-        for batch in edges:
+        for batch in Prefetched(edges):
             per_user += np.bincount(batch.column(0).to_numpy(), minlength=num_users)
             record: NDArray[np.int64] = batch.column(1).to_numpy()
             records.write(record if renumber is None else renumber[record])
@@ -339,7 +348,9 @@ def _write_manifest(directory: Path, result: ImportResult, key_name: str, is_cha
         "key_name": key_name,
         "text_kind": "chat" if is_chat else "plain",
         "sizes": {path.name: path.stat().st_size for path in files},
-        "sha256": {path.name: file_digest(path) for path in files},
+        "sha256": {
+            path.name: file_digest(path) for path in files if path.name not in FINGERPRINTED
+        },
     }
     with (directory / "manifest.json").open("w") as file:
         json.dump(manifest, file, indent=1)
