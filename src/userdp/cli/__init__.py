@@ -14,10 +14,12 @@ from userdp.cli import (
     account,
     bound,
     calibrate,
+    duplicates,
     evaluate,
     import_,
     quickstart,
     report,
+    split,
     stats,
     train,
 )
@@ -33,10 +35,12 @@ app = typer.Typer(
 app.command("account")(account.account)
 app.command("bound")(bound.bound)
 app.command("calibrate")(calibrate.calibrate)
+app.command("duplicates")(duplicates.duplicates)
 app.command("evaluate")(evaluate.evaluate)
 app.command("import")(import_.import_)
 app.command("quickstart")(quickstart.quickstart)
 app.command("report")(report.report)
+app.command("split")(split.split)
 app.command("stats")(stats.stats)
 app.command("train")(train.train)
 
