@@ -235,6 +235,7 @@ class Plan:
             delta=self.delta,
             adjacency=self.adjacency.value,
             neighbours=self.adjacency.meaning,
+            promise=self.adjacency.promise,
             sampler=self._sampler_in_words(),
             mechanism=(
                 f"clip_norm={self.clip.clip_norm:g}, noise_multiplier="
@@ -252,7 +253,9 @@ class Plan:
                 "without looking at these users' data",
                 "the initial weights, the tokenizer and the training code do not depend on these "
                 "users",
-                "a record's owner is the only person it is about",
+                "who owns which record is public"
+                if self.adjacency.fixed_graph
+                else "a record's owner is the only person it is about",
                 "every intermediate model may be seen; the sampled cohorts may not",
             ),
             not_covered=(

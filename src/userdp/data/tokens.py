@@ -85,21 +85,53 @@ def padded(
 
 def tokenise(store: UserStore, tokenizer: Any, *, sequence_length: int) -> TokenRows:
     """The store's rows under a Hugging Face tokenizer, from the cache if they are there."""
+    owners = store.sole_owners()
+    tokens, indptr, record_of_row = _cached_rows(store, tokenizer, sequence_length)
+    return TokenRows(
+        tokens=tokens, indptr=indptr, owners=owners[record_of_row], num_users=store.num_users
+    )
+
+
+def tokenise_selected(
+    store: UserStore, tokenizer: Any, records: NDArray[np.int64], *, sequence_length: int
+) -> TokenRows:
+    """One row for each of `records`, repeated ones repeated: the record's first tokens.
+
+    For records of several owners whose contributions were bounded for all of them: the bound counts
+    records, so a record is one row, and every row stands alone (owner i is row i).
+    """
+    tokens, indptr, record_of_row = _cached_rows(store, tokenizer, sequence_length)
+    first_row = np.searchsorted(record_of_row, records)
+    # A record without a token to predict has no row; it could only contribute zero.
+    has_row = np.append(record_of_row, -1)[first_row] == records
+    starts, stops = indptr[first_row[has_row]], indptr[first_row[has_row] + 1]
+    lengths = stops - starts
+    new_indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    positions = np.arange(new_indptr[-1]) + np.repeat(starts - new_indptr[:-1], lengths)
+    return TokenRows(
+        tokens=tokens[positions],
+        indptr=new_indptr,
+        owners=np.arange(len(lengths)),
+        num_users=len(lengths),
+    )
+
+
+def _cached_rows(
+    store: UserStore, tokenizer: Any, sequence_length: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens, where each row begins and ends in them, and which record each row is from."""
     if sequence_length < 2:
         raise InputError(f"sequence_length={sequence_length}: predicting takes at least 2 tokens.")
     end = tokenizer.eos_token_id
     if end is None:
         raise InputError("the tokenizer has no end-of-text token (eos_token): set one.")
-    owners = store.sole_owners()
     cache = store.path / "tokens" / _cache_name(store, tokenizer, sequence_length)
     if not cache.is_dir():
         _write_cache(cache, store, tokenizer, end, sequence_length)
-    record_of_row = np.load(cache / "record_of_row.npy", mmap_mode="r")
-    return TokenRows(
-        tokens=np.memmap(cache / "tokens.i32", np.int32, mode="r"),
-        indptr=np.load(cache / "indptr.npy", mmap_mode="r"),
-        owners=owners[record_of_row],
-        num_users=store.num_users,
+    return (
+        np.memmap(cache / "tokens.i32", np.int32, mode="r"),
+        np.load(cache / "indptr.npy", mmap_mode="r"),
+        np.load(cache / "record_of_row.npy", mmap_mode="r"),
     )
 
 
