@@ -54,7 +54,7 @@ class Scenario:
     learning_rate: float = 5e-3
     ordinary_batch: int = 32
     ordinary_learning_rate: float = 3e-3
-    lora_rank: int | None = None
+    lora: Lora | None = None
     sequence_length: int = 64
     pretrain_texts: int = 30_000
     pretrain_steps: int = 600
@@ -72,7 +72,8 @@ LLM_SCENARIO = Scenario(
     learning_rate=2e-3,
     ordinary_batch=8,
     ordinary_learning_rate=2e-3,
-    lora_rank=8,
+    # Few parameters: the noise has the same size on every one of them, the signal has not.
+    lora=Lora(rank=2, alpha=16.0, targets=("q_proj", "v_proj")),
 )
 
 
@@ -126,8 +127,7 @@ def run(
     config = load_config(config_path)
     plan = config.plan()
 
-    lora = Lora(rank=scenario.lora_rank) if scenario.lora_rank else None
-    model, tokenizer = load_model(base[0], gguf_file=base[1], lora=lora, device=device)
+    model, tokenizer = load_model(base[0], gguf_file=base[1], lora=scenario.lora, device=device)
     held_out = tokenise(
         UserStore.open(out / "held_out"), tokenizer, sequence_length=scenario.sequence_length
     )
@@ -318,7 +318,13 @@ class _Examiner:
 def _write_config(out: Path, base: tuple[str, str | None], scenario: Scenario, device: str) -> Path:
     path = out / "private.toml"
     gguf = f'gguf_file = "{base[1]}"\n' if base[1] else ""
-    lora = f"\n[model.lora]\nrank = {scenario.lora_rank}\n" if scenario.lora_rank else ""
+    lora = ""
+    if scenario.lora is not None:
+        targets = json.dumps(scenario.lora.targets)
+        lora = (
+            f"\n[model.lora]\nrank = {scenario.lora.rank}\nalpha = {scenario.lora.alpha}\n"
+            f"targets = {targets}\n"
+        )
     path.write_text(
         f"""# userdp train {path} --out {out / "private"}
 
