@@ -139,7 +139,7 @@ def _stage(batches: Iterable[Batch], directory: Path, spellings: Spellings) -> _
             write_statistics=False,
         ) as edges,
     ):
-        for batch in Prefetched(batches):
+        for batch in Prefetched(batches, depth=4):
             skipped.update(batch.skipped)
             kinds.add(batch.is_chat)
             if len(kinds) > 1:
