@@ -30,6 +30,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/codespell src tests docs examples benchmarks README.md CONTRIBUTING.md CHANGELOG.md
 	$(BIN)/pyright
+	$(BIN)/pyright -p pyright-strict.json
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -1,4 +1,4 @@
-"""Where the reference data of the project lies, for tests that need it."""
+"""The folder of shared data and golden numbers beside the project, where it exists."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ import pytest
 SHARED = Path(os.environ.get("USERDP_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 
 needs_shared = pytest.mark.skipif(
-    not SHARED.is_dir(), reason=f"reference data not found at {SHARED}; set USERDP_SHARED"
+    not SHARED.is_dir(), reason="the folder of shared data and golden numbers is not here"
 )

@@ -9,13 +9,16 @@ from __future__ import annotations
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from userdp.errors import InputError
 from userdp.plan import Plan
 from userdp.units import Adjacency, SamplingUnit
+
+if TYPE_CHECKING:
+    from userdp.bounding.selection import Selection
 
 
 class _Section(BaseModel):
@@ -28,6 +31,9 @@ class DataSettings(_Section):
     store: Path = Field(description="Directory of the user store to train on.")
     evaluation: Path | None = Field(
         None, description="Store of other users, for a held-out loss at the end."
+    )
+    selection: Path | None = Field(
+        None, description="From `userdp bound`: needed where records have several owners."
     )
     sequence_length: int = Field(128, ge=2, description="Longer records are cut into rows.")
 
@@ -65,7 +71,10 @@ class PrivacySettings(_Section):
     num_records: int | None = Field(
         None, description="unit = record: public number of kept records; num_users * group_size."
     )
-    group_size: int = Field(description="Most records of a user: per step, or at all (record).")
+    group_size: int | None = Field(
+        None,
+        description="Most records of a user: per step, or at all (record, selection).",
+    )
     clip_norm: float = Field(description="L2 bound on each update.")
     delta: float
     epsilon: float | None = Field(None, description="Target; or give noise_multiplier.")
@@ -98,7 +107,16 @@ class Config(_Section):
 
     def plan(self) -> Plan:
         """The plan these settings describe; calibrates the noise if epsilon is given."""
+        if self.data.selection is not None:
+            return self._bounded().plan()
         privacy = self.privacy
+        if privacy.adjacency.fixed_graph and privacy.group_size is None:
+            raise InputError(
+                f"[privacy] adjacency = {privacy.adjacency.value!r} is for records with several "
+                "owners: give [data] selection, made by `userdp bound`."
+            )
+        if privacy.group_size is None:
+            raise InputError("[privacy] group_size is missing.")
         common: dict[str, Any] = {
             "num_users": privacy.num_users,
             "group_size": privacy.group_size,
@@ -125,6 +143,45 @@ class Config(_Section):
             num_records=privacy.num_records,
             **common,
         )
+
+    def _bounded(self) -> Config:
+        """The settings with what the selection knows: its bound and its size.
+
+        Both depend on who owns what alone, which fixed-graph privacy treats as public.
+        """
+        privacy = self.privacy
+        if privacy.unit is not SamplingUnit.RECORD or not privacy.adjacency.fixed_graph:
+            raise InputError(
+                "[data] selection needs [privacy] unit = 'record' and adjacency = "
+                f"{Adjacency.FIXED_GRAPH_ZERO_OUT.value!r}: records of several owners are sampled "
+                "one by one, and their owners are treated as public."
+            )
+        selection = self.load_selection()
+        assert selection is not None
+        group_size = privacy.group_size or selection.realised_bound
+        if group_size < selection.realised_bound:
+            raise InputError(
+                f"[privacy] group_size = {group_size} is below the {selection.realised_bound} "
+                "records a user has in the selection: leave it out, or bound again."
+            )
+        known = {"group_size": group_size, "num_records": privacy.num_records or selection.size}
+        return self.model_copy(
+            update={
+                "privacy": privacy.model_copy(update=known),
+                "data": self.data.model_copy(update={"selection": None}),
+            }
+        )
+
+    def load_selection(self) -> Selection | None:
+        """The selection, checked against the store's owners."""
+        if self.data.selection is None:
+            return None
+        from userdp.bounding.edges import Edges
+        from userdp.bounding.selection import Selection
+
+        selection = Selection.load(self.data.selection)
+        selection.check(Edges.load(self.data.store))
+        return selection
 
     def _refuse(self, *names: str, unit: str) -> None:
         for name in names:

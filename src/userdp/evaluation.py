@@ -48,7 +48,7 @@ def evaluate(
         ids = torch.from_numpy(input_ids).to(device)
         targets = torch.from_numpy(labels)[:, 1:].to(device)
         output = model(input_ids=ids)
-        logits = at_least_float32((output if isinstance(output, torch.Tensor) else output.logits))
+        logits = at_least_float32(output if isinstance(output, torch.Tensor) else output.logits)
         logits = logits[:, :-1]
         losses = F.cross_entropy(
             logits.transpose(1, 2), targets, ignore_index=IGNORED_LABEL, reduction="sum"

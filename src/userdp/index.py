@@ -1,8 +1,8 @@
 """Whose rows are whose: the map from users to rows that samplers draw from.
 
 A row is one training sequence; it has one owner here. The index holds numbers only, never text, so
-everything built on it (sampling, accounting) can be read and tested without data. The index itself is
-secret: which user owns how many rows is private.
+everything built on it (sampling, accounting) can be read and tested without data. The index itself
+is secret: which user owns how many rows is private.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class UserIndex:
     rows: Rows
 
     def __post_init__(self) -> None:
-        assert self.indptr.ndim == 1 and len(self.indptr) >= 1 and self.indptr[0] == 0
+        assert self.indptr.ndim == 1
+        assert self.indptr[0] == 0
         assert self.indptr[-1] == len(self.rows)
 
     def __repr__(self) -> str:
@@ -32,7 +33,7 @@ class UserIndex:
 
     @property
     def num_users(self) -> int:
-        """The realised number of users: secret, not to be confused with the public one of a plan."""
+        """The realised number of users: secret, unlike the public one of a plan."""
         return len(self.indptr) - 1
 
     @property
@@ -46,7 +47,7 @@ class UserIndex:
 
     @staticmethod
     def from_owners(owners: Iterable[Hashable]) -> UserIndex:
-        """Index rows 0, 1, 2, ... whose owners are given in order; users number by first appearance.
+        """Index rows 0, 1, 2, ... whose owners are given in order; users number by appearance.
 
         >>> index = UserIndex.from_owners(["ann", "bob", "ann"])
         >>> [index.rows_of(user).tolist() for user in range(index.num_users)]

@@ -1,8 +1,8 @@
 """What ran: append-only, hash-chained, on disk before any weight of the step is visible.
 
-One JSON object a line. The first holds the plan and what it was bound to; each further one a step. A
-row's hash covers its content and the hash before it, so a deleted, edited or reordered row is found.
-Everything in a ledger is public: no loss, no norm, no cohort ever enters it.
+One JSON object a line. The first holds the plan and what it was bound to; each further one a step.
+A row's hash covers its content and the hash before it, so a deleted, edited or reordered row is
+found. Everything in a ledger is public: no loss, no norm, no cohort ever enters it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Ledger:
                 raise LedgerError(f"{path}, line {number}: not a ledger row.") from None
             if claimed != _chained(before, row):
                 raise LedgerError(
-                    f"{path}, line {number}: the hash chain breaks here; a row was edited or removed."
+                    f"{path}, line {number}: the hash chain breaks here; a row was edited or "
+                    "removed."
                 )
             before = row["hash"] = claimed
             rows.append(row)

@@ -70,8 +70,8 @@ class Plan:
         if spends and not self.non_private:
             raise InputError(
                 f"noise_multiplier={self.noise.noise_multiplier:g} with clip_norm="
-                f"{self.clip.clip_norm:g} protects nobody. Give both a positive finite value, or set "
-                "non_private=True to train without any guarantee."
+                f"{self.clip.clip_norm:g} protects nobody. Give both a positive finite value, or "
+                "set non_private=True to train without any guarantee."
             )
         if self.noise.noise_multiplier > 0 and not self.clip.bounds_updates:
             raise InputError(
@@ -80,8 +80,8 @@ class Plan:
             )
         if self.non_private and not spends:
             raise InputError(
-                "non_private=True, yet noise and clip norm would protect. Set noise_multiplier=0 or "
-                "clip_norm=inf, or leave non_private out."
+                "non_private=True, yet noise and clip norm would protect. Set noise_multiplier=0 "
+                "or clip_norm=inf, or leave non_private out."
             )
 
     @staticmethod
@@ -100,8 +100,8 @@ class Plan:
     ) -> Plan:
         """User-level sampling (ULS): one clipped mean gradient per sampled user.
 
-        Each of `num_users` takes part with probability expected_cohort_size / num_users, with at most
-        `group_size` records. Exactly one of `epsilon` and `noise_multiplier` is given.
+        Each of `num_users` takes part with probability expected_cohort_size / num_users, with at
+        most `group_size` records. Exactly one of `epsilon` and `noise_multiplier` is given.
         Reference: Charles et al. 2024, Alg. 2.
         """
         _check_counts(num_users=num_users, steps=steps)
@@ -218,7 +218,7 @@ class Plan:
         return accountant.epsilon(event, delta=self.delta, adjacency=self.adjacency)
 
     def deltas(self, epsilons: list[float], steps: int) -> list[float]:
-        """The delta that goes with each epsilon after `steps` steps: the guarantee's whole curve."""
+        """The delta that goes with each epsilon after `steps` steps: the whole curve."""
         event = events.repeated(self.step_event(), steps)
         return accountant.deltas(event, epsilons=epsilons, adjacency=self.adjacency)
 
@@ -227,8 +227,8 @@ class Plan:
         found: list[str] = []
         if self.delta > 1 / self.num_users:
             found.append(
-                f"delta={self.delta:g} is above 1/num_users={1 / self.num_users:.3g}: releasing one "
-                "user's data outright would meet it. Choose a smaller delta."
+                f"delta={self.delta:g} is above 1/num_users={1 / self.num_users:.3g}: releasing "
+                "one user's data outright would meet it. Choose a smaller delta."
             )
         return found
 
@@ -240,6 +240,7 @@ class Plan:
             delta=self.delta,
             adjacency=self.adjacency.value,
             neighbours=self.adjacency.meaning,
+            promise=self.adjacency.promise,
             sampler=self._sampler_in_words(),
             mechanism=(
                 f"clip_norm={self.clip.clip_norm:g}, noise_multiplier="
@@ -253,10 +254,13 @@ class Plan:
                 *(("a fixed seed was used: whoever knows it can remove the noise",) * fixed_seed),
             ),
             assumptions=(
-                f"num_users={self.num_users:,} and every setting named here are public, chosen without "
-                "looking at these users' data",
-                "the initial weights, the tokenizer and the training code do not depend on these users",
-                "a record's owner is the only person it is about",
+                f"num_users={self.num_users:,} and every setting named here are public, chosen "
+                "without looking at these users' data",
+                "the initial weights, the tokenizer and the training code do not depend on these "
+                "users",
+                "who owns which record is public"
+                if self.adjacency.fixed_graph
+                else "a record's owner is the only person it is about",
                 "every intermediate model may be seen; the sampled cohorts may not",
             ),
             not_covered=(
@@ -276,8 +280,8 @@ class Plan:
                 )
             case PoissonRecords() as records:
                 return (
-                    f"Poisson sampling of records, rate={records.record_sampling_prob:.6g}, at most "
-                    f"{records.group_size} records a user"
+                    f"Poisson sampling of records, rate={records.record_sampling_prob:.6g}, at "
+                    f"most {records.group_size} records a user"
                 )
 
     def to_json(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Why user-level privacy, in a few minutes: one model fine-tuned twice, in the ordinary way and privately.
+"""Why user-level privacy, in a few minutes: one model fine-tuned twice, with and without it.
 
 Both runs see the same messages (`data/synthetic.py`), start from the same weights, train the same
-parameters and process about the same number of records. Then both are asked two things: how well do they
-predict other people's messages, and how many of the planted secrets do they give away?
+parameters and process about the same number of records. Then both are asked two things: how well do
+they predict other people's messages, and how many of the planted secrets do they give away?
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 
 from userdp import runs
-from userdp.config import Config, load_config
+from userdp.config import load_config
 from userdp.data import synthetic
 from userdp.data.identity import load_or_create_key
 from userdp.data.store import UserStore, write_store
@@ -54,7 +54,7 @@ class Scenario:
     learning_rate: float = 5e-3
     ordinary_batch: int = 32
     ordinary_learning_rate: float = 3e-3
-    lora_rank: int | None = None
+    lora: Lora | None = None
     sequence_length: int = 64
     pretrain_texts: int = 30_000
     pretrain_steps: int = 600
@@ -72,7 +72,8 @@ LLM_SCENARIO = Scenario(
     learning_rate=2e-3,
     ordinary_batch=8,
     ordinary_learning_rate=2e-3,
-    lora_rank=8,
+    # Few parameters: the noise has the same size on every one of them, the signal has not.
+    lora=Lora(rank=2, alpha=16.0, targets=("q_proj", "v_proj")),
 )
 
 
@@ -102,7 +103,7 @@ def run(
     base: tuple[str, str | None] | None = None,
     device: str = "cpu",
 ) -> Outcome:
-    """Tell the whole story in `out`; `base` names a model to start from instead of a small own one."""
+    """Tell the whole story in `out`; `base` names a model to use instead of a small own one."""
     scenario = scenario or Scenario()
     if base is None:
         # The small model's tensors are too small to share between threads with profit.
@@ -126,8 +127,7 @@ def run(
     config = load_config(config_path)
     plan = config.plan()
 
-    lora = Lora(rank=scenario.lora_rank) if scenario.lora_rank else None
-    model, tokenizer = load_model(base[0], gguf_file=base[1], lora=lora, device=device)
+    model, tokenizer = load_model(base[0], gguf_file=base[1], lora=scenario.lora, device=device)
     held_out = tokenise(
         UserStore.open(out / "held_out"), tokenizer, sequence_length=scenario.sequence_length
     )
@@ -287,7 +287,7 @@ class _Finding:
 
 
 class _Examiner:
-    """Measures a model: loss on other people's messages, secrets that greedy decoding gives away."""
+    """Measures a model: loss on other people's messages, secrets given away by greedy decoding."""
 
     def __init__(
         self, tokenizer: Any, held_out: TokenRows, secrets: list[synthetic.Secret]
@@ -318,7 +318,13 @@ class _Examiner:
 def _write_config(out: Path, base: tuple[str, str | None], scenario: Scenario, device: str) -> Path:
     path = out / "private.toml"
     gguf = f'gguf_file = "{base[1]}"\n' if base[1] else ""
-    lora = f"\n[model.lora]\nrank = {scenario.lora_rank}\n" if scenario.lora_rank else ""
+    lora = ""
+    if scenario.lora is not None:
+        targets = json.dumps(scenario.lora.targets)
+        lora = (
+            f"\n[model.lora]\nrank = {scenario.lora.rank}\nalpha = {scenario.lora.alpha}\n"
+            f"targets = {targets}\n"
+        )
     path.write_text(
         f"""# userdp train {path} --out {out / "private"}
 
@@ -357,9 +363,9 @@ def _story(outcome: Outcome, scenario: Scenario) -> list[Section]:
         Section(
             heading="Both learned the way these people write",
             paragraphs=[
-                f"{scenario.num_users:,} people's messages share a way of writing. Loss on messages of "
-                f"{scenario.num_held_out} other people, per token; less is better. The private model "
-                f"closes {outcome.gap_closed:.0%} of the gap."
+                f"{scenario.num_users:,} people's messages share a way of writing. Loss on "
+                f"messages of {scenario.num_held_out} other people, per token; less is better. The "
+                f"private model closes {outcome.gap_closed:.0%} of the gap."
             ],
             picture=svg.bars(
                 [

@@ -52,6 +52,7 @@ def train_from_config(
         optimizer=optimizer,
         scheduler=make_schedule(optimizer, settings.schedule, settings.steps),
         sequence_length=config.data.sequence_length,
+        selection=config.load_selection(),
         microbatch_records=settings.microbatch_records,
         out=out,
         bound_to={"config": hashlib.sha256(config_path.read_bytes()).hexdigest()},

@@ -1,7 +1,7 @@
 """Who takes part in a step: Poisson sampling of users (ULS) or of records (ELS).
 
-Public: the sampling probability and the group size. They are all the accountant sees, and all it may
-see. Secret: every `Cohort`, its size included.
+Public: the sampling probability and the group size. They are all the accountant sees, and all it
+may see. Secret: every `Cohort`, its size included.
 
 Reference: Charles et al. 2024, Alg. 1 (records) and Alg. 2 (users); McMahan et al. 2018, Sec. 2 A).
 """
@@ -124,8 +124,8 @@ class PoissonRecords:
         widest = int(np.diff(index.indptr).max(initial=0))
         if widest > self.group_size:
             raise InputError(
-                f"a user has {widest} rows and group_size={self.group_size}: the accounting would not "
-                "cover that user. Call limit_contributions first."
+                f"a user has {widest} rows and group_size={self.group_size}: the accounting would "
+                "not cover that user. Call limit_contributions first."
             )
         sampled = index.rows[rng.random(index.num_rows) < self.record_sampling_prob]
         return Cohort(indptr=np.arange(len(sampled) + 1, dtype=np.int64), rows=sampled)

@@ -41,6 +41,7 @@ class Statement:
     steps: int
     num_users: int
     certified_by: str
+    promise: str
     unit: str = "user"
     assumptions: tuple[str, ...] = ()
     not_covered: tuple[str, ...] = ()

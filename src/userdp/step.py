@@ -95,13 +95,13 @@ class PrivateStep:
         """The next step's cohort: the rows of each group. Secret."""
         if self.steps_left <= 0:
             raise BudgetExhaustedError(
-                f"all {self.plan.steps:,} planned steps are taken: another would cost more than the "
-                "plan allows. Plan more steps before training."
+                f"all {self.plan.steps:,} planned steps are taken: another would cost more than "
+                "the plan allows. Plan more steps before training."
             )
         if self._drawn is not None:
             raise InputError(
-                "a cohort was drawn and not applied: leaving steps out makes the sampling other than "
-                "what is accounted. Apply every cohort, empty ones too."
+                "a cohort was drawn and not applied: leaving steps out makes the sampling other "
+                "than what is accounted. Apply every cohort, empty ones too."
             )
         self._drawn = self.plan.sampler.draw(
             self._index, self._secret.rng("cohort", self.ledger.steps)
@@ -140,7 +140,7 @@ class PrivateStep:
             )
 
     def _release(self, total: Update) -> None:
-        """Noise the clipped sum, divide, and let the optimizer step: what leaves the private side."""
+        """Noise the clipped sum, divide, step: everything that leaves the private side."""
         step = self.ledger.steps
         noised = add_gaussian(
             total, noise_stddev=self.plan.noise_stddev, secret=self._secret, step=step

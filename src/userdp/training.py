@@ -1,4 +1,4 @@
-"""The private loop over a store; reads like the algorithm box (Charles et al. 2024, Alg. 1 and 2)."""
+"""The private loop over a store; reads like the box of Charles et al. 2024, Alg. 1 and 2."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from userdp.bounding.edges import Edges
+from userdp.bounding.selection import Selection
 from userdp.data.store import UserStore
-from userdp.data.tokens import TokenRows, tokenise
+from userdp.data.tokens import TokenRows, tokenise, tokenise_selected
+from userdp.errors import InputError
 from userdp.ledger import Ledger
 from userdp.models.checks import trainable_parameters
 from userdp.models.load import save_model
@@ -49,6 +52,7 @@ def train(
     learning_rate: float = 1e-3,
     scheduler: Any = None,
     sequence_length: int = 128,
+    selection: Selection | None = None,
     microbatch_records: int | None = None,
     out: str | Path | None = None,
     bound_to: dict[str, str] | None = None,
@@ -57,11 +61,14 @@ def train(
 ) -> Run:
     """Train `model` on the store's users as `plan` says; the model is changed in place.
 
-    With `out`, the run's directory gets the ledger (row by row, before each step's weights exist) and
-    at the end the model. `on_step` is told how many steps are done, and nothing else: losses, norms
-    and cohorts are secret.
+    Records of several owners need a `selection` that bounds what each of them contributes; a long
+    record is then cut to one row, so that the bound on records is one on rows.
+
+    With `out`, the run's directory gets the ledger (row by row, before each step's weights exist)
+    and at the end the model. `on_step` is told how many steps are done, and nothing else: losses,
+    norms and cohorts are secret.
     """
-    rows = tokenise(store, tokenizer, sequence_length=sequence_length)
+    rows = _rows(store, tokenizer, plan, selection, sequence_length)
     secret = secret or RunSecret.from_system()
     path = Path(out) if out is not None else None
     if path is not None:
@@ -74,7 +81,8 @@ def train(
     )
     if optimizer is None:
         optimizer = torch.optim.AdamW(trainable_parameters(model).values(), lr=learning_rate)
-    # Dropout off: the noise regularises enough, and a group's update is then a function of its rows.
+    # Dropout off: the noise regularises enough, and a group's update is then a function of its
+    # rows.
     model.eval()
     step = PrivateStep(
         model,
@@ -96,6 +104,29 @@ def train(
     if path is not None:
         save_model(model, tokenizer, path / "model")
     return Run(model=model, ledger=ledger, path=path)
+
+
+def _rows(
+    store: UserStore,
+    tokenizer: Any,
+    plan: Plan,
+    selection: Selection | None,
+    sequence_length: int,
+) -> TokenRows:
+    if selection is None:
+        if plan.adjacency.fixed_graph:
+            raise InputError(
+                f"adjacency {plan.adjacency.value!r} needs a selection: bound contributions first."
+            )
+        return tokenise(store, tokenizer, sequence_length=sequence_length)
+    selection.check(Edges.load(store.path))
+    if not plan.adjacency.fixed_graph or plan.sampler.group_size < selection.realised_bound:
+        raise InputError(
+            f"the selection gives users up to {selection.realised_bound} records; the plan covers "
+            f"{plan.sampler.group_size} under {plan.adjacency.value}. Plan for the selection, "
+            "under fixed-graph adjacency."
+        )
+    return tokenise_selected(store, tokenizer, selection.records(), sequence_length=sequence_length)
 
 
 def _batches(

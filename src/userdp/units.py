@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from userdp.errors import InputError
+
 
 class SamplingUnit(StrEnum):
     """What one Poisson coin decides: a whole user (ULS) or a single record (ELS).
@@ -26,11 +28,36 @@ class Adjacency(StrEnum):
     add-remove: all of one user's records are present, or absent.
     zero-out:   the user's records stay in place but contribute nothing.
     replace:    the user's records are exchanged for any others.
+
+    For records with several owners, the same two with who owns what held fixed (Ganesh et al. 2025,
+    Def. 2.1): every record that the user owns, alone or with others, changes its content only.
+
+    fixed-graph-zero-out: those records contribute nothing.
+    fixed-graph-replace:  their content is exchanged for any other.
     """
 
     ADD_REMOVE = "add-remove"
     ZERO_OUT = "zero-out"
     REPLACE = "replace"
+    FIXED_GRAPH_ZERO_OUT = "fixed-graph-zero-out"
+    FIXED_GRAPH_REPLACE = "fixed-graph-replace"
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        if value in ("node", "fixed-graph-node"):
+            # Ganesh et al. 2025, Def. 2.2 and the discussion after it.
+            raise InputError(
+                "node privacy (a user and all its records vanish, the graph included) is not "
+                "offered: bounding depends on the whole graph, so one user can change which "
+                "records of others are selected, and no practical training algorithm is known "
+                f"for it. Use {cls.FIXED_GRAPH_ZERO_OUT.value!r}: it protects what records say, "
+                "not who owns them."
+            )
+
+    @property
+    def fixed_graph(self) -> bool:
+        """Whether who owns which record is the same in both datasets, hence treated as public."""
+        return self in (Adjacency.FIXED_GRAPH_ZERO_OUT, Adjacency.FIXED_GRAPH_REPLACE)
 
     @property
     def sensitivity_factor(self) -> float:
@@ -39,7 +66,7 @@ class Adjacency(StrEnum):
         >>> Adjacency.ADD_REMOVE.sensitivity_factor, Adjacency.REPLACE.sensitivity_factor
         (1.0, 2.0)
         """
-        return 2.0 if self is Adjacency.REPLACE else 1.0
+        return 2.0 if self in (Adjacency.REPLACE, Adjacency.FIXED_GRAPH_REPLACE) else 1.0
 
     @property
     def meaning(self) -> str:
@@ -48,4 +75,38 @@ class Adjacency(StrEnum):
             Adjacency.ADD_REMOVE: "all of one user's records are present or absent",
             Adjacency.ZERO_OUT: "all of one user's records count, or count as nothing",
             Adjacency.REPLACE: "all of one user's records are exchanged for any others",
+            Adjacency.FIXED_GRAPH_ZERO_OUT: (
+                "all records that one user owns, alone or with others, count or count as nothing; "
+                "who owns which record is the same and is treated as public"
+            ),
+            Adjacency.FIXED_GRAPH_REPLACE: (
+                "the content of all records that one user owns, alone or with others, is exchanged "
+                "for any other; who owns which record is the same and is treated as public"
+            ),
         }[self]
+
+    @property
+    def promise(self) -> str:
+        """The guarantee as a curator may put it to the users, without its numbers.
+
+        Reference: Ganesh et al. 2025, Sec. 1.1, for records with several owners.
+        """
+        if self.fixed_graph:
+            changed = (
+                "replaced with different text"
+                if self is Adjacency.FIXED_GRAPH_REPLACE
+                else "left out of the computation"
+            )
+            return (
+                "Even if every message you sent or received contained the same private information "
+                "about you, that information is protected: whoever has the model would learn "
+                "nearly the same if the text of every message you sent or received had been "
+                f"{changed} before training. Who wrote to whom is not protected by this promise."
+            )
+        changed = "replaced with other text" if self is Adjacency.REPLACE else "left out"
+        return (
+            "Even if everything you wrote contained the same private information about you, that "
+            "information is protected: whoever has the model would learn nearly the same if all "
+            f"your records had been {changed} before training. What others wrote about you is not "
+            "protected by this promise."
+        )

@@ -27,9 +27,9 @@ IGNORED_LABEL = -100
 def causal_lm_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The loss of each record: mean negative log-likelihood of its own labelled tokens.
 
-    `batch` has `input_ids` and `labels`, one record a line; a label of -100 counts for nothing. Works
-    on Hugging Face models (whose own loss averages over the whole batch, hence over users) and on any
-    module that maps input ids to logits.
+    `batch` has `input_ids` and `labels`, one record a line; a label of -100 counts for nothing.
+    Works on Hugging Face models (whose own loss averages over the whole batch, hence over users)
+    and on any module that maps input ids to logits.
     """
     # A Hugging Face model would otherwise build a key-value cache that nobody reads.
     options = {"use_cache": False} if hasattr(model, "generation_config") else {}
@@ -68,8 +68,9 @@ def mean_gradient(
         losses = record_loss(model, part)
         if losses.shape != (len(next(iter(part.values()))),):
             raise MixedExamplesError(
-                f"the loss has shape {tuple(losses.shape)}, not one value per record: a mean over the "
-                "batch would mix records before the group is formed. Return one loss per record."
+                f"the loss has shape {tuple(losses.shape)}, not one value per record: a mean over "
+                "the batch would mix records before the group is formed. Return one loss per "
+                "record."
             )
         gradients = torch.autograd.grad(losses.sum() / num_records, parameters, allow_unused=True)
         for total, gradient in zip(update, gradients, strict=True):

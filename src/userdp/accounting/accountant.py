@@ -24,6 +24,7 @@ from userdp.units import Adjacency
 _RELATION = {
     Adjacency.ADD_REMOVE: NeighboringRelation.ADD_OR_REMOVE_ONE,
     Adjacency.ZERO_OUT: NeighboringRelation.REPLACE_SPECIAL,
+    Adjacency.FIXED_GRAPH_ZERO_OUT: NeighboringRelation.REPLACE_SPECIAL,
 }
 
 # `dp_accounting` adds 1e-15 to delta when it composes, so it cannot certify anything smaller.

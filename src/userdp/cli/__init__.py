@@ -10,7 +10,19 @@ import sys
 
 import typer
 
-from userdp.cli import account, calibrate, evaluate, import_, quickstart, report, stats, train
+from userdp.cli import (
+    account,
+    bound,
+    calibrate,
+    duplicates,
+    evaluate,
+    import_,
+    quickstart,
+    report,
+    split,
+    stats,
+    train,
+)
 from userdp.errors import BudgetExhaustedError, InputError
 
 app = typer.Typer(
@@ -21,11 +33,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("account")(account.account)
+app.command("bound")(bound.bound)
 app.command("calibrate")(calibrate.calibrate)
+app.command("duplicates")(duplicates.duplicates)
 app.command("evaluate")(evaluate.evaluate)
 app.command("import")(import_.import_)
 app.command("quickstart")(quickstart.quickstart)
 app.command("report")(report.report)
+app.command("split")(split.split)
 app.command("stats")(stats.stats)
 app.command("train")(train.train)
 

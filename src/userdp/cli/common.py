@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -164,6 +165,8 @@ def refuse_overlap(train: UserStore, held_out: UserStore) -> None:
 
 def quiet_transformers() -> None:
     """Keep the bars that transformers draws while it loads and saves out of ours."""
+    # Read when tqdm is first imported, so before transformers is.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

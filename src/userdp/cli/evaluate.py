@@ -24,11 +24,11 @@ def evaluate(
 ) -> None:
     """Measure loss, perplexity and next-token accuracy on a store."""
     held_out = UserStore.open(store)
+    common.quiet_transformers()
     from userdp import evaluation, runs
     from userdp.data.tokens import tokenise
     from userdp.models.load import load_model
 
-    common.quiet_transformers()
     if (Path(model) / "ledger.jsonl").is_file():
         loaded, tokenizer, config = runs.load_run(Path(model))
         sequence_length = sequence_length or config.data.sequence_length

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tempfile
 from enum import StrEnum
-from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from userdp.cli import common
-from userdp.data.identity import IdRule, load_or_create_key
-from userdp.data.importers import jsonl
-from userdp.data.record import Record
-from userdp.data.store import write_store
+from userdp.data.engine import EngineName
+from userdp.data.identity import DropRule, IdRule, Pseudonyms, load_or_create_key
+from userdp.data.importers.columns import Columns
+from userdp.data.importers.mail import MailRules
+from userdp.data.sources import Format, Reading, read
+from userdp.data.store import write_batches
 from userdp.errors import InputError
-
-
-class Format(StrEnum):
-    """What a source is written in."""
-
-    AUTO = "auto"
-    JSONL = "jsonl"
 
 
 class Owners(StrEnum):
@@ -33,15 +27,43 @@ class Owners(StrEnum):
 
 
 def import_(
-    sources: Annotated[list[Path], typer.Argument(help="Files to import.")],
+    sources: Annotated[list[str], typer.Argument(help="Files, folders or globs to import.")],
     out: Annotated[Path, typer.Option(help="Directory of the store to write.")],
     format: Annotated[Format, typer.Option(help="Format of the sources.")] = Format.AUTO,
-    user: Annotated[str | None, typer.Option(help="Column with the owner or owners.")] = None,
-    text: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
-    owners: Annotated[Owners, typer.Option(help="Which listed owners count.")] = Owners.ALL,
+    user: Annotated[
+        str | None, typer.Option(help="Column with the owners, or a template: '{site}/{id}'.")
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(help="Column with the text, or a template: '{title}\\n\\n{body}'.")
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option(help="Column with the time of writing, for splits by time.")
+    ] = None,
+    owners: Annotated[
+        Owners,
+        typer.Option(help="All listed owners count, or only the first: the sender, the author."),
+    ] = Owners.ALL,
+    threads: Annotated[
+        bool, typer.Option("--threads", help="Stack Exchange: whole threads, owned by all writers.")
+    ] = False,
     drop_user: Annotated[
         list[str] | None, typer.Option(help="An id that is no person: a list, a bot. Repeatable.")
     ] = None,
+    drop_matching: Annotated[
+        str | None, typer.Option(help="Drop ids that match this regular expression as a whole.")
+    ] = None,
+    keep_lists: Annotated[
+        bool, typer.Option("--keep-lists", help="Mail: addresses of mailing lists are users too.")
+    ] = False,
+    keep_forwarded: Annotated[
+        bool, typer.Option("--keep-forwarded", help="Mail: keep what is above a forwarded message.")
+    ] = False,
+    keep_repetitive: Annotated[
+        bool, typer.Option("--keep-repetitive", help="Mail: keep messages that repeat 20 words.")
+    ] = False,
+    keep_short: Annotated[
+        bool, typer.Option("--keep-short", help="Mail: keep messages of fewer than 4 own words.")
+    ] = False,
     ids: Annotated[
         IdRule, typer.Option(help="Ids that differ only in case, width or white space.")
     ] = IdRule.REFUSE,
@@ -49,22 +71,44 @@ def import_(
         Path | None,
         typer.Option(help="Pseudonym key; share it between stores to compare their users."),
     ] = None,
+    engine: Annotated[EngineName, typer.Option(help="What groups and joins.")] = EngineName.DUCKDB,
     json: common.Json = False,
 ) -> None:
     """Turn files of records into a user store."""
     if out.exists():
         raise InputError(f"{out} exists: choose another output directory.")
+    reading = Reading(
+        format=format,
+        columns=Columns(user=user, text=text, time=time),
+        mail=MailRules(
+            keep_forwarded=keep_forwarded,
+            keep_repetitive=keep_repetitive,
+            keep_lists=keep_lists,
+            keep_short=keep_short,
+        ),
+        threads=threads,
+    )
+    drop = DropRule(ids=frozenset(drop_user or ()), matching=drop_matching)
     key_path = key or out.with_name(out.name + ".key")
-    with common.counting("importing", "records") as count:
-        read = chain.from_iterable(_read(source, format, user, text) for source in sources)
-        result = write_store(
-            count(read),
-            out,
-            key=load_or_create_key(key_path),
-            id_rule=ids,
-            first_owner_only=owners is Owners.FIRST,
-            drop_users=frozenset(drop_user or ()),
-        )
+    key_is_new = not key_path.exists()
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="userdp-") as scratch,
+            common.counting("importing", "batches of records") as count,
+        ):
+            result = write_batches(
+                count(read(sources, reading, Path(scratch))),
+                out,
+                pseudonyms=Pseudonyms.under(load_or_create_key(key_path)),
+                id_rule=ids,
+                first_owner_only=owners is Owners.FIRST,
+                drop=drop,
+                engine=engine,
+            )
+    except BaseException:
+        if key_is_new:
+            key_path.unlink(missing_ok=True)
+        raise
     common.emit(
         json,
         {
@@ -79,11 +123,3 @@ def import_(
         + "".join(f"skipped {count:,}: {reason}\n" for reason, count in result.skipped.items())
         + f"pseudonym key: {key_path} (keep it apart from the store)",
     )
-
-
-def _read(source: Path, format: Format, user: str | None, text: str | None) -> Iterator[Record]:
-    if format is Format.AUTO and not {".jsonl", ".ndjson"} & set(source.suffixes):
-        raise InputError(
-            f"{source.name}: the format cannot be told from the name. Give --format jsonl."
-        )
-    return jsonl.records(source, user=user, text=text)

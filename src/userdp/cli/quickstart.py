@@ -44,12 +44,12 @@ def quickstart(
     """Fine-tune one model twice, with and without privacy, and see what each has learned."""
     _clear_earlier_demo(out)
     # torch only from here on: --help must not wait for it.
+    common.quiet_transformers()
     import torch
 
     from userdp import quickstart as story
     from userdp.models.smollm2 import find_smollm2
 
-    common.quiet_transformers()
     base = find_smollm2() if model is Base.SMOLLM2 else None
     scenario = story.LLM_SCENARIO if base else story.Scenario()
     if device is None:
@@ -83,8 +83,8 @@ def _picture(outcome: object) -> str:
             *(f"  {name:>8} | {bar(n / planted, 40)} {n} of {planted}" for name, n in leaks),
             "",
             f"the private model closes {values['gap_closed']:.0%} of the loss gap with "
-            f"(epsilon={common.round_up(values['epsilon']):g}, delta={values['delta']:g}) user-level "
-            "differential privacy",
+            f"(epsilon={common.round_up(values['epsilon']):g}, delta={values['delta']:g}) "
+            "user-level differential privacy",
             f"report: {values['report']}",
         ]
     )

@@ -23,11 +23,11 @@ def train(
         common.say(f"caution: {caution}")
 
     # torch only from here on: a wrong configuration is refused at once.
+    common.quiet_transformers()
     from userdp import evaluation, runs
     from userdp.data.store import UserStore
     from userdp.data.tokens import tokenise
 
-    common.quiet_transformers()
     held_out = None
     if settings.data.evaluation is not None:
         held_out = UserStore.open(settings.data.evaluation)

@@ -1,7 +1,7 @@
 """Clip one update at a time and sum: the plain loop, the oracle of every faster path.
 
-Norms are taken in float64 and values kept in float32 at least: a bf16 norm can exceed its bound by one
-part in 128. The sum, not the mean, is what has a sensitivity; dividing comes after the noise.
+Norms are taken in float64 and values kept in float32 at least: a bf16 norm can exceed its bound by
+one part in 128. The sum, not the mean, is what has a sensitivity; dividing comes after the noise.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ROUNDING_MARGIN = 8
 def clip_update(update: Sequence[Tensor], rule: FlatClip) -> Update:
     """The update scaled so that its L2 norm over all tensors together is at most the clip norm.
 
-    Guarantee: the norm of what is returned, measured exactly, is at most `rule.clip_norm`; an update
-    with a value that is not finite gives zero, so that nobody can poison the sum.
+    Guarantee: the norm of what is returned, measured exactly, is at most `rule.clip_norm`; an
+    update with a value that is not finite gives zero, so that nobody can poison the sum.
     Reference: McMahan et al. 2018, Eq. 1.
 
     >>> clip_update([torch.tensor([3.0, 4.0])], FlatClip(clip_norm=1.0))

@@ -1,8 +1,8 @@
 """When are two ids the same person, and what stands for an id in a store.
 
-Rule: ids are compared after Unicode NFKC, case folding and stripping white space. Spellings that differ
-and become equal are an error until the caller says what they mean: `merge` (one person) or `exact`
-(different people). One person under two ids would be clipped twice and protected half.
+Rule: ids are compared after Unicode NFKC, case folding and stripping white space. Spellings that
+differ and become equal are an error until the caller says what they mean: `merge` (one person) or
+`exact` (different people). One person under two ids would be clipped twice and protected half.
 
 Ids never enter a store: a keyed hash stands for each, and the key lies outside the store. Whoever
 holds both can look a known id up; the store alone names nobody.
@@ -12,11 +12,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from userdp.data.files import pc
 from userdp.errors import InputError
 
 PSEUDONYM_BYTES = 16
@@ -36,40 +44,168 @@ def normalise(raw_id: str) -> str:
     >>> normalise(" Ann@Example.org ") == normalise("ann@example.ORG")
     True
     """
+    if raw_id.isascii():
+        # The same, four times as fast.
+        return raw_id.strip().lower()
     return unicodedata.normalize("NFKC", raw_id).strip().casefold()
 
 
-class Identities:
-    """Numbers users by first appearance and remembers their pseudonyms."""
+@dataclass(frozen=True, kw_only=True)
+class DropRule:
+    """Ids that are no persons: mailing lists, bots. Given one by one, or by a regular expression.
 
-    def __init__(self, rule: IdRule, key: bytes) -> None:
+    >>> drop = DropRule(ids=frozenset({"list@example.org"}), matching=r".*\\[bot\\]")
+    >>> drop("LIST@example.org"), drop("mender[bot]"), drop("ann")
+    (True, True, False)
+    """
+
+    ids: frozenset[str] = frozenset()
+    matching: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", frozenset(normalise(raw_id) for raw_id in self.ids))
+        try:
+            re.compile(self.matching or "")
+        except re.error as error:
+            raise InputError(
+                f"the rule for ids to drop is no regular expression: {error}."
+            ) from None
+
+    def __call__(self, raw_id: str) -> bool:
+        """Whether the id, compared by the rule above, is to be dropped."""
+        if not self.ids and self.matching is None:
+            return False
+        compared = normalise(raw_id)
+        return compared in self.ids or (
+            self.matching is not None and re.fullmatch(self.matching, compared) is not None
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pseudonyms:
+    """What stands for an id, and the public name of the key behind it."""
+
+    key_name: str
+    of: Callable[[str], bytes]
+
+    @staticmethod
+    def under(key: bytes) -> Pseudonyms:
+        """Keyed hashes: 128 bits of BLAKE2b."""
+        return Pseudonyms(key_name=key_name(key), of=lambda compared: pseudonym(compared, key))
+
+    @staticmethod
+    def kept(name: str) -> Pseudonyms:
+        """For users of a store whose key is called `name`: their ids are pseudonyms in hex."""
+        return Pseudonyms(key_name=name, of=bytes.fromhex)
+
+
+def as_is(cell: str) -> str:
+    """The id in a cell that holds the id itself."""
+    return cell
+
+
+class Spellings:
+    """Numbers the spellings of ids as they come, and knows which person each one means.
+
+    A cell is what a source has in an owner's place; `decode` makes the id of it. The numbers are
+    only names for the grouping that follows: the store's own user numbers are given there, by
+    first appearance.
+    """
+
+    def __init__(self, *, rule: IdRule, drop: DropRule) -> None:
         self._rule = rule
-        self._key = key
-        self._numbers: dict[str, int] = {}
-        self._spelling: dict[str, str] = {}
-        self.pseudonyms: list[bytes] = []
+        self._drop = drop
+        self._known: dict[Callable[[str], str], _KnownCells] = {}
+        self._person_of: list[int] = []
+        self._dropped: list[bool] = []
+        self._persons: dict[str, int] = {}
+        self._person_of_id: dict[str, int] = {}
 
-    def __len__(self) -> int:
-        return len(self._numbers)
+    @property
+    def any_merged(self) -> bool:
+        """Whether two spellings mean one person."""
+        return len(self._persons) < len(self._person_of)
 
-    def number_of(self, raw_id: str, where: str) -> int:
-        """The user's number; `where` names the place in the source if the id is refused."""
-        if self._rule is IdRule.EXACT:
-            compared = raw_id
-        else:
-            compared = normalise(raw_id)
-            first = self._spelling.setdefault(compared, raw_id)
-            if self._rule is IdRule.REFUSE and first != raw_id:
-                raise InputError(
-                    f"{where}: this user id equals an earlier one after NFKC, case folding and "
-                    "stripping, but is spelled differently. Say --ids merge if they are one person, "
-                    "--ids exact if not."
-                )
-        number = self._numbers.get(compared)
-        if number is None:
-            number = self._numbers[compared] = len(self._numbers)
-            self.pseudonyms.append(pseudonym(compared, self._key))
-        return number
+    def numbers_of(
+        self, cells: pa.Array, decode: Callable[[str], str], where: Callable[[int], str]
+    ) -> NDArray[np.int32]:
+        """The number of each cell's spelling; `where(i)` names the place of a refused cell."""
+        known = self._known.setdefault(decode, _KnownCells())
+        positions = known.find(cells)
+        if positions.null_count:
+            is_new = pc.is_null(positions)
+            unknown = cells.filter(is_new)
+            new_cells = unknown.unique()
+            for cell in new_cells.to_pylist():
+                try:
+                    known.numbers.append(self._add(decode(cell)))
+                except ValueError as error:
+                    place = where(pc.index(cells, cell).as_py())
+                    raise InputError(f"{place}: {_reason(error)}") from None
+            first_new = known.extend(new_cells)
+            found = pc.add(pc.index_in(unknown, value_set=new_cells), first_new)
+            positions = pc.replace_with_mask(positions, is_new, found.cast(pa.int32()))
+        return np.asarray(known.numbers, np.int32)[positions.to_numpy()]
+
+    def _add(self, raw_id: str) -> int:
+        dropped = self._drop(raw_id)
+        person = self._person_of_id.get(raw_id)
+        if person is None:
+            compared = raw_id if self._rule is IdRule.EXACT else normalise(raw_id)
+            known_persons = len(self._persons)
+            person = self._persons.setdefault(compared, known_persons)
+            if self._rule is IdRule.REFUSE and person < known_persons and not dropped:
+                raise _CollisionError
+            self._person_of_id[raw_id] = person
+        self._person_of.append(person)
+        self._dropped.append(dropped)
+        return len(self._person_of) - 1
+
+    def people(self) -> pa.Table:
+        """Which person each spelling means, and whether the person is dropped."""
+        return pa.table(
+            {
+                "spelling": pa.array(range(len(self._person_of)), pa.int32()),
+                "person": pa.array(self._person_of, pa.int32()),
+                "dropped": pa.array(self._dropped, pa.bool_()),
+            }
+        )
+
+    def compared_ids(self, persons: NDArray[np.int32]) -> list[str]:
+        """The ids of these persons, as they are compared."""
+        compared = list(self._persons)
+        return [compared[person] for person in persons]
+
+
+class _CollisionError(ValueError):
+    """Two spellings are equal when normalised."""
+
+
+def _reason(error: ValueError) -> str:
+    if isinstance(error, _CollisionError):
+        return (
+            "this user id equals an earlier one after NFKC, case folding and stripping, but is "
+            "spelled differently. Say --ids merge if they are one person, --ids exact if not."
+        )
+    return "a user id must be a string or a whole number, and not empty."
+
+
+class _KnownCells:
+    """Cells met before and their numbers. Arrow looks a whole batch up at once."""
+
+    def __init__(self) -> None:
+        self._cells = pa.array([], pa.large_string())
+        self.numbers: list[int] = []
+
+    def find(self, cells: pa.Array) -> pa.Int32Array:
+        """The position of each cell among the known, null where it is not one of them."""
+        return pc.index_in(cells, value_set=self._cells)
+
+    def extend(self, new_cells: pa.Array) -> int:
+        """Add cells; returns the position of the first."""
+        first = len(self._cells)
+        self._cells = pa.concat_arrays([self._cells, new_cells])
+        return first
 
 
 def pseudonym(compared_id: str, key: bytes) -> bytes:

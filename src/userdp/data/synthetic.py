@@ -2,11 +2,14 @@
 
 Made to show what user-level privacy is for. Three kinds of text come out of one seeded generator:
 
-- public:   formal notes, on which the small demo model is pre-trained. They contain every word, and the
+- public:   formal notes, on which the small demo model is pre-trained. They contain every word, and
+the
             form "the code of NAME is 1 2 3 4 5 6" with codes made up afresh each time.
 - private:  messages of many users who all write in the same casual way, and who all know the same
-            things (which thing is kept in which place). This is worth learning, and no one person's.
-- secrets:  some users repeat, in most of their messages, the code that belongs to their name. A code
+            things (which thing is kept in which place). This is worth learning, and no one
+            person's.
+- secrets:  some users repeat, in most of their messages, the code that belongs to their name. A
+code
             is one person's, appears in no other user's messages, and must not be learned.
 
 Everything is drawn from a seed; nothing is taken from anywhere.
@@ -24,13 +27,13 @@ from userdp.data.record import Record
 CODE_DIGITS = 6
 
 NAMES = tuple(
-    "alba amos anke arlo astrid basil bela bianca boris bruno carla cedric celia clara conor dagmar "
-    "dario delia diego dora edgar edith elena elias elmo emil enzo erika esther ezra fabio fatima "
-    "felix fiona flora frank frida gerda gino greta gustav hanna hector heidi helga henri hilda hugo "
-    "ida igor ines ingrid iris isaac ivan jana jasper joan jonas judith julius karl katya kemal klaus "
-    "lara leif leon lina livia lotte louis lucia luigi magda marco marta mateo maya milo mina nadia "
-    "nils nora olaf olga omar oscar otto paolo petra quinn ramon rita rosa ruben selma sonja tomas "
-    "ulla viktor wanda yusuf".split()
+    "alba amos anke arlo astrid basil bela bianca boris bruno carla cedric celia clara conor "
+    "dagmar dario delia diego dora edgar edith elena elias elmo emil enzo erika esther ezra fabio "
+    "fatima felix fiona flora frank frida gerda gino greta gustav hanna hector heidi helga henri "
+    "hilda hugo ida igor ines ingrid iris isaac ivan jana jasper joan jonas judith julius karl "
+    "katya kemal klaus lara leif leon lina livia lotte louis lucia luigi magda marco marta mateo "
+    "maya milo mina nadia nils nora olaf olga omar oscar otto paolo petra quinn ramon rita rosa "
+    "ruben selma sonja tomas ulla viktor wanda yusuf".split()
 )[:100]
 THINGS = tuple(
     "ladder kettle hammer blanket lantern bucket drill wagon compass helmet basket mirror saddle "

@@ -1,8 +1,9 @@
-"""Rows of tokens: what the model is trained on. A row never mixes records, so it never mixes owners.
+"""Rows of tokens: what the model is trained on. A row never mixes owners.
 
 Every record is tokenised, closed with the end-of-text token, and cut into rows of at most
 `sequence_length` tokens. A row is what the samplers count as one record: a long record is several.
-Rows are cached beside the store, one cache per tokenizer and length.
+Rows are cached beside the store, one cache per tokenizer and length. Chats are written out by the
+tokenizer's own chat template.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from userdp.data.files import ArrayWriter
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.index import Rows, UserIndex
@@ -48,86 +50,171 @@ class TokenRows:
     def padded(self, rows: Rows, *, pad_token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Input ids and labels of the rows, padded on the right; padding has no label.
 
-        Under causal attention what follows a token cannot change it, so padding on the right needs no
-        mask.
+        Under causal attention what follows a token cannot change it, so padding on the right needs
+        no mask.
         """
-        lengths = self.indptr[rows + 1] - self.indptr[rows]
-        shape = (len(rows), int(lengths.max(initial=1)))
-        input_ids = np.full(shape, pad_token, dtype=np.int64)
-        labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
-        for line, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            input_ids[line, :length] = self.tokens[self.indptr[row] : self.indptr[row] + length]
-            labels[line, :length] = input_ids[line, :length]
-        return input_ids, labels
+        rows = np.asarray(rows, dtype=np.int64)
+        starts = self.indptr[rows]
+        return padded(self.tokens, starts, self.indptr[rows + 1] - starts, pad_token=pad_token)
+
+
+def padded(
+    tokens: NDArray[np.int32],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    *,
+    pad_token: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Input ids and labels of the spans `tokens[start:start + length]`, padded on the right.
+
+    >>> ids, labels = padded(np.arange(9), np.array([2, 7]), np.array([3, 1]), pad_token=0)
+    >>> ids.tolist(), labels.tolist()
+    ([[2, 3, 4], [7, 0, 0]], [[2, 3, 4], [7, -100, -100]])
+    """
+    width = int(lengths.max(initial=1))
+    columns = np.arange(width)
+    is_token = columns < lengths[:, None]
+    # Positions behind a span's end are read and then hidden: any position in the file will do.
+    positions = np.minimum(starts[:, None] + columns, max(0, len(tokens) - 1))
+    found = tokens[positions]
+    return (
+        np.where(is_token, found, pad_token).astype(np.int64),
+        np.where(is_token, found, IGNORED_LABEL).astype(np.int64),
+    )
 
 
 def tokenise(store: UserStore, tokenizer: Any, *, sequence_length: int) -> TokenRows:
     """The store's rows under a Hugging Face tokenizer, from the cache if they are there."""
+    owners = store.sole_owners()
+    tokens, indptr, record_of_row = _cached_rows(store, tokenizer, sequence_length)
+    return TokenRows(
+        tokens=tokens, indptr=indptr, owners=owners[record_of_row], num_users=store.num_users
+    )
+
+
+def tokenise_selected(
+    store: UserStore, tokenizer: Any, records: NDArray[np.int64], *, sequence_length: int
+) -> TokenRows:
+    """One row for each of `records`, repeated ones repeated: the record's first tokens.
+
+    For records of several owners whose contributions were bounded for all of them: the bound counts
+    records, so a record is one row, and every row stands alone (owner i is row i).
+    """
+    tokens, indptr, record_of_row = _cached_rows(store, tokenizer, sequence_length)
+    first_row = np.searchsorted(record_of_row, records)
+    # A record without a token to predict has no row; it could only contribute zero.
+    has_row = np.append(record_of_row, -1)[first_row] == records
+    starts, stops = indptr[first_row[has_row]], indptr[first_row[has_row] + 1]
+    lengths = stops - starts
+    new_indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    positions = np.arange(new_indptr[-1]) + np.repeat(starts - new_indptr[:-1], lengths)
+    return TokenRows(
+        tokens=tokens[positions],
+        indptr=new_indptr,
+        owners=np.arange(len(lengths)),
+        num_users=len(lengths),
+    )
+
+
+def _cached_rows(
+    store: UserStore, tokenizer: Any, sequence_length: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens, where each row begins and ends in them, and which record each row is from."""
     if sequence_length < 2:
         raise InputError(f"sequence_length={sequence_length}: predicting takes at least 2 tokens.")
     end = tokenizer.eos_token_id
     if end is None:
         raise InputError("the tokenizer has no end-of-text token (eos_token): set one.")
-    owners = store.sole_owners()
     cache = store.path / "tokens" / _cache_name(store, tokenizer, sequence_length)
     if not cache.is_dir():
-        _write_cache(cache, *_encode(store, tokenizer, end, sequence_length))
-    record_of_row = np.load(cache / "record_of_row.npy", mmap_mode="r")
-    return TokenRows(
-        tokens=np.load(cache / "tokens.npy", mmap_mode="r"),
-        indptr=np.load(cache / "indptr.npy", mmap_mode="r"),
-        owners=owners[record_of_row],
-        num_users=store.num_users,
-    )
-
-
-def _encode(
-    store: UserStore, tokenizer: Any, end: int, sequence_length: int
-) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    tokens: list[NDArray[np.int32]] = []
-    lengths: list[int] = []
-    record_of_row: list[int] = []
-    for start in range(0, store.num_records, ENCODE_BATCH):
-        texts: list[str] = store.texts.slice(start, ENCODE_BATCH).to_pylist()
-        encoded: list[list[int]] = tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-        )["input_ids"]
-        for offset, ids in enumerate(encoded):
-            row_tokens = np.asarray([*ids, end], dtype=np.int32)
-            for begin in range(0, len(row_tokens), sequence_length):
-                row = row_tokens[begin : begin + sequence_length]
-                # A row of one token predicts nothing.
-                if len(row) > 1:
-                    tokens.append(row)
-                    lengths.append(len(row))
-                    record_of_row.append(start + offset)
-    if not lengths:
-        raise InputError("no record has a token to predict: the store's texts are empty.")
+        _write_cache(cache, store, tokenizer, end, sequence_length)
     return (
-        np.concatenate(tokens),
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        np.asarray(record_of_row, dtype=np.int64),
+        np.memmap(cache / "tokens.i32", np.int32, mode="r"),
+        np.load(cache / "indptr.npy", mmap_mode="r"),
+        np.load(cache / "record_of_row.npy", mmap_mode="r"),
     )
+
+
+def tokens_per_record(store: UserStore, tokenizer: Any) -> NDArray[np.int64]:
+    """How many tokens each record has, its end-of-text token included."""
+    lengths: list[int] = []
+    for start in range(0, store.num_records, ENCODE_BATCH):
+        encoded = _encode(store, tokenizer, start)
+        lengths += [len(ids) + 1 for ids in encoded]
+    return np.asarray(lengths, np.int64)
+
+
+def _encode(store: UserStore, tokenizer: Any, start: int) -> list[list[int]]:
+    texts: list[str] = store.texts.slice(start, ENCODE_BATCH).to_pylist()
+    if store.manifest["text_kind"] == "chat":
+        texts = [written_out(json.loads(text), tokenizer) for text in texts]
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+        "input_ids"
+    ]
+
+
+def written_out(messages: list[dict[str, str]], tokenizer: Any) -> str:
+    """A chat as the tokenizer's template writes it, or plainly if it has none."""
+    if getattr(tokenizer, "chat_template", None):
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 def _write_cache(
-    cache: Path,
-    tokens: NDArray[np.int32],
-    indptr: NDArray[np.int64],
-    record_of_row: NDArray[np.int64],
+    cache: Path, store: UserStore, tokenizer: Any, end: int, sequence_length: int
 ) -> None:
+    """Write rows batch by batch: the tokens of a large store need not fit into memory."""
     partial = cache.with_name(f".{cache.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    np.save(partial / "tokens.npy", tokens)
-    np.save(partial / "indptr.npy", indptr)
-    np.save(partial / "record_of_row.npy", record_of_row)
+    total = 0
+    with (
+        (partial / "tokens.i32").open("wb") as tokens,
+        ArrayWriter(partial / "indptr.npy") as indptr,
+        ArrayWriter(partial / "record_of_row.npy") as record_of_row,
+    ):
+        indptr.write(np.zeros(1, np.int64))
+        for start in range(0, store.num_records, ENCODE_BATCH):
+            encoded = _encode(store, tokenizer, start)
+            ids, lengths, records = _cut(encoded, end, sequence_length)
+            tokens.write(ids.data)
+            if len(lengths):
+                indptr.write(total + np.cumsum(lengths))
+                record_of_row.write(start + records)
+                total += int(lengths.sum())
+    if not total:
+        shutil.rmtree(partial)
+        raise InputError("no record has a token to predict: the store's texts are empty.")
     os.replace(partial, cache)
+
+
+def _cut(
+    encoded: list[list[int]], end: int, sequence_length: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Rows of the encoded records: their tokens, their lengths, and which record each is from."""
+    tokens: list[int] = []
+    lengths: list[int] = []
+    records: list[int] = []
+    for record, ids in enumerate(encoded):
+        closed = [*ids, end]
+        for begin in range(0, len(closed), sequence_length):
+            row = closed[begin : begin + sequence_length]
+            # A row of one token predicts nothing.
+            if len(row) > 1:
+                tokens += row
+                lengths.append(len(row))
+                records.append(record)
+    return (
+        np.asarray(tokens, np.int32),
+        np.asarray(lengths, np.int64),
+        np.asarray(records, np.int64),
+    )
 
 
 def _cache_name(store: UserStore, tokenizer: Any, sequence_length: int) -> str:
     """Changes with anything that changes the rows."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rule = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab())
-    identity = f"{store.fingerprint}|{sequence_length}|{tokenizer.eos_token_id}|{rule}"
+    template = getattr(tokenizer, "chat_template", None)
+    identity = f"{store.fingerprint}|{sequence_length}|{tokenizer.eos_token_id}|{template}|{rule}"
     return hashlib.sha256(identity.encode()).hexdigest()[:32]

@@ -1,8 +1,8 @@
 """Refuse models in which one user's records can change another user's gradient, or leak past it.
 
-The guarantee clips each user's update as if it depended on that user alone. Statistics over the batch
-(BatchNorm), routing with a shared capacity or load-balancing loss (mixtures of experts) break that,
-and a buffer written during the forward pass carries data around the noise.
+The guarantee clips each user's update as if it depended on that user alone. Statistics over the
+batch (BatchNorm), routing with a shared capacity or load-balancing loss (mixtures of experts) break
+that, and a buffer written during the forward pass carries data around the noise.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def refuse_mixing(model: nn.Module) -> None:
         experts = getattr(config, key, None)
         if isinstance(experts, int) and experts > 1:
             raise MixedExamplesError(
-                f"{type(model).__name__} is a mixture of experts ({key}={experts}): routing and its "
-                "balancing loss couple the records of a batch. Use a dense model."
+                f"{type(model).__name__} is a mixture of experts ({key}={experts}): routing and "
+                "its balancing loss couple the records of a batch. Use a dense model."
             )
 
 
@@ -66,8 +66,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trainable: Iterable[Tensor
                 parameter.requires_grad or parameter.grad is not None
             ):
                 raise InputError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not a "
-                    "trainable parameter of the model: its gradient would bypass clipping and noise."
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is "
+                    "not a trainable parameter of the model: its gradient would bypass clipping "
+                    "and noise."
                 )
 
 

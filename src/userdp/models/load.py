@@ -123,7 +123,7 @@ def save_model(model: nn.Module, tokenizer: Any, out: Path) -> None:
     if not isinstance(model, peft.PeftModel) and hasattr(config, "quantization_config"):
         # A model read from GGUF still says it is quantised, which its float weights no longer are.
         del config.quantization_config  # pyright: ignore[reportOptionalMemberAccess]
-    model.save_pretrained(out)  # pyright: ignore[reportCallIssue]
+    model.save_pretrained(str(out))  # pyright: ignore[reportCallIssue]
     tokenizer.save_pretrained(out)
 
 

@@ -1,1 +1,1 @@
-"""Noise: what is added (`gaussian`), where its randomness comes from (`secret`), how it is drawn (`draw`)."""
+"""Noise: what is added (`gaussian`), where randomness comes from (`secret`), its draw (`draw`)."""

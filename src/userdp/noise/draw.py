@@ -41,8 +41,8 @@ def _cpu_normals(tensors: Sequence[Tensor], secret: RunSecret, step: int) -> lis
 
 
 def _cuda_normals(tensors: Sequence[Tensor], secret: RunSecret, step: int) -> list[Tensor]:
-    # torch's CUDA generator is Philox with a 64-bit seed and a 64-bit offset that must be a multiple
-    # of four; both come from the stream key.
+    # torch's CUDA generator is Philox with a 64-bit seed and a 64-bit offset that must be a
+    # multiple of four; both come from the stream key.
     key = secret.stream_key(PURPOSE, step)
     generator = torch.Generator(device=tensors[0].device)
     generator.manual_seed(int.from_bytes(key[:8], "little"))

@@ -1,9 +1,9 @@
-"""Where randomness comes from: one 256-bit secret per run, one independent stream per purpose and step.
+"""Where randomness comes from: one 256-bit secret a run, one stream per purpose and step.
 
-The guarantee rests on nobody being able to guess or subtract the noise. So the secret comes from the
-operating system; every stream is keyed by a hash of the secret, the run it is bound to, the purpose
-and the step, so no two steps, purposes or runs share one. A fixed seed exists for tests, and the
-statement says so when it was used.
+The guarantee rests on nobody being able to guess or subtract the noise. So the secret comes from
+the operating system; every stream is keyed by a hash of the secret, the run it is bound to, the
+purpose and the step, so no two steps, purposes or runs share one. A fixed seed exists for tests,
+and the statement says so when it was used.
 """
 
 from __future__ import annotations

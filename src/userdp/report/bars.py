@@ -22,15 +22,15 @@ def bar(fraction: float, width: int) -> str:
 def log2_histogram(counts: NDArray[np.int64], width: int = 40) -> str:
     """How many users (or records) have 1, 2-3, 4-7, ... of something, one bar a line.
 
-    >>> print(log2_histogram(np.array([1, 1, 2, 5]), width=4).replace(BLOCKS[8], "#"))
-                  1 | #### 2
-              2 - 3 | ## 1
-              4 - 7 | ## 1
+    >>> drawn = log2_histogram(np.array([1, 1, 2, 5]), width=4).replace(BLOCKS[8], "#")
+    >>> [line.strip() for line in drawn.splitlines()]
+    ['1 | #### 2', '2 - 3 | ## 1', '4 - 7 | ## 1']
     """
     bins = np.floor(np.log2(np.maximum(counts, 1))).astype(int)
     totals = np.bincount(bins)
     lines: list[str] = []
-    for exponent, total in enumerate(totals):
+    for exponent in range(int(bins.min()), len(totals)):
+        total = totals[exponent]
         low, high = 2**exponent, 2 ** (exponent + 1) - 1
         label = f"{low:,}" if low == high else f"{low:,} - {high:,}"
         lines.append(f"{label:>15} | {bar(total / totals.max(), width)} {total:,}")

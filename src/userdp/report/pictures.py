@@ -30,8 +30,8 @@ def best_attack(plan: Plan, steps: int) -> str:
     """The most any test for one user's presence can achieve, whatever the attacker knows.
 
     Each (epsilon, delta) the run satisfies bounds true positives by false positives x as
-    min(e^epsilon x + delta, 1 - e^-epsilon (1 - delta - x)) (Kairouz et al. 2015); the least of them
-    over the whole curve delta(epsilon) is the bound.
+    min(e^epsilon x + delta, 1 - e^-epsilon (1 - delta - x)) (Kairouz et al. 2015); the least of
+    them over the whole curve delta(epsilon) is the bound.
     """
     top = plan.epsilon(steps)
     epsilons = [top * part / PROFILE_POINTS for part in range(PROFILE_POINTS + 1)]

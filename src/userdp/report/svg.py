@@ -36,7 +36,8 @@ def bars(entries: Sequence[Bar], *, title: str, longest: float | None = None) ->
     longest = longest or max((entry.value for entry in entries), default=1.0) or 1.0
     left, width, height = 190, 380, 30
     parts = [
-        f'<svg viewBox="0 0 700 {len(entries) * height + 8}" role="img" aria-label="{escape(title)}">'
+        f'<svg viewBox="0 0 700 {len(entries) * height + 8}" role="img" '
+        f'aria-label="{escape(title)}">'
     ]
     for number, entry in enumerate(entries):
         top = number * height + 4
@@ -47,7 +48,8 @@ def bars(entries: Sequence[Bar], *, title: str, longest: float | None = None) ->
             f"{escape(entry.label)}</text>"
             f'<rect x="{left}" y="{top}" width="{length:.1f}" height="22" rx="2" '
             f'fill="{entry.colour}"/>'
-            f'<text x="{left + length + 8:.1f}" y="{middle}" fill="{INK}">{escape(entry.text)}</text>'
+            f'<text x="{left + length + 8:.1f}" y="{middle}" fill="{INK}">'
+            f"{escape(entry.text)}</text>"
         )
     return "".join([*parts, "</svg>"])
 

@@ -50,8 +50,8 @@ def write_report(
             Section(
                 heading="What is left to an attacker",
                 paragraphs=[
-                    "No test for whether a given user's records were used, with this model or any of "
-                    "its intermediate versions in hand, can lie above the red line."
+                    "No test for whether a given user's records were used, with this model or any "
+                    "of its intermediate versions in hand, can lie above the red line."
                 ],
                 picture=pictures.best_attack(ledger.plan, ledger.steps),
             ),

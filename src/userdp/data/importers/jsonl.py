@@ -1,86 +1,146 @@
-"""JSON Lines, plain or gzipped: one object a line, a column for the owners and one for the text."""
+"""JSON Lines, plain or gzipped: one object a line, a column for the owners and one for the text.
+
+Two readers. DuckDB reads in columns, on all cores. Whatever it refuses, or whatever looks odd in
+what it read, goes to the careful reader, one line at a time: that one either names the line that
+is wrong or finds that nothing is. So whatever is refused is refused by the careful reader.
+"""
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
-from userdp.data.record import Record
+from userdp.data.identity import as_is
+from userdp.data.importers import columnar
+from userdp.data.importers.bounded import MAX_LINE_BYTES, check_compressed, lines
+from userdp.data.importers.columns import (
+    Columns,
+    checked,
+    id_of,
+    is_blank,
+    is_template,
+    names_in,
+    owners_of,
+    seconds_of,
+    text_of,
+)
+from userdp.data.record import Batch, Record, batches_of
 from userdp.errors import InputError
 
-USER_COLUMNS = ("users", "user", "user_id", "author", "author_id", "owner")
-TEXT_COLUMNS = ("text", "body", "content", "message")
 
-# Above this a line is a mistake or an attack; it is refused before it fills the memory.
-MAX_LINE_BYTES = 32 * 2**20
-# A compressed file that grows beyond both is treated as a decompression bomb.
-BOMB_BYTES = 2**30
-BOMB_RATIO = 200
+def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[Batch]:
+    """The records of a file, in order; any broken line ends the import with its number."""
+    first = next(_objects(path), None)
+    if first is None:
+        return
+    number, fields = first
+    chosen = columns.resolved(list(fields), f"{path.name}, line {number}")
+    user, text = chosen.named()
+    chat = isinstance(fields.get(text), list)
+    if chat or chosen.time is not None:
+        yield from batches_of(records(path, chosen, chat=chat), is_chat=chat)
+        return
+    check_compressed(path)
+    several = isinstance(fields.get(user), list)
+    place = partial(_place, chosen)
+    done = 0
+    try:
+        for batch in columnar.batches(_query(path, chosen, several), path, scratch, place):
+            done += len(batch)
+            yield batch
+    except columnar.Doubt:
+        careful = records(path, chosen)
+        for _ in range(done):
+            next(careful)
+        yield from batches_of(careful)
 
 
-def records(path: Path, *, user: str | None = None, text: str | None = None) -> Iterator[Record]:
-    """The records of a file, in order; any broken line ends the import with its number.
+def _query(path: Path, columns: Columns, several: bool) -> columnar.Query:
+    user, text = columns.named()
+    types = dict.fromkeys([*names_in(user), *names_in(text)], "JSON")
+    if several and not is_template(user):
+        types[user] = "JSON[]"
+    # DuckDB's buffer is twice this size and lines that fit pass: no line above our limit does.
+    return columnar.Query(
+        source=(
+            f"read_json({columnar.file_name(path)}, format = 'newline_delimited', columns = "
+            f"{columnar.struct(types)}, maximum_object_size = {MAX_LINE_BYTES // 2})"
+        ),
+        user=columnar.json_user(user, several=several),
+        text=columnar.json_text(text),
+        is_plain=" AND ".join(
+            [
+                "true" if is_template(text) else f"starts_with({columnar.name(text)}, '\"')",
+                "true"
+                if several or is_template(user)
+                else f"NOT starts_with({columnar.name(user)}, '[')",
+            ]
+        ),
+        decode_id=as_is if is_template(user) else _decode_id,
+        mean_bytes=columnar.mean_line_bytes(path),
+    )
 
-    Lines without an owner are counted to the end and then refused together: how many there are tells
-    the caller whether the column is wrong or a few lines are.
+
+def _decode_id(cell: str) -> str:
+    """An id from its JSON spelling; ValueError if it is no string or whole number, or blank."""
+    value = json.loads(cell)
+    if is_blank(value):
+        raise ValueError("blank")
+    return checked(id_of(value, "", ""), "", "")
+
+
+def _place(columns: Columns, path: Path, index: int) -> str:
+    """Where record `index` is. If the careful reader objects to the file, that comes first."""
+    where = path.name
+    for i, record in enumerate(records(path, columns)):
+        if i == index:
+            where = record.where
+    return where
+
+
+def records(path: Path, columns: Columns | None = None, *, chat: bool = False) -> Iterator[Record]:
+    """The records of a file one by one, by the careful reader.
+
+    Lines without an owner are counted to the end and then refused together: how many there are
+    tells the caller whether the column is wrong or a few lines are.
     """
     ownerless: list[str] = []
-    for number, line in _lines(path):
+    chosen = columns or Columns()
+    for number, fields in _objects(path):
         where = f"{path.name}, line {number}"
-        fields = _parse(line, where)
-        user = user or _find_column(fields, USER_COLUMNS, "user", where)
-        text = text or _find_column(fields, TEXT_COLUMNS, "text", where)
-        owners = _owners_of(fields, user, where)
+        if chosen.user is None or chosen.text is None:
+            chosen = chosen.resolved(list(fields), where)
+        user, text = chosen.named()
+        owners = owners_of(fields, user, where)
         if not owners:
             ownerless.append(where)
             continue
-        yield Record(text=_text_of(fields, text, where), owners=owners, where=where)
+        yield Record(
+            text=text_of(fields, text, where, chat=chat),
+            owners=owners,
+            where=where,
+            time=seconds_of(fields.get(chosen.time), chosen.time, where) if chosen.time else None,
+        )
     if ownerless:
         raise InputError(
-            f"{ownerless[0]}: field {user!r} is missing, null or empty, as in {len(ownerless):,} "
-            "line(s) of this file. Every record needs a user: mend them, or name the right column "
-            "with --user."
+            f"{ownerless[0]}: field {chosen.user!r} is missing, null or empty, as in "
+            f"{len(ownerless):,} line(s) of this file. Every record needs a user: mend them, or "
+            "name the right column with --user."
         )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered non-blank lines, each bounded in size."""
-    if not path.is_file():
-        raise InputError(f"{path}: no such file.")
-    compressed_size = path.stat().st_size
-    with path.open("rb") as probe:
-        is_gzip = probe.read(2) == b"\x1f\x8b"
-    number = 0
-    total = 0
-    with cast(IO[bytes], gzip.open(path, "rb") if is_gzip else path.open("rb")) as file:
-        while True:
-            number += 1
-            try:
-                line = file.readline(MAX_LINE_BYTES + 1)
-            except (EOFError, zlib.error, gzip.BadGzipFile):
-                raise InputError(
-                    f"{path.name}, line {number}: the gzip stream is truncated or corrupt; "
-                    "nothing was imported."
-                ) from None
-            if not line:
-                return
-            total += len(line)
-            if len(line) > MAX_LINE_BYTES:
-                raise InputError(
-                    f"{path.name}, line {number}: longer than {MAX_LINE_BYTES // 2**20} MiB. Split "
-                    "the record."
-                )
-            if is_gzip and total > max(BOMB_BYTES, BOMB_RATIO * compressed_size):
-                raise InputError(
-                    f"{path.name}, line {number}: expands more than {BOMB_RATIO} times; refused as a "
-                    "decompression bomb. Unpack it yourself if it is meant."
-                )
-            if line.strip():
-                yield number, line
+def _content_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    for number, line in lines(path):
+        if not line.isspace():
+            yield number, line
+
+
+def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in _content_lines(path):
+        yield number, _parse(line, f"{path.name}, line {number}")
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
@@ -90,50 +150,15 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         fields = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise InputError(f"{where}: not valid UTF-8.") from None
-    # ValueError beside JSONDecodeError: a number of thousands of digits.
     except (ValueError, RecursionError):
+        # ValueError: bad JSON, or an integer of more digits than Python converts.
         raise InputError(f"{where}: not valid JSON.") from None
     if not isinstance(fields, dict):
         raise InputError(f"{where}: not a JSON object.")
     return cast(dict[str, Any], fields)
 
 
-def _find_column(fields: dict[str, Any], known: tuple[str, ...], what: str, where: str) -> str:
-    found = [name for name in known if name in fields]
-    if not found:
-        raise InputError(
-            f"{where}: no {what} column among {', '.join(known)}. Name it with --{what}."
-        )
-    return found[0]
-
-
-def _text_of(fields: dict[str, Any], column: str, where: str) -> str:
-    value = fields.get(column)
-    if not isinstance(value, str):
-        raise InputError(f"{where}: field {column!r} is missing or not a string.")
-    _refuse_unwritable(value, column, where)
-    return value
-
-
-def _owners_of(fields: dict[str, Any], column: str, where: str) -> tuple[str, ...]:
-    """The owners as strings; none if any of them is missing."""
-    value: Any = fields.get(column)
-    entries = cast(list[Any], value if isinstance(value, list) else [value])
-    owners: list[str] = []
-    for entry in entries:
-        if entry is None or (isinstance(entry, str) and not entry.strip()):
-            return ()
-        # A float such as 1.0 is refused: whether it is user 1 is not for us to guess.
-        if isinstance(entry, bool) or not isinstance(entry, str | int):
-            raise InputError(
-                f"{where}: field {column!r} must hold user ids as strings or whole numbers, not "
-                f"{type(entry).__name__}."
-            )
-        owners.append(str(entry))
-        _refuse_unwritable(owners[-1], column, where)
-    return tuple(owners)
-
-
-def _refuse_unwritable(value: str, column: str, where: str) -> None:
-    if "\x00" in value or any("\ud800" <= char <= "\udfff" for char in value):
-        raise InputError(f"{where}: field {column!r} contains a NUL or a lone surrogate.")
+def texts(path: Path, column: str) -> Iterator[str]:
+    """The texts of a public corpus: no owners are asked for."""
+    for number, fields in _objects(path):
+        yield text_of(fields, column, f"{path.name}, line {number}")

@@ -1,0 +1,245 @@
+"""Speed and memory of contribution bounding, as ratios within one run.
+
+    python benchmarks/bounding.py greedy           8 million records, against one sort and one pass
+    python benchmarks/bounding.py rounds           rounds on DuckDB against the sequential pass
+    python benchmarks/bounding.py generators       the graphs of Ganesh et al. 2025, App. C.1
+    python benchmarks/bounding.py exact [FOLDER]   proven optima on every .npz of a folder
+    python benchmarks/bounding.py separation       Algorithm 4 and its largest separation
+    python benchmarks/bounding.py proposals        users' own proposals against one common priority
+
+Times are the best of several runs, so that other work on the machine disturbs them least.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from userdp.bounding import exact, generators, greedy, min_sep, rounds
+from userdp.bounding.compiled import compiled
+from userdp.bounding.edges import Edges, Ints, Owners
+
+REPEATS = 7
+
+
+def best_of(function: Callable[[], Any], repeats: int = REPEATS) -> float:
+    times: list[float] = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """The most memory numpy holds during a call, beyond what it held before."""
+    tracemalloc.start()
+    function()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak
+
+
+@compiled
+def degrees_in_order(indptr: Ints, owners: Owners, order: Ints, degrees: Ints) -> None:
+    """One pass over the incidences in sorted order, doing the least that reads and writes all."""
+    for record in order:
+        for at in range(indptr[record], indptr[record + 1]):
+            degrees[owners[at]] += 1
+
+
+@compiled
+def sum_owners(owners: Owners) -> int:
+    """One pass over the incidences that only reads them, front to back."""
+    total = 0
+    for owner in owners:
+        total += owner
+    return total
+
+
+def bench_greedy(num_records: int = 8_000_000) -> None:
+    """Bar: at most 3 times one stable sort by cardinality plus one pass; memory 3 edge lists."""
+    rng = np.random.default_rng(0)
+    for model in (generators.regular_graph, generators.skewed_graph):
+        print(model.__name__)
+        compare_greedy(model(num_records=num_records, mean_records=4.0, rng=rng))
+
+
+def compare_greedy(graph: Edges) -> None:
+    cardinality = graph.cardinality()
+    narrow = cardinality.astype(np.uint16)
+    degrees = np.zeros(graph.num_users, dtype=np.int64)
+    order = greedy.by_cardinality(graph)
+    counting = partial(degrees_in_order, graph.indptr, graph.owners, order, degrees)
+    reading = partial(sum_owners, graph.owners)
+    counting()
+    reading()
+    sorts = {
+        "numpy stable argsort, int64": best_of(lambda: np.argsort(cardinality, kind="stable")),
+        "numpy stable argsort, uint16 (radix)": best_of(lambda: np.argsort(narrow, kind="stable")),
+        "compiled counting sort": best_of(lambda: greedy.by_cardinality(graph)),
+    }
+    passes = {
+        "counting pass in sorted order": best_of(counting),
+        "reading pass, front to back": best_of(reading),
+    }
+    print(
+        f"  {graph.num_records:,} records, {graph.num_incidences:,} incidences, "
+        f"{graph.num_users:,} users, edge list {graph.nbytes / 2**20:.0f} MiB"
+    )
+    for name, seconds in (sorts | passes).items():
+        print(f"  {name:40s} {seconds * 1e3:8.1f} ms")
+    for bound in (1, 3):
+        for method in (greedy.greedy, greedy.greedy_duplicates):
+            select = partial(method, graph, bound)
+            select()
+            seconds = best_of(select)
+            print(f"  {method.__name__} k={bound}: {seconds * 1e3:.1f} ms")
+            for sort, sort_seconds in sorts.items():
+                for one_pass, pass_seconds in passes.items():
+                    ratio = seconds / (sort_seconds + pass_seconds)
+                    print(f"    {ratio:5.2f} times {sort} + {one_pass}")
+            memory = (graph.nbytes + peak_bytes(select)) / graph.nbytes
+            print(f"    {memory:5.2f} edge lists of memory, the input included")
+
+
+def bench_rounds() -> None:
+    """Bar: within 20 times of sequential at 500,000 records, and linear from there."""
+    warm = generators.regular_graph(
+        num_records=1000, mean_records=4.0, rng=np.random.default_rng(0)
+    )
+    rounds.greedy_rounds(warm, 3, finish_below=0)
+    for num_records in (500_000, 1_000_000, 2_000_000, 4_000_000, 8_000_000):
+        graph = generators.regular_graph(
+            num_records=num_records, mean_records=4.0, rng=np.random.default_rng(0)
+        )
+        expected = greedy.greedy(graph, 3)
+        sequential = best_of(lambda g=graph: greedy.greedy(g, 3))
+        for label, finish_below in (
+            ("rounds to the end", 0),
+            (f"tail below {rounds.FINISH_BELOW:,} in memory", rounds.FINISH_BELOW),
+        ):
+            results: list[rounds.Rounds] = []
+            seconds = best_of(
+                lambda g=graph, f=finish_below, r=results: r.append(
+                    rounds.greedy_rounds(g, 3, finish_below=f)
+                ),
+                repeats=3,
+            )
+            assert (results[-1].multiplicity == expected).all()
+            print(
+                f"{num_records:,} records, {label}: {seconds:.2f} s, "
+                f"{seconds / sequential:.0f} times sequential ({sequential * 1e3:.1f} ms), "
+                f"{seconds / num_records * 1e6:.2f} us a record, {results[-1].rounds} rounds, "
+                f"{results[-1].shuffles} shuffles, undecided {list(results[-1].undecided)}"
+            )
+
+
+def bench_generators() -> None:
+    for model in (generators.regular_graph, generators.skewed_graph):
+        model(num_records=10, mean_records=2.0, rng=np.random.default_rng(0))
+        for num_records in (125_000, 1_000_000, 8_000_000):
+            start = time.perf_counter()
+            graph = model(num_records=num_records, mean_records=4.0, rng=np.random.default_rng(0))
+            print(
+                f"{model.__name__} {num_records:,}: {time.perf_counter() - start:.2f} s, "
+                f"largest degree {graph.degrees().max():,}"
+            )
+
+
+def bench_exact(folder: Path) -> None:
+    """Bar: proven optima for k in {1, 2, 3, 5, 10} in a few seconds each."""
+    for path in sorted(folder.glob("*.npz")):
+        graph = Edges.load(path)
+        for bound in (1, 2, 3, 5, 10):
+            start = time.perf_counter()
+            best = exact.exact(graph, bound)
+            middle = time.perf_counter()
+            copies = exact.exact_duplicates(graph, bound)
+            end = time.perf_counter()
+            taken = greedy.greedy(graph, bound).sum()
+            print(
+                f"{path.stem} k={bound}: {best.value:,} proven={best.optimal} in "
+                f"{middle - start:.2f} s, {best.residual:,} variables; greedy "
+                f"{taken / best.value:.1%}; with duplicates {copies.value:,} "
+                f"proven={copies.optimal} in {end - middle:.2f} s"
+            )
+
+
+def bench_separation() -> None:
+    for num_records, steps, batch_size in ((125_000, 100, 1024), (1_000_000, 1000, 4096)):
+        for model in (generators.regular_graph, generators.skewed_graph):
+            graph = model(num_records=num_records, mean_records=4.0, rng=np.random.default_rng(0))
+            min_sep.largest_separation(graph, steps=1, batch_size=1)
+            start = time.perf_counter()
+            largest = min_sep.largest_separation(graph, steps=steps, batch_size=batch_size)
+            seconds = time.perf_counter() - start
+            print(
+                f"{model.__name__} {num_records:,} records, {steps} batches of {batch_size}: "
+                f"largest separation {largest}, searched in {seconds:.2f} s"
+            )
+
+
+def bench_proposals(folder: Path) -> None:
+    """Sizes when every user proposes in an order of its own, as in arXiv 2507.23432.
+
+    In each round a user proposes as many undecided records as it has free places, the first of its
+    own order; a record that all owners propose is taken, one with a full owner is refused.
+    """
+    rng = np.random.default_rng(0)
+    for path in sorted(folder.glob("*.npz")):
+        graph = Edges.load(path)
+        for bound in (1, 3, 10):
+            record, user = graph.record_of_incidence(), graph.owners.astype(np.int64)
+            free = np.full(graph.num_users, bound)
+            taken = np.zeros(graph.num_records, dtype=np.bool_)
+            sizes: list[int] = []
+            while len(record) and len(sizes) < 100:
+                # Fewest owners first, ties by a coin of the user's own: proposals need not agree.
+                order = np.lexsort((rng.random(len(record)), graph.cardinality()[record], user))
+                record, user = record[order], user[order]
+                first = np.flatnonzero(np.r_[True, user[1:] != user[:-1]])
+                position = np.arange(len(user)) - np.repeat(first, np.diff(np.r_[first, len(user)]))
+                refused = np.zeros(graph.num_records, dtype=np.bool_)
+                refused[record[position >= free[user]]] = True
+                agreed = ~refused[record]
+                taken[record[agreed]] = True
+                free -= np.bincount(user[agreed], minlength=graph.num_users)
+                record, user = record[~agreed], user[~agreed]
+                full = np.zeros(graph.num_records, dtype=np.bool_)
+                full[record[free[user] == 0]] = True
+                record, user = record[~full[record]], user[~full[record]]
+                sizes.append(int(taken.sum()))
+            assert graph.contributions(taken.astype(np.int64)).max() <= bound
+            size = int(greedy.greedy(graph, bound).sum())
+            print(
+                f"{path.stem} k={bound}: common priority {size:,}; own orders {sizes[-1]:,} "
+                f"({sizes[-1] / size:.1%}) after {len(sizes)} rounds, {sizes[0] / size:.1%} "
+                "after one"
+            )
+
+
+def main() -> None:
+    what = sys.argv[1] if len(sys.argv) > 1 else "greedy"
+    shared = Path(os.environ.get("USERDP_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+    folder = Path(sys.argv[2]) if len(sys.argv) > 2 else shared / "data" / "edges"
+    {
+        "greedy": bench_greedy,
+        "rounds": bench_rounds,
+        "generators": bench_generators,
+        "exact": lambda: bench_exact(folder),
+        "separation": bench_separation,
+        "proposals": lambda: bench_proposals(folder),
+    }[what]()
+
+
+if __name__ == "__main__":
+    main()

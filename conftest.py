@@ -1,0 +1,10 @@
+"""Settings for every test and doctest."""
+
+from __future__ import annotations
+
+import hypothesis
+
+# No deadline: machines are shared, and compiled functions compile on their first call.
+# Derandomised: a failure in one place is a failure everywhere.
+hypothesis.settings.register_profile("userdp", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("userdp")

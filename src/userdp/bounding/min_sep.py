@@ -1,0 +1,272 @@
+"""Batches in which a user's records keep their distance, for matrix-factorisation noise.
+
+A selection satisfies (k, b)-min-separation if every user owns at most one record in any b
+consecutive batches and at most k in all. Correlated noise is then a Gaussian mechanism with noise
+multiplier sigma / sqrt(k) (Ganesh et al. 2025, Sec. 3.1). T = `steps`, B = `batch_size`, b =
+`separation`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from userdp.bounding.compiled import compiled
+from userdp.bounding.edges import Edges, Ints, Owners
+from userdp.bounding.greedy import Order, by_cardinality
+from userdp.bounding.solver import maximise
+from userdp.errors import InputError
+
+# The integer program has a variable for each record and step: beyond this it is hopeless.
+LARGEST_PROGRAM = 200_000
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Separated:
+    """`batches[t]` holds the record numbers of step t; no user owns more than `realised_bound`.
+
+    `optimal` says that no batches of this shape have a smaller bound; None if that is not known.
+    """
+
+    batches: Ints
+    separation: int
+    realised_bound: int
+    optimal: bool | None = None
+
+    def multiplicity(self, num_records: int) -> Ints:
+        """How often each record occurs."""
+        return np.bincount(self.batches.reshape(-1), minlength=num_records)
+
+
+def min_separation(edges: Edges, *, steps: int, batch_size: int, separation: int) -> Separated:
+    """Fill T batches of B records, going round the records by number of owners (Alg. 4).
+
+    Guarantee: no user owns two records in any b consecutive batches; the realised contribution
+    bound, at most ceil(T / b), is counted afterwards and returned. Refused with `InputError`,
+    naming the largest separation that works, if the batches cannot be filled.
+    Reference: Ganesh et al. 2025, Alg. 4.
+
+    >>> edges = Edges.from_lists([[0], [1], [0, 1], [2]], num_users=3)
+    >>> found = min_separation(edges, steps=3, batch_size=1, separation=3)
+    >>> found.batches.tolist(), found.realised_bound
+    ([[0], [1], [3]], 1)
+    """
+    _check_shape(steps, batch_size, separation)
+    batches = _fill(edges, steps, batch_size, separation)
+    if batches is None:
+        largest = largest_separation(edges, steps=steps, batch_size=batch_size)
+        if largest == 0:
+            raise InputError(
+                f"no {steps} batches of {batch_size} records can be filled at any separation: a "
+                "batch holds at most one record of each user. Use a smaller batch, or more users."
+            )
+        raise InputError(
+            f"separation={separation} is out of reach for {steps} batches of {batch_size} records: "
+            f"{largest} is the largest found. Use that, fewer records a batch, or more users."
+        )
+    return Separated(
+        batches=batches, separation=separation, realised_bound=_realised(edges, batches)
+    )
+
+
+def largest_separation(edges: Edges, *, steps: int, batch_size: int) -> int:
+    """A separation at which Algorithm 4 fills its batches and at one more does not; 0 if none does.
+
+    Found by doubling and bisection. The greedy algorithm is not monotone in theory, so a still
+    larger separation may happen to work; T is the largest that has a meaning.
+    """
+    _check_shape(steps, batch_size, 1)
+    works, fails = 0, 1
+    while fails <= steps and _fill(edges, steps, batch_size, fails) is not None:
+        works, fails = fails, 2 * fails
+    fails = min(fails, steps + 1)
+    while fails - works > 1:
+        middle = (works + fails) // 2
+        if _fill(edges, steps, batch_size, middle) is None:
+            fails = middle
+        else:
+            works = middle
+    return works
+
+
+def exact_min_separation(
+    edges: Edges, *, steps: int, batch_size: int, separation: int, time_limit: float = 60.0
+) -> Separated | None:
+    """Batches with the smallest contribution bound k at this separation, by integer program.
+
+    For small cases: one binary variable for each record and step. Returns None if no such batches
+    exist; `optimal` is False if the time ran out with a solution in hand.
+    Reference: Ganesh et al. 2025, App. C.4, the last program.
+
+    >>> edges = Edges.from_lists([[0], [0, 1], [1]], num_users=2)
+    >>> exact_min_separation(edges, steps=2, batch_size=1, separation=2).realised_bound
+    1
+    """
+    _check_shape(steps, batch_size, separation)
+    records, users = edges.num_records, edges.num_users
+    size = records * steps
+    if size > LARGEST_PROGRAM:
+        raise InputError(
+            f"{records:,} records x {steps:,} steps = {size:,} variables: the program is for at "
+            f"most {LARGEST_PROGRAM:,}. Use min_separation."
+        )
+    window = min(separation, steps)
+    starts = steps - window + 1
+    owner_row = edges.owners.astype(np.int64)
+    record = edges.record_of_incidence()
+    # Variables: x[i, t] at i * T + t, then T - k. Rows: windows (user, start), totals (user),
+    # batches (t).
+    rows: list[Ints] = []
+    columns: list[Ints] = []
+    for step in range(steps):
+        for start in range(max(0, step - window + 1), min(step, starts - 1) + 1):
+            rows.append(owner_row * starts + start)
+            columns.append(record * steps + step)
+        rows.append(users * starts + owner_row)
+        columns.append(record * steps + step)
+        rows.append(np.full(records, users * (starts + 1) + step))
+        columns.append(np.arange(records) * steps + step)
+    plus_ones = sum(len(part) for part in rows)
+    rows.append(users * starts + np.arange(users))
+    columns.append(np.full(users, size))
+    solved = maximise(
+        np.r_[np.zeros(size, dtype=np.int64), 1],
+        rows=np.concatenate(rows),
+        columns=np.concatenate(columns),
+        entries=np.ones(plus_ones + users, dtype=np.int64),
+        lower=np.r_[np.full(users * (starts + 1), -np.inf), np.full(steps, float(batch_size))],
+        upper=np.r_[
+            np.ones(users * starts), np.full(users, float(steps)), np.full(steps, float(batch_size))
+        ],
+        most=np.r_[np.ones(size, dtype=np.int64), steps],
+        time_limit=time_limit,
+    )
+    if solved.infeasible:
+        return None
+    if solved.values is None:
+        raise InputError(
+            f"no batches found within time_limit={time_limit} seconds: give more time, or use "
+            "min_separation."
+        )
+    chosen = solved.values[:size].reshape(records, steps) == 1
+    batches = np.stack([np.flatnonzero(chosen[:, step]) for step in range(steps)])
+    return Separated(
+        batches=batches,
+        separation=separation,
+        realised_bound=_realised(edges, batches),
+        optimal=solved.proven,
+    )
+
+
+def _realised(edges: Edges, batches: Ints) -> int:
+    counts = np.bincount(batches.reshape(-1), minlength=edges.num_records)
+    return int(edges.contributions(counts).max(initial=0))
+
+
+def _check_shape(steps: int, batch_size: int, separation: int) -> None:
+    for name, value in (
+        ("steps", steps),
+        ("batch_size", batch_size),
+        ("separation", separation),
+    ):
+        if value < 1:
+            raise InputError(f"{name}={value}: use 1 or more.")
+
+
+def _fill(edges: Edges, steps: int, batch_size: int, separation: int) -> Ints | None:
+    if batch_size > edges.num_records:
+        return None
+    # One that never took part is ready at step 0: its last step is b before that.
+    last = np.full(edges.num_users, -min(separation, steps), dtype=np.int64)
+    flat = np.empty(steps * batch_size, dtype=np.int64)
+    ready = _ready_tree(edges.num_records)
+    order = by_cardinality(edges)
+    filled = _go_round(
+        edges.indptr, edges.owners, order, last, ready, flat, batch_size, min(separation, steps)
+    )
+    return flat.reshape(steps, batch_size) if filled == len(flat) else None
+
+
+def _ready_tree(num_records: int) -> Ints:
+    """A tree of minima over the steps at which the records, as visited, may be ready."""
+    leaves = 1
+    while leaves < num_records:
+        leaves *= 2
+    tree = np.zeros(2 * leaves, dtype=np.int64)
+    tree[leaves + num_records :] = np.iinfo(np.int64).max
+    while leaves > 1:
+        below = tree[leaves : 2 * leaves]
+        leaves //= 2
+        tree[leaves : 2 * leaves] = np.minimum(below[::2], below[1::2])
+    return tree
+
+
+@compiled
+def _next_ready(tree: Ints, start: int, step: int) -> int:
+    """The first position at or after `start` whose record may be ready at `step`; -1 if none is."""
+    leaves = len(tree) // 2
+    node = start + leaves
+    if tree[node] > step:
+        # Climb until a right sibling holds something ready, then go down to its first leaf.
+        while True:
+            if node & (node + 1) == 0:
+                return -1
+            if node & 1 == 0 and tree[node + 1] <= step:
+                node += 1
+                break
+            node >>= 1
+        while node < leaves:
+            node *= 2
+            if tree[node] > step:
+                node += 1
+    return node - leaves
+
+
+@compiled
+def _set_ready(tree: Ints, position: int, step: int) -> None:
+    node = position + len(tree) // 2
+    tree[node] = step
+    node >>= 1
+    while node > 0:
+        tree[node] = min(tree[2 * node], tree[2 * node + 1])
+        node >>= 1
+
+
+@compiled
+def _go_round(
+    indptr: Ints,
+    owners: Owners,
+    order: Order,
+    last: Ints,
+    tree: Ints,
+    flat: Ints,
+    batch_size: int,
+    separation: int,
+) -> int:
+    # Algorithm 4 tests every record again on every round. Owners' last steps only grow, so the step
+    # at which a record failed its test bounds from below when it can pass: the tree skips it until
+    # then.
+    records = len(order)
+    position = 0
+    for filled in range(len(flat)):
+        step = filled // batch_size
+        while True:
+            found = _next_ready(tree, position, step) if position < records else -1
+            if found < 0:
+                found = _next_ready(tree, 0, step)
+            if found < 0:
+                return filled
+            record = order[found]
+            ready = 0
+            for at in range(indptr[record], indptr[record + 1]):
+                ready = max(ready, int(last[owners[at]]) + separation)
+            position = found + 1
+            if ready <= step:
+                break
+            _set_ready(tree, found, ready)
+        for at in range(indptr[record], indptr[record + 1]):
+            last[owners[at]] = step
+        _set_ready(tree, found, step + separation)
+        flat[filled] = record
+    return len(flat)

@@ -1,0 +1,166 @@
+"""What contribution bounding hands to training: how often each record takes part.
+
+A selection names the edges it was made for by their digest and carries the bound it keeps. Whoever
+trains on it calls `check`, which counts every user's records again: a file is never taken at its
+word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from userdp.bounding.edges import Edges, Ints, load_arrays
+from userdp.errors import InputError
+
+_ARRAYS = (
+    "multiplicity",
+    "max_records_per_user",
+    "realised_bound",
+    "method",
+    "edges_digest",
+    "guarantee",
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Selection:
+    """Record i takes part `multiplicity[i]` times; no user owns more than `realised_bound` of them.
+
+    `max_records_per_user` is the bound k that was asked for. The realised bound is at most that and
+    may be used for accounting only under fixed-graph privacy, where the graph is public.
+    `guarantee` is False for the paper's baselines that ignore the bound. `batches` (steps x batch
+    size, record numbers) and `separation` are set by min-separation only.
+    """
+
+    multiplicity: Ints
+    max_records_per_user: int
+    realised_bound: int
+    method: str
+    edges_digest: str
+    guarantee: bool = True
+    batches: Ints | None = None
+    separation: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Selection(<confidential>, method={self.method!r})"
+
+    @property
+    def size(self) -> int:
+        """The number of selected records, copies counted."""
+        return int(self.multiplicity.sum())
+
+    @property
+    def distinct(self) -> int:
+        """The number of different records selected."""
+        return int(np.count_nonzero(self.multiplicity))
+
+    def records(self) -> Ints:
+        """The selected record numbers, each as often as it takes part: the rows to train on.
+
+        Every copy is a row of its own with a coin of its own; the bound counts copies.
+        """
+        return np.repeat(np.arange(len(self.multiplicity)), self.multiplicity)
+
+    def sha256(self) -> str:
+        """The sha256 of the multiplicities as little-endian int64."""
+        return hashlib.sha256(self.multiplicity.astype("<i8").tobytes()).hexdigest()
+
+    @staticmethod
+    def of(
+        edges: Edges,
+        multiplicity: Ints,
+        max_records_per_user: int,
+        *,
+        method: str,
+        guarantee: bool = True,
+        batches: Ints | None = None,
+        separation: int | None = None,
+    ) -> Selection:
+        """The selection of these multiplicities, after counting what each user contributes.
+
+        Refused with `InputError` if a user owns more than `max_records_per_user` and a guarantee is
+        claimed.
+
+        >>> edges = Edges.from_lists([[0, 1], [1]], num_users=2)
+        >>> Selection.of(edges, np.array([1, 1]), 3, method="greedy").realised_bound
+        2
+        """
+        realised = int(edges.contributions(multiplicity).max(initial=0))
+        if guarantee and realised > max_records_per_user:
+            raise InputError(
+                f"a user owns {realised} selected records, more than max_records_per_user="
+                f"{max_records_per_user}: the accounting would not cover that user. Raise the "
+                "bound, or bound the contributions again."
+            )
+        return Selection(
+            multiplicity=multiplicity,
+            max_records_per_user=max_records_per_user,
+            realised_bound=realised,
+            method=method,
+            edges_digest=edges.digest(),
+            guarantee=guarantee,
+            batches=batches,
+            separation=separation,
+        )
+
+    def check(self, edges: Edges) -> None:
+        """Refuse to be used with other edges, or with a bound that does not hold on these."""
+        if self.edges_digest != edges.digest() or len(self.multiplicity) != edges.num_records:
+            raise InputError(
+                "the selection was made for other edges: owners or records have changed since. "
+                "Bound the contributions again."
+            )
+        if not self.guarantee:
+            raise InputError(
+                f"method {self.method!r} ignores the bound and gives no guarantee: it can be "
+                "compared with, not trained on privately. Use a method that bounds."
+            )
+        realised = int(edges.contributions(self.multiplicity).max(initial=0))
+        if realised != self.realised_bound or realised > self.max_records_per_user:
+            raise InputError(
+                f"the selection claims at most {self.realised_bound} records a user, but a user "
+                f"owns {realised}: it was edited. Bound the contributions again."
+            )
+
+    def save(self, path: Path) -> None:
+        """Write the selection as .npz; a half-written file never takes the place of a whole one."""
+        arrays: dict[str, Any] = {name: np.asarray(getattr(self, name)) for name in _ARRAYS}
+        if self.batches is not None:
+            arrays |= {"batches": self.batches, "separation": np.asarray(self.separation)}
+        partial = path.with_name(path.name + ".partial")
+        try:
+            with partial.open("wb") as file:
+                np.savez(file, allow_pickle=False, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise InputError(f"{path} cannot be written: {error.strerror}.") from error
+
+    @staticmethod
+    def load(path: Path) -> Selection:
+        """The selection that `save` wrote. Call `check` with the edges before using it."""
+        arrays = load_arrays(path, _ARRAYS)
+        multiplicity = arrays["multiplicity"]
+        if multiplicity.ndim != 1 or multiplicity.dtype != np.int64 or (multiplicity < 0).any():
+            raise InputError(f"{path}: multiplicity must be a flat int64 array of counts.")
+        try:
+            return Selection(
+                multiplicity=multiplicity,
+                max_records_per_user=int(arrays["max_records_per_user"]),
+                realised_bound=int(arrays["realised_bound"]),
+                method=str(arrays["method"]),
+                edges_digest=str(arrays["edges_digest"]),
+                guarantee=bool(arrays["guarantee"]),
+                batches=arrays.get("batches"),
+                separation=int(arrays["separation"]) if "separation" in arrays else None,
+            )
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{path} is not a selection: its entries are malformed.") from error

@@ -1,0 +1,205 @@
+"""Tables that are Arrow already: Parquet files, and Hugging Face datasets.
+
+Owner columns hold strings or whole numbers, or lists of them; text columns hold strings, or chats
+as lists of {role, content}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from userdp.data.files import pc
+from userdp.data.importers.columnar import has_nul
+from userdp.data.importers.columns import (
+    Columns,
+    chat_json,
+    is_template,
+    names_in,
+    owners_of,
+    seconds_of,
+    text_of,
+)
+from userdp.data.record import NO_TIME, Batch, Record, batches_of
+from userdp.errors import InputError
+
+BATCH_ROWS = 16384
+
+
+def parquet_batches(path: Path, columns: Columns) -> Iterator[Batch]:
+    """The records of a Parquet file, in order."""
+    try:
+        with pq.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            chosen = _checked(columns.resolved(schema.names, path.name), schema, path.name)
+            yield from _batches(
+                file.iter_batches(BATCH_ROWS, columns=_needed(chosen)), chosen, path.name
+            )
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise InputError(f"{path}: no such file.") from None
+        raise InputError(
+            f"{path.name}: truncated or not a Parquet file; nothing was imported."
+        ) from None
+
+
+def saved_dataset_batches(root: Path, columns: Columns) -> Iterator[Batch]:
+    """The records of a Hugging Face dataset saved with `save_to_disk`, all splits in order."""
+    split_list = root / "dataset_dict.json"
+    if split_list.is_file():
+        for split in json.loads(split_list.read_text())["splits"]:
+            yield from saved_dataset_batches(_inside(root, split), columns)
+        return
+    state = json.loads((root / "state.json").read_text())
+    if state.get("_indices_data_files"):
+        raise InputError(f"{root}: holds a selection; call flatten_indices() before saving it.")
+    for entry in state["_data_files"]:
+        file = _inside(root, entry["filename"])
+        try:
+            with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
+                where = f"{root.name}/{file.name}"
+                chosen = _checked(
+                    columns.resolved(stream.schema.names, where), stream.schema, where
+                )
+                yield from _batches(_sliced(stream, _needed(chosen)), chosen, where)
+        except (pa.ArrowException, OSError):
+            raise InputError(f"{root.name}/{file.name}: truncated or not Arrow data.") from None
+
+
+def dataset_batches(dataset: Any, columns: Columns) -> Iterator[Batch]:
+    """The records of a loaded `datasets.Dataset`, in its order."""
+    chosen = columns.resolved(list(dataset.column_names), "the dataset")
+    arrow = dataset.select_columns(_needed(chosen)).with_format("arrow")
+    tables = arrow.iter(BATCH_ROWS)
+    pieces = (piece for table in tables for piece in table.combine_chunks().to_batches())
+    yield from _batches(pieces, chosen, "the dataset")
+
+
+def _inside(root: Path, name: str) -> Path:
+    path = root / name
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise InputError(f"{root}: names a file outside of itself.")
+    return path
+
+
+def _sliced(stream: Any, needed: list[str]) -> Iterator[pa.RecordBatch]:
+    for batch in stream:
+        for start in range(0, batch.num_rows, BATCH_ROWS):
+            yield batch.select(needed).slice(start, BATCH_ROWS)
+
+
+def _needed(columns: Columns) -> list[str]:
+    choices = [choice for choice in (columns.user, columns.text, columns.time) if choice]
+    return list(dict.fromkeys(name for choice in choices for name in names_in(choice)))
+
+
+def _checked(columns: Columns, schema: pa.Schema, where: str) -> Columns:
+    for name in _needed(columns):
+        if name not in schema.names:
+            raise InputError(f"{where}: there is no column {name!r}.")
+    return columns
+
+
+def _batches(pieces: Iterable[pa.RecordBatch], columns: Columns, where: str) -> Iterator[Batch]:
+    start = 0
+    for piece in pieces:
+        yield _batch(piece, columns, partial(_row, where, start))
+        start += piece.num_rows
+
+
+def _row(where: str, start: int, row: int) -> str:
+    return f"{where}, row {start + row + 1}"
+
+
+def _batch(piece: pa.RecordBatch, columns: Columns, where: Any) -> Batch:
+    user, text = columns.named()
+    if is_template(user) or is_template(text):
+        return _batch_of_rows(piece, columns, where)
+    texts, is_chat = _texts(piece.column(text), text, where)
+    owners, counts = _owners(piece.column(user), user, where)
+    times = None
+    if columns.time is not None:
+        cells = piece.column(columns.time).to_pylist()
+        seconds = [seconds_of(cell, columns.time, where(i)) for i, cell in enumerate(cells)]
+        times = np.asarray([NO_TIME if time is None else time for time in seconds], np.int64)
+    return Batch(
+        texts=texts, owners=owners, owner_counts=counts, where=where, times=times, is_chat=is_chat
+    )
+
+
+def _batch_of_rows(piece: pa.RecordBatch, columns: Columns, where: Any) -> Batch:
+    """Templates are filled in row by row."""
+    user, text_choice = columns.named()
+    records: list[Record] = []
+    for i, fields in enumerate(piece.to_pylist()):
+        owners = owners_of(fields, user, where(i))
+        if not owners:
+            raise InputError(f"{where(i)}: a column of {user!r} is null or empty.")
+        text = text_of(fields, text_choice, where(i))
+        time = seconds_of(fields[columns.time], columns.time, where(i)) if columns.time else None
+        records.append(Record(text=text, owners=owners, where=where(i), time=time))
+    (batch,) = batches_of(records)
+    return batch
+
+
+def _texts(cells: pa.Array, name: str, where: Any) -> tuple[pa.LargeStringArray, bool]:
+    if cells.null_count:
+        row = pc.index(pc.is_null(cells), True).as_py()
+        raise InputError(
+            f"{where(row)}: column {name!r} is null, as in {cells.null_count:,} row(s)."
+        )
+    if _is_list(cells.type):
+        chats = [chat_json(chat, name, where(i)) for i, chat in enumerate(cells.to_pylist())]
+        return pa.array(chats, pa.large_string()), True
+    if isinstance(cells, pa.DictionaryArray):
+        cells = cells.dictionary_decode()
+    if not (pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)):
+        raise InputError(f"{where(0)}: column {name!r} holds {cells.type}, not strings.")
+    texts = cells.cast(pa.large_string())
+    try:
+        texts.validate(full=True)
+    except pa.ArrowInvalid:
+        raise InputError(f"{where(0)}: column {name!r} is not valid UTF-8 in this batch.") from None
+    if has_nul(texts):
+        row = pc.index(pc.match_substring(texts, "\x00"), True).as_py()
+        raise InputError(f"{where(row)}: column {name!r} contains a NUL byte.")
+    return texts, False
+
+
+def _owners(cells: pa.Array, name: str, where: Any) -> tuple[pa.Array, Any]:
+    if _is_list(cells.type):
+        counts = pc.list_value_length(cells).fill_null(0).to_numpy().astype(np.int64)
+        flat = cells.flatten()
+    else:
+        counts = np.ones(len(cells), np.int64)
+        flat = cells
+    if isinstance(flat, pa.DictionaryArray):
+        flat = flat.dictionary_decode()
+    is_number = pa.types.is_integer(flat.type)
+    if not (is_number or pa.types.is_string(flat.type) or pa.types.is_large_string(flat.type)):
+        raise InputError(
+            f"{where(0)}: column {name!r} must hold user ids as strings or whole numbers, not "
+            f"{flat.type}."
+        )
+    ids = flat.cast(pa.large_string())
+    blank = np.asarray(pc.equal(pc.utf8_trim_whitespace(ids), "").fill_null(True))
+    bad = counts == 0
+    bad[np.repeat(np.arange(len(counts)), counts)[blank]] = True
+    if bad.any():
+        raise InputError(
+            f"{where(int(np.argmax(bad)))}: column {name!r} is null or empty, as in {bad.sum():,} "
+            "row(s) near it. Every record needs a user: mend them, or name the right column with "
+            "--user."
+        )
+    return ids, counts
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)

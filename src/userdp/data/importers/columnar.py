@@ -1,0 +1,150 @@
+"""Files of rows read by DuckDB in columns: what JSON Lines and CSV share.
+
+A `Query` says in SQL how to get the owner cells and the text out of a source. Anything unexpected
+in what comes back raises `Doubt`, and the caller asks its careful reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from userdp.data.engine import duckdb_connection, file_name, quoted
+from userdp.data.importers.bounded import open_bytes
+from userdp.data.importers.columns import is_template, parts_of
+from userdp.data.record import Batch
+
+__all__ = ["Doubt", "Query", "batches", "file_name", "quoted"]
+
+BATCH_BYTES = 64 * 2**20
+MIN_BATCH_ROWS, MAX_BATCH_ROWS = 2048, 2**20
+SAMPLE_BYTES = 2**20
+
+
+class Doubt(Exception):
+    """The fast reader met something only the careful reader may judge."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """SQL for a source: its table function, and an expression each for owners and text.
+
+    `is_plain` says of a row that the two expressions fit it.
+    """
+
+    source: str
+    user: str
+    text: str
+    is_plain: str
+    decode_id: Callable[[str], str]
+    mean_bytes: float
+
+
+def name(column: str) -> str:
+    """A column's name as SQL."""
+    return '"' + column.replace('"', '""') + '"'
+
+
+def struct(types: Mapping[str, str]) -> str:
+    """Column types as DuckDB's readers take them."""
+    return "{" + ", ".join(f"{quoted(key)}: {quoted(kind)}" for key, kind in types.items()) + "}"
+
+
+def json_user(choice: str, *, several: bool) -> str:
+    """The owner cells: JSON of one id, or a list of such, or an id put together from columns."""
+    if is_template(choice):
+        return " || ".join(
+            f"nullif(trim({name(piece)} ->> '$'), '')" if is_column else quoted(piece)
+            for is_column, piece in parts_of(choice)
+        )
+    return name(choice) + ("::VARCHAR[]" if several else "::VARCHAR")
+
+
+def json_text(choice: str) -> str:
+    """The text: a JSON string without its quotes, or a template over such."""
+    if is_template(choice):
+        return " || ".join(
+            f"coalesce({name(piece)} ->> '$', '')" if is_column else quoted(piece)
+            for is_column, piece in parts_of(choice)
+        )
+    return f"{name(choice)} ->> '$'"
+
+
+def mean_line_bytes(path: Path) -> float:
+    """About how long a line is, from the beginning of the file."""
+    with open_bytes(path) as file:
+        sample = file.read(SAMPLE_BYTES)
+    return len(sample) / max(1, sample.count(b"\n"))
+
+
+def batches(
+    query: Query, path: Path, scratch: Path, place: Callable[[Path, int], str]
+) -> Iterator[Batch]:
+    """The source's batches in order; `place(path, i)` names the place of record i."""
+    import duckdb
+
+    rows = int(np.clip(BATCH_BYTES / max(1.0, query.mean_bytes), MIN_BATCH_ROWS, MAX_BATCH_ROWS))
+    connection = duckdb_connection(scratch)
+    start = 0
+    try:
+        connection.execute("SET arrow_large_buffer_size = true")
+        relation = connection.sql(
+            f"SELECT {query.user} AS users, {query.text} AS text, "
+            f"{query.is_plain} AS is_plain FROM {query.source}"
+        )
+        for piece in relation.to_arrow_reader(rows):
+            yield _batch(piece, query, partial(_where, path, place, start))
+            start += piece.num_rows
+    except (duckdb.Error, pa.ArrowException, OSError):
+        # Its messages quote the data; the careful reader finds its own words.
+        raise Doubt from None
+    finally:
+        connection.close()
+
+
+def _where(path: Path, place: Callable[[Path, int], str], start: int, row: int) -> str:
+    return place(path, start + row)
+
+
+def _batch(
+    piece: pa.RecordBatch,
+    query: Query,
+    where: Callable[[int], str],
+) -> Batch:
+    cells, texts, is_plain = piece.columns
+    if cells.null_count or texts.null_count or is_plain.null_count or is_plain.false_count:
+        raise Doubt
+    if has_nul(texts):
+        raise Doubt
+    counts: NDArray[np.int64]
+    if pa.types.is_list(cells.type) or pa.types.is_large_list(cells.type):
+        counts = np.diff(cells.offsets.to_numpy()).astype(np.int64)
+        cells = cells.flatten()
+        if cells.null_count or not counts.all():
+            raise Doubt
+    else:
+        counts = np.ones(len(cells), np.int64)
+    return Batch(
+        texts=texts.cast(pa.large_string()),
+        owners=cells,
+        owner_counts=counts,
+        where=where,
+        decode=query.decode_id,
+    )
+
+
+def has_nul(texts: Any) -> bool:
+    """Whether a NUL byte is in any of the strings."""
+    data = texts.buffers()[2]
+    if data is None or not len(texts):
+        return False
+    offsets = np.frombuffer(texts.buffers()[1], np.int64)[texts.offset :][: len(texts) + 1]
+    view = np.frombuffer(data, np.uint8)[int(offsets[0]) : int(offsets[-1])]
+    return bool(len(view)) and int(view.min()) == 0

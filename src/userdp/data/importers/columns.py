@@ -1,0 +1,198 @@
+"""Which columns hold the owners, the text and the time, and what a cell may be.
+
+A column is named, or built from several by a template such as `{title}\\n\\n{body}`; if nothing is
+said, well-known names are tried in the order below. Cells of chat data, lists of {role, content},
+are kept as JSON, so that each model's own chat template can render them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, cast
+
+from userdp.errors import InputError
+
+USER_COLUMNS = ("users", "user", "user_id", "author", "author_id", "owner", "speaker")
+TEXT_COLUMNS = ("text", "body", "content", "message", "messages", "conversations")
+
+PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """The caller's choice of columns: names or templates; None means well-known names."""
+
+    user: str | None = None
+    text: str | None = None
+    time: str | None = None
+
+    def named(self) -> tuple[str, str]:
+        """The user and the text column, once resolved."""
+        assert self.user is not None
+        assert self.text is not None
+        return self.user, self.text
+
+    def resolved(self, available: list[str], where: str) -> Columns:
+        """The same with every choice made, checked against the columns there are."""
+        return Columns(
+            user=_resolve(self.user, available, USER_COLUMNS, "user", where),
+            text=_resolve(self.text, available, TEXT_COLUMNS, "text", where),
+            time=self.time,
+        )
+
+
+def _resolve(
+    choice: str | None, available: list[str], known: tuple[str, ...], what: str, where: str
+) -> str:
+    if choice is None:
+        found = [name for name in known if name in available]
+        if not found:
+            raise InputError(
+                f"{where}: no {what} column among {', '.join(known)}. Name it with --{what}."
+            )
+        return found[0]
+    # A field may be missing from the first record of JSON Lines, so absence is judged by the
+    # reader.
+    return choice.replace("\\n", "\n").replace("\\t", "\t") if is_template(choice) else choice
+
+
+def is_template(choice: str) -> bool:
+    """Whether the choice is a template over columns.
+
+    >>> is_template("{title}: {body}"), is_template("body")
+    (True, False)
+    """
+    return PLACEHOLDER.search(choice) is not None
+
+
+def parts_of(template: str) -> list[tuple[bool, str]]:
+    """The template as (is a column, name or literal) in order.
+
+    >>> parts_of("{play}/{speaker}")
+    [(True, 'play'), (False, '/'), (True, 'speaker')]
+    """
+    pieces = PLACEHOLDER.split(template)
+    return [(i % 2 == 1, piece) for i, piece in enumerate(pieces) if piece]
+
+
+def names_in(choice: str) -> list[str]:
+    """The columns a choice needs."""
+    if not is_template(choice):
+        return [choice]
+    return list(dict.fromkeys(name for is_column, name in parts_of(choice) if is_column))
+
+
+def text_of(fields: dict[str, Any], choice: str, where: str, *, chat: bool = False) -> str:
+    """The text of a record; missing parts of a template are empty.
+
+    In `chat` data every text is a list of messages, elsewhere none is: one store holds one kind.
+    """
+    if is_template(choice):
+        return "".join(
+            _part(fields.get(piece), piece, where) if is_column else piece
+            for is_column, piece in parts_of(choice)
+        )
+    value = fields.get(choice)
+    if chat and isinstance(value, list):
+        return chat_json(cast(list[Any], value), choice, where)
+    if chat or not isinstance(value, str):
+        kind = "a list of chat messages" if chat else "a string"
+        raise InputError(f"{where}: field {choice!r} is missing or not {kind}.")
+    return checked(value, choice, where)
+
+
+def _part(value: Any, name: str, where: str) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise InputError(f"{where}: field {name!r} is not a string or a number.")
+    return checked(str(value), name, where)
+
+
+def checked(value: str, name: str, where: str) -> str:
+    """The value, refused if no text file could hold it."""
+    if "\x00" in value or any("\ud800" <= char <= "\udfff" for char in value):
+        raise InputError(f"{where}: field {name!r} contains a NUL or a lone surrogate.")
+    return value
+
+
+def chat_json(messages: list[Any], name: str, where: str) -> str:
+    """Chat messages in one canonical spelling: a JSON list of {role, content}.
+
+    >>> chat_json([{"role": "user", "content": "hi", "id": 7}], "messages", "line 1")
+    '[{"role": "user", "content": "hi"}]'
+    """
+    kept: list[dict[str, str]] = []
+    for message in messages:
+        fields: dict[str, Any] = message if isinstance(message, dict) else {}
+        role = fields.get("role", fields.get("from"))
+        content = fields.get("content", fields.get("value"))
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise InputError(
+                f"{where}: field {name!r} is a list, so it must be chat messages, each with a "
+                "'role' and a 'content' string."
+            )
+        kept.append({"role": checked(role, name, where), "content": checked(content, name, where)})
+    if not any(message["content"].strip() for message in kept):
+        return ""
+    return json.dumps(kept, ensure_ascii=False)
+
+
+def owners_of(fields: dict[str, Any], choice: str, where: str) -> tuple[str, ...]:
+    """The owners as strings; none if any of them is missing."""
+    if is_template(choice):
+        values = [
+            (is_column, fields.get(p) if is_column else p) for is_column, p in parts_of(choice)
+        ]
+        if any(is_blank(value) for is_column, value in values if is_column):
+            return ()
+        return ("".join(id_of(value, choice, where) for _, value in values),)
+    value: Any = fields.get(choice)
+    entries = cast(list[Any], value if isinstance(value, list) else [value])
+    if not entries or any(is_blank(entry) for entry in entries):
+        return ()
+    return tuple(id_of(entry, choice, where) for entry in entries)
+
+
+def is_blank(value: Any) -> bool:
+    """Whether an id is missing: null, or white space."""
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def id_of(value: Any, name: str, where: str) -> str:
+    """An id as a string. A float such as 1.0 is refused: is it user 1? Not ours to guess."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise InputError(
+            f"{where}: field {name!r} must hold user ids as strings or whole numbers, not "
+            f"{type(value).__name__}."
+        )
+    return checked(str(value), name, where)
+
+
+def seconds_of(value: Any, name: str, where: str) -> int | None:
+    """A time as seconds since 1970 UTC: ISO 8601, a year, or Unix seconds.
+
+    >>> seconds_of("1970-01-02", "date", "line 1"), seconds_of(1971, "year", "line 1")
+    (86400, 31536000)
+    """
+    if value is None or value == "":
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if 1000 <= value <= 9999:
+            return int(datetime(int(value), 1, 1, tzinfo=UTC).timestamp())
+        return int(value)
+    if isinstance(value, datetime):
+        return int((value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp())
+    if isinstance(value, str):
+        if value.isdecimal():
+            return seconds_of(int(value), name, where)
+        try:
+            parsed = datetime.fromisoformat(value)
+        except ValueError:
+            pass
+        else:
+            return int((parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp())
+    raise InputError(f"{where}: field {name!r} is no time: give ISO 8601, a year or Unix seconds.")

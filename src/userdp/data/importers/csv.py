@@ -1,0 +1,173 @@
+"""CSV and TSV with a header line, plain or gzipped.
+
+As with JSON Lines, DuckDB reads in columns and a careful reader judges whatever looks odd: a line
+with more or fewer fields than the header is an error that names the line.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from userdp.data.identity import as_is
+from userdp.data.importers import columnar
+from userdp.data.importers.bounded import MAX_LINE_BYTES, check_compressed, lines
+from userdp.data.importers.columns import (
+    Columns,
+    is_template,
+    names_in,
+    owners_of,
+    parts_of,
+    seconds_of,
+    text_of,
+)
+from userdp.data.record import Batch, Record, batches_of
+from userdp.errors import InputError
+
+
+def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[Batch]:
+    """The records of a file, in order; any broken line ends the import with its number."""
+    check_compressed(path)
+    first = next(_rows(path), None)
+    if first is None:
+        return
+    header = first[1]
+    chosen = _checked(columns.resolved(header, f"{path.name}, line 1"), header, path)
+    if chosen.time is not None:
+        yield from batches_of(records(path, chosen))
+        return
+    done = 0
+    try:
+        query = _query(path, header, chosen)
+        for batch in columnar.batches(query, path, scratch, partial(_place, chosen)):
+            done += len(batch)
+            yield batch
+    except columnar.Doubt:
+        careful = records(path, chosen)
+        for _ in range(done):
+            next(careful)
+        yield from batches_of(careful)
+
+
+def _checked(columns: Columns, header: list[str], path: Path) -> Columns:
+    if len(set(header)) < len(header):
+        raise InputError(f"{path.name}, line 1: two columns have the same name.")
+    for choice in (columns.user, columns.text, columns.time):
+        for name in names_in(choice) if choice else ():
+            if name not in header:
+                raise InputError(f"{path.name}, line 1: there is no column {name!r}.")
+    return columns
+
+
+def _query(path: Path, header: list[str], columns: Columns) -> columnar.Query:
+    user, text = columns.named()
+    types = columnar.struct(dict.fromkeys(header, "VARCHAR"))
+    return columnar.Query(
+        source=(
+            f"read_csv({columnar.file_name(path)}, auto_detect = false, header = true, "
+            f"columns = {types}, delim = {columnar.quoted(_delimiter(path))}, quote = '\"', "
+            f"escape = '\"', strict_mode = true, null_padding = false, ignore_errors = false, "
+            f"max_line_size = {MAX_LINE_BYTES})"
+        ),
+        user=_concatenated(user, "nullif(trim({}), '')"),
+        text=_concatenated(text, "coalesce({}, '')"),
+        is_plain="true",
+        decode_id=as_is,
+        mean_bytes=columnar.mean_line_bytes(path),
+    )
+
+
+def _concatenated(choice: str, cell: str) -> str:
+    if not is_template(choice):
+        # An id keeps its own spelling; only whether it is blank is asked of the trimmed one.
+        name = columnar.name(choice)
+        return f"CASE WHEN {cell.format(name)} IS NOT NULL THEN coalesce({name}, '') END"
+    return " || ".join(
+        cell.format(columnar.name(piece)) if is_column else columnar.quoted(piece)
+        for is_column, piece in parts_of(choice)
+    )
+
+
+def _delimiter(path: Path) -> str:
+    return "\t" if ".tsv" in path.suffixes else ","
+
+
+def _place(columns: Columns, path: Path, index: int) -> str:
+    """Where record `index` is. If the careful reader objects to the file, that comes first."""
+    where = path.name
+    for i, record in enumerate(records(path, columns)):
+        if i == index:
+            where = record.where
+    return where
+
+
+def records(path: Path, columns: Columns) -> Iterator[Record]:
+    """The records of a file one by one, by the careful reader."""
+    ownerless: list[str] = []
+    header: list[str] | None = None
+    for number, row in _rows(path):
+        where = f"{path.name}, line {number}"
+        if header is None:
+            header = row
+            columns = _checked(columns.resolved(header, where), header, path)
+            continue
+        if len(row) != len(header):
+            raise InputError(
+                f"{where}: {len(row)} fields, but the header has {len(header)} columns."
+            )
+        user, text = columns.named()
+        fields = dict(zip(header, row, strict=True))
+        if is_template(user):
+            fields_for_id = {name: value.strip() for name, value in fields.items()}
+            owners = owners_of(fields_for_id, user, where)
+        else:
+            owners = owners_of(fields, user, where)
+        if not owners:
+            ownerless.append(where)
+            continue
+        yield Record(
+            text=text_of(fields, text, where),
+            owners=owners,
+            where=where,
+            time=seconds_of(fields[columns.time], columns.time, where) if columns.time else None,
+        )
+    if ownerless:
+        raise InputError(
+            f"{ownerless[0]}: column {columns.user!r} is empty, as in {len(ownerless):,} line(s) "
+            "of this file. Every record needs a user: mend them, or name the right column with "
+            "--user."
+        )
+
+
+def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Rows with the line they begin on; empty lines are no rows."""
+    position = [0]
+
+    def decoded() -> Iterator[str]:
+        for number, line in lines(path):
+            position[0] = number
+            if b"\x00" in line:
+                raise InputError(f"{path.name}, line {number}: contains a NUL byte.")
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError:
+                raise InputError(f"{path.name}, line {number}: not valid UTF-8.") from None
+
+    csv.field_size_limit(MAX_LINE_BYTES)
+    reader = csv.reader(decoded(), delimiter=_delimiter(path), strict=True)
+    begin = 1
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error:
+            raise InputError(
+                f"{path.name}, line {begin}: not valid CSV: a quote is not closed, or stands "
+                "inside a field without being doubled."
+            ) from None
+        if row is None:
+            return
+        if row:
+            yield begin, row
+        begin = position[0] + 1

@@ -1,0 +1,167 @@
+"""Which importer reads a source: by the caller's word, or by its name and what is inside."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from userdp.data.importers import (
+    arrow,
+    csv,
+    dialogue,
+    git,
+    jsonl,
+    mailbox,
+    stackexchange,
+)
+from userdp.data.importers.columns import Columns
+from userdp.data.importers.mail import MailRules
+from userdp.data.record import Batch, batches_of
+from userdp.errors import InputError
+
+
+class Format(StrEnum):
+    """What a source is written in."""
+
+    AUTO = "auto"
+    JSONL = "jsonl"
+    CSV = "csv"
+    PARQUET = "parquet"
+    HF = "hf"
+    MBOX = "mbox"
+    MAILDIR = "maildir"
+    STACKEXCHANGE = "stackexchange"
+    GIT = "git"
+    DIALOGUE = "dialogue"
+
+
+BY_SUFFIX = {
+    ".jsonl": Format.JSONL,
+    ".ndjson": Format.JSONL,
+    ".csv": Format.CSV,
+    ".tsv": Format.CSV,
+    ".parquet": Format.PARQUET,
+    ".mbox": Format.MBOX,
+    ".eml": Format.MAILDIR,
+    ".xml": Format.STACKEXCHANGE,
+    ".txt": Format.DIALOGUE,
+}
+FOLDERS_ARE_SOURCES = frozenset({Format.HF, Format.MAILDIR, Format.GIT})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How sources are to be read."""
+
+    format: Format = Format.AUTO
+    columns: Columns = field(default_factory=Columns)
+    mail: MailRules = field(default_factory=MailRules)
+    threads: bool = False
+
+
+def read(sources: list[str], reading: Reading, scratch: Path) -> Iterator[Batch]:
+    """The records of all sources, in the order given; files of a folder or a glob by name."""
+    found = [pair for source in sources for pair in _found(source, reading.format)]
+    if reading.threads and any(format is not Format.STACKEXCHANGE for _, format in found):
+        raise InputError("--threads is for Stack Exchange dumps.")
+    if reading.threads:
+        # Comments belong to the threads of posts, so all files are one source.
+        paths = [path for path, _ in found]
+        yield from batches_of(stackexchange.thread_records(paths, reading.columns, scratch))
+        return
+    for path, format in found:
+        yield from _batches(path, format, reading, scratch)
+
+
+def _batches(path: Path, format: Format, reading: Reading, scratch: Path) -> Iterator[Batch]:
+    columns = reading.columns
+    match format:
+        case Format.JSONL:
+            return jsonl.batches(path, columns, scratch)
+        case Format.CSV:
+            return csv.batches(path, columns, scratch)
+        case Format.PARQUET:
+            return arrow.parquet_batches(path, columns)
+        case Format.HF:
+            return arrow.saved_dataset_batches(path, columns)
+        case Format.MBOX:
+            return batches_of(mailbox.mbox_records(path, reading.mail))
+        case Format.MAILDIR:
+            return batches_of(mailbox.tree_records(path, reading.mail))
+        case Format.STACKEXCHANGE:
+            return batches_of(stackexchange.records([path], columns))
+        case Format.GIT:
+            return batches_of(git.records(path))
+        case Format.DIALOGUE:
+            return batches_of(dialogue.records(path))
+        case Format.AUTO:
+            raise AssertionError("resolved before")
+
+
+def _found(source: str, format: Format) -> list[tuple[Path, Format]]:
+    """The files, or folders, that a source means, each with its format."""
+    paths = [Path(source)]
+    if not paths[0].exists():
+        paths = [Path(name) for name in sorted(glob.glob(source, recursive=True))]
+    if not paths:
+        raise InputError(f"{source}: no such file, and no file matches it.")
+    found: list[tuple[Path, Format]] = []
+    for path in paths:
+        chosen = _format_of(path) if format is Format.AUTO else format
+        if path.is_dir() and chosen not in FOLDERS_ARE_SOURCES:
+            inside = [file for file in _files_in(path) if _by_suffix(file) is chosen]
+            if chosen is Format.STACKEXCHANGE:
+                inside = [file for file in inside if file.stem in ("Posts", "Comments")]
+            if not inside:
+                raise InputError(f"{path}: holds no {chosen.value} file.")
+            found += [(file, chosen) for file in inside]
+        elif not path.is_dir() and chosen in (Format.HF, Format.GIT):
+            raise InputError(f"{path}: a {chosen.value} source is a folder.")
+        else:
+            found.append((path, chosen))
+    return found
+
+
+def _files_in(folder: Path) -> list[Path]:
+    # Links are not followed: they could lead out of the folder.
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    # Posts before Comments: the order of a Stack Exchange dump.
+    return sorted(files, key=lambda path: (path.parent, path.stem == "Comments", path.name))
+
+
+def _by_suffix(path: Path) -> Format | None:
+    for suffix in reversed(path.suffixes):
+        if suffix in BY_SUFFIX:
+            return BY_SUFFIX[suffix]
+    return None
+
+
+def _format_of(path: Path) -> Format:
+    if path.is_dir():
+        return _format_of_folder(path)
+    format = _by_suffix(path)
+    if format is None:
+        known = ", ".join(BY_SUFFIX)
+        raise InputError(
+            f"{path.name}: the format cannot be told from the name ({known}). Give --format."
+        )
+    return format
+
+
+def _format_of_folder(folder: Path) -> Format:
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        return Format.HF
+    if (folder / ".git").exists() or ((folder / "HEAD").is_file() and (folder / "refs").is_dir()):
+        return Format.GIT
+    if (folder / "cur").is_dir() or (folder / "new").is_dir():
+        return Format.MAILDIR
+    inside = {format for file in _files_in(folder) if (format := _by_suffix(file)) is not None}
+    if len(inside) == 1:
+        return inside.pop()
+    raise InputError(
+        f"{folder}: the format of what is inside cannot be told. Give --format, for mail in single "
+        "files --format maildir."
+    )

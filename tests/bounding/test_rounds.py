@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bounding import graphs
+from shared import SHARED, needs_shared
+from userdp.bounding import generators, greedy, rounds
+from userdp.bounding.edges import Edges
+from userdp.bounding.engines import Engine, connect
+from userdp.errors import InputError
+
+HAS_SPARK = importlib.util.find_spec("pyspark") is not None
+needs_spark = pytest.mark.skipif(not HAS_SPARK, reason="PySpark is not installed: userdp[spark]")
+
+
+@settings(max_examples=25, deadline=None)
+@given(graphs.edges(max_users=8, max_records=40), st.integers(1, 4))
+def test_rounds_equal_the_sequential_selection(graph: Edges, bound: int) -> None:
+    found = rounds.greedy_rounds(graph, bound, finish_below=0)
+    assert found.multiplicity.tolist() == greedy.greedy(graph, bound).tolist()
+    assert found.finished == 0
+
+
+@pytest.mark.parametrize("model", [generators.regular_graph, generators.skewed_graph])
+def test_the_tail_may_be_finished_in_memory_at_any_point(model) -> None:
+    graph = model(num_records=5000, mean_records=8.0, rng=np.random.default_rng(0))
+    expected = greedy.greedy(graph, 3).tolist()
+    used = set()
+    for finish_below in (0, 20, 500, 10**9):
+        found = rounds.greedy_rounds(graph, 3, finish_below=finish_below)
+        assert found.multiplicity.tolist() == expected
+        assert found.finished <= finish_below
+        assert found.shuffles == rounds.SHUFFLES_PER_ROUND * found.rounds
+        assert (found.held_bytes > 0) == (found.rounds > 0)
+        used.add(found.rounds)
+    assert 0 in used
+    assert len(used) > 2
+
+
+def test_a_long_chain_of_conflicts_takes_many_rounds_and_is_still_right() -> None:
+    chain = Edges.from_lists([[i, i + 1] for i in range(30)], num_users=31)
+    found = rounds.greedy_rounds(chain, 1, finish_below=0)
+    assert found.multiplicity.tolist() == [1, 0] * 15
+    assert found.rounds == 15
+
+
+def test_a_table_of_plain_pairs_gets_the_greedy_priorities(tmp_path) -> None:
+    graph = generators.regular_graph(
+        num_records=300, mean_records=5.0, rng=np.random.default_rng(1)
+    )
+    with connect(Engine.DUCKDB, tmp_path, memory_limit="1GB") as database:
+        database.run("CREATE TABLE pairs (record BIGINT, user INTEGER)")
+        pairs = zip(graph.record_of_incidence().tolist(), graph.owners.tolist(), strict=True)
+        database.run(f"INSERT INTO pairs VALUES {', '.join(map(str, pairs))}")
+        import ibis
+
+        table = ibis.table({"record": "int64", "user": "int32"}, name="pairs")
+        done = rounds.refuse_in_rounds(database, rounds.with_priority(table), 2, finish_below=0)
+    expected = np.flatnonzero(greedy.greedy(graph, 2) == 0)
+    assert sorted(done.refused.tolist()) == expected.tolist()
+
+
+def test_a_small_memory_limit_changes_nothing() -> None:
+    graph = generators.regular_graph(
+        num_records=100_000, mean_records=4.0, rng=np.random.default_rng(2)
+    )
+    found = rounds.greedy_rounds(graph, 2, finish_below=0, memory_limit="60MB")
+    assert (found.multiplicity == greedy.greedy(graph, 2)).all()
+
+
+def test_an_impossible_memory_limit_is_refused() -> None:
+    graph = Edges.from_lists([[0]], num_users=1)
+    with pytest.raises(InputError, match="memory_limit"):
+        rounds.greedy_rounds(graph, 1, memory_limit="much")
+
+
+@pytest.mark.skipif(HAS_SPARK, reason="PySpark is installed")
+def test_spark_without_pyspark_says_what_to_install() -> None:
+    graph = Edges.from_lists([[0]], num_users=1)
+    with pytest.raises(InputError, match=r"userdp\[spark\]"):
+        rounds.greedy_rounds(graph, 1, engine=Engine.SPARK)
+
+
+@needs_spark
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_spark_equals_local_on_a_random_graph() -> None:
+    graph = generators.skewed_graph(
+        num_records=2000, mean_records=8.0, rng=np.random.default_rng(3)
+    )
+    found = rounds.greedy_rounds(graph, 3, engine=Engine.SPARK, finish_below=20)
+    assert found.rounds > 1
+    assert found.multiplicity.tolist() == greedy.greedy(graph, 3).tolist()
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    "engine",
+    [
+        Engine.DUCKDB,
+        pytest.param(
+            Engine.SPARK,
+            marks=[needs_spark, pytest.mark.slow, pytest.mark.filterwarnings("default")],
+        ),
+    ],
+)
+def test_engines_equal_local_on_acl_all_papers(engine: Engine) -> None:
+    graph = Edges.load(SHARED / "data" / "edges" / "acl_all_papers.npz")
+    for bound in (1, 3, 10):
+        found = rounds.greedy_rounds(graph, bound, engine=engine, finish_below=10_000)
+        assert found.rounds > 1
+        assert (found.multiplicity == greedy.greedy(graph, bound)).all()

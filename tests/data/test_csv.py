@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import csv as stdlib_csv
+import gzip
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from importing import bring_in, contents, reading
+
+from userdp.data.importers import csv
+from userdp.data.importers.columns import Columns
+from userdp.data.store import UserStore
+from userdp.errors import InputError
+
+HEAD, GOOD = b"user,text\n", b"ann,hello\n"
+
+FAULTS: dict[str, tuple[bytes, str]] = {
+    "too many fields": (b"a,b,c\n", "line 3002: 3 fields, but the header has 2"),
+    "too few fields": (b"a\n", "line 3002: 1 fields, but the header has 2"),
+    "NUL byte": (b"a,x\x00y\n", "line 3002: contains a NUL byte"),
+    "invalid UTF-8": (b"a,\xff\n", "line 3002: not valid UTF-8"),
+    "no user": (b",text\n", r"line 3002: column 'user' is empty, as in 1 line\(s\)"),
+    "open quote": (b'a,"text\n', "line 3002: not valid CSV"),
+    "other case": (b"ANN,t\n", "line 3002: .*spelled differently"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_in_the_middle_names_file_and_line(tmp_path: Path, fault: str) -> None:
+    line, message = FAULTS[fault]
+    (tmp_path / "data.csv").write_bytes(HEAD + GOOD * 3000 + line + GOOD * 3000)
+    with pytest.raises(InputError, match=message) as caught:
+        bring_in(tmp_path / "data.csv", tmp_path / "store")
+    assert str(caught.value).startswith("data.csv, line ")
+    assert not (tmp_path / "store").exists()
+
+
+cell = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.lists(st.tuples(cell.map(lambda text: "u" + text), cell), min_size=1, max_size=12))
+def test_what_python_writes_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]
+) -> None:
+    folder = tmp_path_factory.mktemp("csv")
+    written = io.StringIO(newline="")
+    stdlib_csv.writer(written, quoting=stdlib_csv.QUOTE_ALL).writerows([("user", "text"), *rows])
+    (folder / "data.csv").write_bytes(written.getvalue().encode())
+    found = [
+        pair
+        for batch in csv.batches(folder / "data.csv", Columns(), folder)
+        for pair in zip(batch.owners.to_pylist(), batch.texts.to_pylist(), strict=True)
+    ]
+    assert found == rows
+
+
+def test_tsv_gzip_templates_and_missing_columns(tmp_path: Path) -> None:
+    path = tmp_path / "data.tsv.gz"
+    path.write_bytes(gzip.compress(b"site\tid\ttitle\tbody\nx\t1\tT\tB\nx\t2\t\tC\n"))
+    bring_in(path, tmp_path / "store", reading("{site}:{id}", "{title}{body}"))
+    assert contents(UserStore.open(tmp_path / "store")) == [("TB", [0]), ("C", [1])]
+    with pytest.raises(InputError, match="there is no column 'nobody'"):
+        bring_in(path, tmp_path / "other", reading("nobody", "body"))
+    with pytest.raises(InputError, match="no user column among"):
+        bring_in(path, tmp_path / "other", reading(None, "body"))

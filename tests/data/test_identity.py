@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from userdp.data.identity import DropRule, key_name, load_or_create_key, normalise, pseudonym
+from userdp.errors import InputError
+
+
+@given(st.text())
+def test_normalising_is_the_stated_rule(raw_id: str) -> None:
+    stated = unicodedata.normalize("NFKC", raw_id).strip().casefold()
+    assert normalise(raw_id) == stated
+
+
+def test_width_case_and_space_do_not_make_two_people() -> None:
+    assert len({normalise(name) for name in ("Ann", " ann", "\uff21nn", "ANN\t")}) == 1
+
+
+def test_pseudonyms_differ_by_key_and_do_not_show_the_id() -> None:
+    first, second = pseudonym("ann", b"1" * 32), pseudonym("ann", b"2" * 32)
+    assert first != second
+    assert b"ann" not in first
+    assert key_name(b"1" * 32) != key_name(b"2" * 32)
+
+
+def test_key_is_made_once_for_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "ids.key"
+    key = load_or_create_key(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert load_or_create_key(path) == key
+    path.write_bytes(b"short")
+    with pytest.raises(InputError, match="expected 32 bytes"):
+        load_or_create_key(path)
+
+
+def test_drop_rule_takes_ids_and_patterns_and_refuses_a_broken_one() -> None:
+    drop = DropRule(ids=frozenset({"List@x.org"}), matching=r".*-bot")
+    assert [drop(name) for name in ("list@X.org", "Build-Bot", "bot")] == [True, True, False]
+    with pytest.raises(InputError, match="no regular expression"):
+        DropRule(matching="(")
