@@ -30,9 +30,11 @@ def train_from_config(
     config_path: Path, config: Config, plan: Plan, out: Path, *, on_step: OnStep | None = None
 ) -> Run:
     """Train as the configuration says and leave the run in `out`."""
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} already holds something: choose another output directory.")
     store = UserStore.open(config.data.store)
+    # The ledger will name this data by its fingerprint: make sure that it still is this data.
+    store.verify()
     settings = config.training
     model, tokenizer = load_model(
         config.model.path,
