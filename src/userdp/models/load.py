@@ -57,7 +57,7 @@ def load_model(
     check_vocabulary(model, tokenizer)
     if lora is not None:
         model = add_lora(model, lora)
-    return model.to(device), tokenizer
+    return _move(model, device), tokenizer
 
 
 def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
@@ -72,7 +72,7 @@ def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
             f"tokenizer of {source!r} could not be loaded: {_first_line(error)}"
         ) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        # transformers makes an empty tokenizer when its files are missing, and every text is nothing.
+        # transformers makes an empty tokenizer when its files are missing.
         raise InputError(
             f"tokenizer of {source!r} knows no word: its files (tokenizer.json) are missing there."
         )
@@ -125,6 +125,15 @@ def save_model(model: nn.Module, tokenizer: Any, out: Path) -> None:
         del config.quantization_config  # pyright: ignore[reportOptionalMemberAccess]
     model.save_pretrained(str(out))  # pyright: ignore[reportCallIssue]
     tokenizer.save_pretrained(out)
+
+
+def _move(model: nn.Module, device: str) -> nn.Module:
+    try:
+        return model.to(device)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device {device!r} cannot be used: {_first_line(error)}") from error
 
 
 def _refuse_pickle(source: Path) -> None:
