@@ -1,8 +1,8 @@
 """Tiny language models built from a configuration, and ragged batches to feed them.
 
 Every architecture here has once broken somebody's per-user gradient: a tied embedding is used
-twice, GPT-2 broadcasts one line of position ids over the batch, grouped attention repeats keys, LoRA sits
-beside a frozen weight, an LSTM applies one weight at every token.
+twice, GPT-2 broadcasts one line of position ids over the batch, grouped attention repeats keys,
+LoRA sits beside a frozen weight, an LSTM applies one weight at every token.
 """
 
 from __future__ import annotations

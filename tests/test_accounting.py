@@ -194,7 +194,7 @@ def check_setting(setting: dict[str, Any]) -> None:
         moments.compose(event)
         assert found <= moments.get_epsilon(delta) * (1 + 1e-6) + 1e-9
 
-    # More noise, fewer steps, larger delta: never a larger epsilon. The bound itself is within 0.1%.
+    # More noise, fewer steps, larger delta: never a larger epsilon, up to the bound's own 0.1%.
     slack = 1 + 2e-3
     less = uls(setting["rate"], 1.5 * setting["noise"], setting["steps"])
     assert epsilon(less, delta) <= found * slack
@@ -242,8 +242,7 @@ def test_group_size_one_record_sampling_equals_user_sampling_epsilon() -> None:
 
 
 def test_mixture_of_one_record_costs_what_poisson_sampling_costs() -> None:
-    # The same claim where dp_accounting evaluates the other event: G = 2 with p so small that two at
-    # once do not happen cannot be below G = 1.
+    # The same claim through the other of the two events.
     mixture = dp_event.SelfComposedDpEvent(
         dp_event.MixtureOfGaussiansDpEvent(2.0, [0.0, 1.0], [0.9, 0.1]), 20
     )
@@ -315,7 +314,7 @@ def test_event_survives_json(event: events.DpEvent) -> None:
 
 
 def test_ledger_cannot_name_an_event_we_do_not_know() -> None:
-    with pytest.raises(LedgerError, match="os.system"):
+    with pytest.raises(LedgerError, match=r"os\.system"):
         events.from_json({"type": "os.system", "command": "true"})
 
 

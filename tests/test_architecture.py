@@ -15,10 +15,10 @@ from cli_runner import python
 
 ROOT = Path(userdp.__file__).parent
 
-# Layers from the ground up; a module may import its own layer's name or anything below it.
+# From the ground up; what each may import is listed, so that a new arrow is a decision.
 GROUND = {"errors", "units", "index"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
-# A part imports no other part, save these: what is clipped is an update, what is evaluated is tokens.
+# A part imports no other part, save these: an update is what is clipped, tokens what is evaluated.
 PART_ARROWS = {
     ("clipping", "updates"),
     ("evaluation", "data"),
@@ -30,12 +30,13 @@ ABOVE = {
     "plan": GROUND | {"accounting", "statement", "sampling", "clipping", "noise"},
     "planner": GROUND | {"accounting", "statement", "sampling", "clipping", "noise", "plan"},
     "ledger": GROUND | {"accounting", "statement", "plan"},
-    "config": GROUND | {"plan"},
+    "config": GROUND | {"bounding", "plan"},
     "report": GROUND | {"config", "ledger", "plan", "statement", "accounting"},
     "step": GROUND
     | {"clipping", "ledger", "models", "noise", "plan", "sampling", "statement", "updates"},
     "training": GROUND
-    | {"data", "ledger", "models", "noise", "plan", "sampling", "statement", "step", "updates"},
+    | {"bounding", "data", "ledger", "models", "noise", "plan", "sampling", "statement"}
+    | {"step", "updates"},
     "runs": GROUND | {"config", "data", "models", "noise", "plan", "training"},
 }
 TOP = {"cli", "quickstart"}

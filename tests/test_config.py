@@ -58,9 +58,7 @@ def _add(section: str, line: str) -> str:
 
 
 def _without(key: str) -> str:
-    return "".join(
-        line + "\n" for line in GOOD.splitlines() if not line.startswith(f"{key} =")
-    )
+    return "".join(line + "\n" for line in GOOD.splitlines() if not line.startswith(f"{key} ="))
 
 
 PROBLEMS: dict[str, tuple[str, str]] = {
@@ -152,7 +150,7 @@ def test_settings_that_make_no_plan_are_refused(load: Callable[..., object], wha
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="nowhere.toml: no such file"):
+    with pytest.raises(InputError, match=r"nowhere\.toml: no such file"):
         load_config(tmp_path / "nowhere.toml")
 
 

@@ -49,9 +49,7 @@ def test_fingerprint_names_texts_and_edges(make_store: MakeStore) -> None:
 
 def test_boundaries_between_texts_enter_the_fingerprint(make_store: MakeStore) -> None:
     ab, ba = ("ab", "c"), ("a", "bc")
-    prints = {
-        make_store([Record(t, ("u",), "1") for t in texts]).fingerprint for texts in (ab, ba)
-    }
+    prints = {make_store([Record(t, ("u",), "1") for t in texts]).fingerprint for texts in (ab, ba)}
     assert len(prints) == 2
 
 

@@ -22,10 +22,7 @@ def test_each_secret_is_repeated_by_one_user_and_known_to_no_other() -> None:
     for secret in messages.secrets:
         sentence = f"{secret.prompt} {secret.code}"
         owners = Counter(
-            owner
-            for record in messages.train
-            if sentence in record.text
-            for owner in record.owners
+            owner for record in messages.train if sentence in record.text for owner in record.owners
         )
         assert len(owners) == 1
         assert min(owners.values()) >= 50

@@ -1,4 +1,4 @@
-"""Loading and saving: no pickle, no foreign code, adapters and full models survive the round trip."""
+"""Loading and saving: no pickle, no foreign code, and models survive the round trip."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_empty_directory_is_refused(tmp_path: Path) -> None:
 def test_vocabulary_larger_than_the_embedding_is_refused(checkpoint: Path) -> None:
     words = tuple(f"x{number}" for number in range(50))
     models_zoo.word_tokenizer(words).save_pretrained(checkpoint)
-    with pytest.raises(InputError, match="the tokenizer has 51 tokens and the model .* 23"):
+    with pytest.raises(InputError, match=r"the tokenizer has 51 tokens and the model .* 23"):
         load_model(checkpoint)
 
 

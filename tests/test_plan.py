@@ -92,9 +92,7 @@ def test_subclass_of_a_sampler_inherits_no_rule() -> None:
         pass
 
     with pytest.raises(UnaccountedPlanError, match="Weighted"):
-        step_event(
-            Weighted(user_sampling_prob=0.1, group_size=1), Gaussian(noise_multiplier=1.0)
-        )
+        step_event(Weighted(user_sampling_prob=0.1, group_size=1), Gaussian(noise_multiplier=1.0))
 
 
 @pytest.mark.parametrize("make", [sample_users, sample_records])

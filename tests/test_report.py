@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -37,9 +38,7 @@ def test_histogram_counts_everybody_once() -> None:
 
 
 def test_svg_escapes_what_it_is_given() -> None:
-    picture = svg.bars(
-        [svg.Bar(label="<script>", value=1.0, text="a & b")], title='"><script>'
-    )
+    picture = svg.bars([svg.Bar(label="<script>", value=1.0, text="a & b")], title='"><script>')
     assert "<script>" not in picture
     assert "a &amp; b" in picture
 
@@ -69,7 +68,7 @@ def test_epsilon_curve_rises_to_the_epsilon_of_the_plan() -> None:
 def test_best_attack_lies_between_guessing_and_certainty_and_rises() -> None:
     attack, guessing = _points(pictures.best_attack(PLAN, 50))
     (x0, y0), (x1, y1) = guessing
-    for (ax, ay), (bx, by) in zip(attack[:-1], attack[1:], strict=True):
+    for (ax, ay), (bx, by) in pairwise(attack):
         assert bx >= ax
         assert by <= ay + 0.11, "svg's y axis points down; coordinates have one decimal"
     for x, y in attack:

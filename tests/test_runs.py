@@ -60,9 +60,7 @@ def test_ledger_is_bound_to_data_and_configuration(
     assert run.path == tmp_path / "run"
 
 
-def test_loaded_run_is_the_trained_model(
-    config_file: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_loaded_run_is_the_trained_model(config_file: Callable[..., Path], tmp_path: Path) -> None:
     for name, more in (("full", ""), ("adapter", "[model.lora]\nrank = 2")):
         path = config_file(model=more, name=f"{name}.toml")
         config = load_config(path)

@@ -128,11 +128,10 @@ def test_same_stream_same_cohort(name: str) -> None:
 @pytest.mark.parametrize("prob", [0.0, -0.1, 1.0001, float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", ["users", "records"])
 def test_probability_outside_0_1_is_refused(prob: float, kind: str) -> None:
+    settings = {"user_sampling_prob" if kind == "users" else "record_sampling_prob": prob}
+    sampler = PoissonUsers if kind == "users" else PoissonRecords
     with pytest.raises(InputError, match="is not a probability"):
-        if kind == "users":
-            PoissonUsers(user_sampling_prob=prob, group_size=1)
-        else:
-            PoissonRecords(record_sampling_prob=prob, group_size=1)
+        sampler(group_size=1, **settings)
 
 
 @pytest.mark.parametrize("group_size", [0, -1])

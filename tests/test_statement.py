@@ -20,6 +20,7 @@ def statement(**changes: object) -> Statement:
         "delta": 1e-6,
         "adjacency": "add-remove",
         "neighbours": "all of one user's records are present or absent",
+        "promise": "nearly what they would have concluded without",
         "sampler": "Poisson sampling of users",
         "mechanism": "clip_norm=1",
         "steps": 1234,

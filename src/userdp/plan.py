@@ -63,8 +63,8 @@ class Plan:
         accountant.check_delta(self.delta)
         if not 1 <= self.divisor < math.inf:
             raise InputError(
-                f"a step has {self.divisor:g} expected groups: it takes a number from one up. Raise "
-                "the sampling rate or the expected cohort size, or use more users."
+                f"a step has {self.divisor:g} expected groups: it takes a number from one up. "
+                "Raise the sampling rate or the expected cohort size, or use more users."
             )
         spends = self.noise.noise_multiplier == 0 or not self.clip.bounds_updates
         if spends and not self.non_private:
@@ -75,8 +75,8 @@ class Plan:
             )
         if self.noise.noise_multiplier > 0 and not self.clip.bounds_updates:
             raise InputError(
-                f"noise_multiplier={self.noise.noise_multiplier:g} with clip_norm=inf is infinite noise: "
-                "noise is scaled to the clip norm. Set noise_multiplier=0, or a finite clip_norm."
+                f"noise_multiplier={self.noise.noise_multiplier:g} with clip_norm=inf is infinite "
+                "noise: it is scaled to the clip norm. Set noise_multiplier=0, or a finite clip_norm."
             )
         if self.non_private and not spends:
             raise InputError(

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def round_up(epsilon: float) -> float:
-    """Epsilon as printed: two decimals, at least three significant digits and at most six, never less.
+    """Epsilon as printed: two decimals, three to six significant digits, never less.
 
     Six digits are what the format `g` keeps: with more, printing would round again, to nearest.
 

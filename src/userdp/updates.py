@@ -56,8 +56,9 @@ def mean_gradient(
 ) -> Update:
     """The gradient of the mean of the records' losses, in float32 or better.
 
-    Never touches `.grad`. A parameter that the loss does not reach gets zero, and so does everything
-    if the group has no record: a user whose texts leave no token to predict is drawn like any other.
+    Never touches `.grad`. A parameter that the loss does not reach gets zero, and so does
+    everything if the group has no record: a user whose texts leave no token to predict is drawn
+    like any other.
     """
     num_records = len(next(iter(batch.values())))
     update = [torch.zeros_like(p, dtype=_accumulator_dtype(p)) for p in parameters]

@@ -41,6 +41,25 @@ OPTIONS = {
         "--adjacency",
         "--json",
     },
+    "bound": {
+        "source",
+        "--max-records-per-user",
+        "--out",
+        "--method",
+        "--engine",
+        "--finish-below",
+        "--weight",
+        "--time-limit",
+        "--few-owners",
+        "--few-run",
+        "--many-run",
+        "--grid",
+        "--steps",
+        "--batch-size",
+        "--separation",
+        "--seed",
+        "--json",
+    },
     "calibrate": {
         "--rate",
         "--steps",
@@ -51,23 +70,76 @@ OPTIONS = {
         "--adjacency",
         "--json",
     },
-    "evaluate": {"model", "store", "--sequence-length", "--allow-overlap", "--json"},
+    "duplicates": {
+        "store",
+        "--against",
+        "--text",
+        "--threshold",
+        "--out",
+        "--engine",
+        "--json",
+    },
+    "evaluate": {
+        "model",
+        "store",
+        "--sequence-length",
+        "--allow-overlap",
+        "--json",
+    },
     "import": {
         "sources",
         "--out",
         "--format",
         "--user",
         "--text",
+        "--time",
         "--owners",
+        "--threads",
         "--drop-user",
+        "--drop-matching",
+        "--keep-lists",
+        "--keep-forwarded",
+        "--keep-repetitive",
+        "--keep-short",
         "--ids",
         "--key",
+        "--engine",
         "--json",
     },
-    "quickstart": {"--out", "--seed", "--model", "--device", "--json"},
-    "report": {"run", "--json"},
-    "stats": {"store", "--json"},
-    "train": {"config", "--out", "--json"},
+    "quickstart": {
+        "--out",
+        "--seed",
+        "--model",
+        "--device",
+        "--json",
+    },
+    "report": {
+        "run",
+        "--json",
+    },
+    "split": {
+        "store",
+        "--train",
+        "--held-out",
+        "--by",
+        "--share",
+        "--at-most",
+        "--before",
+        "--seed",
+        "--allow-shared-users",
+        "--json",
+    },
+    "stats": {
+        "store",
+        "--tokenizer",
+        "--verify",
+        "--json",
+    },
+    "train": {
+        "config",
+        "--out",
+        "--json",
+    },
 }
 
 
@@ -75,9 +147,7 @@ def test_every_option_of_every_command_is_listed() -> None:
     group = typer.main.get_command(cli.app)
     found = {
         name: {
-            max(parameter.opts, key=len)
-            for parameter in command.params
-            if parameter.name != "help"
+            max(parameter.opts, key=len) for parameter in command.params if parameter.name != "help"
         }
         for name, command in group.commands.items()  # type: ignore[attr-defined]
     }
@@ -207,12 +277,7 @@ def test_budget_exhausted_maps_to_3_from_a_real_command(
 
 
 def test_failure_of_ours_is_exit_code_1_as_a_shell_sees_it() -> None:
-    code = (
-        "import userdp.cli as c\n"
-        "def fail(): raise RuntimeError('ours')\n"
-        "c.app = fail\n"
-        "c.main()"
-    )
+    code = "import userdp.cli as c\ndef fail(): raise RuntimeError('ours')\nc.app = fail\nc.main()"
     assert python(code).returncode == 1
 
 

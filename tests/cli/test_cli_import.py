@@ -70,8 +70,8 @@ BAD: dict[str, tuple[bytes, int]] = {
     "a list": (GOOD + json.dumps([USER, TEXT]).encode() + b"\n", 4),
     "a string": (GOOD + json.dumps(TEXT).encode() + b"\n", 4),
     "nested beyond reason": (GOOD + b"[" * 100_000 + b"\n", 4),
-    "a number of 10,000 digits": (
-        GOOD + line(n=0).replace(b'"n": 0', b'"n": ' + b"7" * 10_000),
+    "user is a number of 10,000 digits": (
+        GOOD + line("x").replace(b'"x"', b"7" * 10_000),
         4,
     ),
     "columns of another name": (json.dumps({"who": USER, "what": TEXT}).encode() + b"\n", 1),
@@ -112,9 +112,7 @@ def test_ids_equal_after_normalisation_are_refused_until_the_caller_says(
     assert "--ids exact" in result.err
     assert "quokka" not in result.err.lower()
     source = tmp_path / "data.jsonl"
-    merged = userdp(
-        "import", source, "--out", tmp_path / "m", "--ids", "merge", "--json"
-    ).json
+    merged = userdp("import", source, "--out", tmp_path / "m", "--ids", "merge", "--json").json
     exact = userdp("import", source, "--out", tmp_path / "e", "--ids", "exact", "--json").json
     assert (merged["users"], exact["users"]) == (2, 3)
 
@@ -272,9 +270,7 @@ def test_key_is_readable_by_its_owner_only(tmp_path: Path) -> None:
         (("--drop-user", "LIST@example.org"), 2, 3),
     ],
 )
-def test_owner_options(
-    tmp_path: Path, options: tuple[str, ...], users: int, edges: int
-) -> None:
+def test_owner_options(tmp_path: Path, options: tuple[str, ...], users: int, edges: int) -> None:
     source = tmp_path / "data.jsonl"
     source.write_bytes(line(["ann", "list@example.org"]) + line(["bob", "ann"]))
     data = userdp("import", source, "--out", tmp_path / "store", "--json", *options).json
@@ -316,8 +312,10 @@ def small_store(tmp_path: Path) -> Path:
 def test_stats_counts_what_is_there(small_store: Path) -> None:
     data = userdp("stats", small_store, "--json").json
     assert (data["records"], data["users"]) == (4, 3)
-    assert data["records_per_user"] == {"min": 1, "median": 1.0, "mean": 5 / 3, "max": 3}
-    assert data["users_per_record"] == {"min": 1, "median": 1.0, "mean": 1.25, "max": 2}
+    per_user = {"min": 1, "median": 1.0, "mean": 5 / 3, "max": 3}
+    per_record = {"min": 1, "median": 1.0, "mean": 1.25, "max": 2}
+    assert data["records_per_user"] == data["records_per_user"] | per_user
+    assert data["users_per_record"] == data["users_per_record"] | per_record
 
 
 def test_stats_in_words_has_a_histogram_and_a_warning(small_store: Path) -> None:
@@ -338,5 +336,3 @@ def test_stats_of_a_changed_store_is_refused(small_store: Path) -> None:
     result = userdp("stats", small_store)
     assert result.code == 2
     assert "changed since the import" in result.err
-
-

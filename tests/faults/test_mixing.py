@@ -1,4 +1,4 @@
-"""Rows 8 and 19 of the fault table: users coupled by the model or the loss, records with several owners."""
+"""Rows 8 and 19 of the fault table: users coupled by model or loss, records of several owners."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def clip_update(update: Sequence[Tensor], rule: FlatClip) -> Update:
 
 
 def _rounded_down(factor: Tensor, like: Tensor) -> Tensor:
-    """The factor in the tensor's dtype, never above it: a tiny one has few digits left in float32."""
+    """The factor in the tensor's dtype, never above it: a tiny one has few float32 digits."""
     narrow = factor.to(like.dtype)
     return torch.where(narrow > factor, torch.nextafter(narrow, torch.zeros_like(narrow)), narrow)
 
