@@ -182,8 +182,8 @@ def test_every_module_says_what_it_decides() -> None:
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'trian'"):
-        _ = userdp.trian  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="no attribute 'trane'"):
+        _ = userdp.trane  # type: ignore[attr-defined]
 
 
 def test_files_stay_small_enough_to_be_one_idea() -> None:

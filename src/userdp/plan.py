@@ -76,7 +76,7 @@ class Plan:
         if self.noise.noise_multiplier > 0 and not self.clip.bounds_updates:
             raise InputError(
                 f"noise_multiplier={self.noise.noise_multiplier:g} with clip_norm=inf is infinite "
-                "noise: it is scaled to the clip norm. Set noise_multiplier=0, or a finite clip_norm."
+                "noise: it is scaled to the clip norm. Set noise_multiplier=0, or clip_norm finite."
             )
         if self.non_private and not spends:
             raise InputError(

@@ -227,7 +227,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "report of nothing": (("report", "nowhere"), "is this the directory of a run"),
     "train without file": (("train", "nowhere.toml", "--out", "run"), "nowhere.toml"),
     "evaluate on nothing": (("evaluate", "model", "nowhere"), "not a user store"),
-    "command unknown": (("trian",), "trian"),
+    "command unknown": (("trane",), "trane"),
 }
 
 
