@@ -32,7 +32,7 @@ _TAIL_SHARE = 1e-8
 NOISE_TOLERANCE = 1e-5
 
 # An epsilon that is not worth telling from 0: reported as this.
-_NOTHING = 1e-6
+NOTHING = 1e-6
 
 LARGEST_NOISE = 1e7
 SMALLEST_NOISE = 1e-4
@@ -187,6 +187,46 @@ def epsilon_bound(
     return max(result, _epsilon_of(prepared, other, delta, tolerance))
 
 
+def epsilon_in(
+    mechanism: Sequence[Mixture],
+    direction: Direction,
+    delta: float,
+    *,
+    tolerance: float = TOLERANCE,
+) -> float:
+    """An upper bound on epsilon in one direction only."""
+    exact = _gaussian_epsilon(mechanism, delta)
+    if exact is not None:
+        return exact
+    return _epsilon_of(_prepare(mechanism, delta), direction, delta, tolerance)
+
+
+def renyi_epsilon(mechanism: Sequence[Mixture], delta: float) -> float:
+    """Epsilon by the best single moment in the worse direction, integrated numerically."""
+    prepared = _prepare(mechanism, delta)
+    return max(_renyi_epsilon(prepared, way, delta) for way in Direction)
+
+
+def interval_for(
+    mechanism: Sequence[Mixture], epsilon: float, delta: float, excess: float
+) -> tuple[float, float]:
+    """The widest uniform grid that adds about `excess` (relative) to epsilon, and its size.
+
+    The size counts grid points times mixture components: what building the grid costs.
+    """
+    prepared = _prepare(mechanism, delta)
+    # The worse direction decides epsilon, and the other one's grid is no harder.
+    ways = [(way, *_saddle(prepared, way, epsilon, 1.0)) for way in Direction]
+    way, tilt, _ = max(ways, key=lambda found: found[2])
+    spacing = _spacing(prepared, way, tilt, excess * epsilon)
+    spacing = min(spacing, math.sqrt(excess) * epsilon, 1.0)
+    size = sum(
+        float(one.quadrature.loss[-1] - one.quadrature.loss[0]) / spacing * len(one.pair.shifts)
+        for one in prepared
+    )
+    return spacing, size
+
+
 def _gaussian_epsilon(mechanism: Sequence[Mixture], delta: float) -> float | None:
     """The exact epsilon where no step samples: Gaussian steps compose to one Gaussian."""
     if not all(mixture.is_gaussian for mixture in mechanism):
@@ -225,14 +265,14 @@ def _epsilon_of(
 ) -> float:
     """The bound in one direction: composed where epsilon is thought to be, until it is there."""
     epsilon = _renyi_epsilon(prepared, direction, delta)
-    if epsilon <= _NOTHING:
-        return _NOTHING if _delta_at(prepared, direction, _NOTHING, tolerance) <= delta else epsilon
+    if epsilon <= NOTHING:
+        return NOTHING if _delta_at(prepared, direction, NOTHING, tolerance) <= delta else epsilon
     solved, allowed = epsilon, COARSE_TOLERANCE
     for _ in range(40):
         tilt, _ = _saddle(prepared, direction, epsilon, 1.0)
         composed = _composed(prepared, direction, epsilon, tilt, allowed)
         solved = _solve(composed, delta, epsilon)
-        if math.isinf(solved) or solved <= _NOTHING:
+        if math.isinf(solved) or solved <= NOTHING:
             return solved
         if abs(solved - epsilon) <= 0.02 * epsilon:
             if allowed <= tolerance:
@@ -255,7 +295,7 @@ def _solve(composed: Composed, delta: float, guess: float) -> float:
         return math.inf
     low = max(composed.valid_from, 0.0)
     if composed.delta(low) <= delta:
-        return max(low, _NOTHING)
+        return max(low, NOTHING)
     high = max(guess, low)
     width = 0.01 * high
     while composed.delta(high) > delta:
@@ -319,10 +359,15 @@ def least_noise(
                 )
         return math.log(max(result, 1e-300)) - target
 
+    exact = _gaussian_noise(mechanism_of, epsilon, delta)
+    if exact is not None:
+        return exact if exact.noise_multiplier <= LARGEST_NOISE else None
     start = _bracketed(estimate, 0.0)
     if start is None:
         return None
     log_noise, slope = start
+    if log_noise <= math.log(SMALLEST_NOISE):
+        return Found(noise_multiplier=SMALLEST_NOISE, evaluations=0)
     log_noise, slope = _secant(
         lambda at: bound(at, COARSE_TOLERANCE), log_noise, slope, 2e-3, rise=0.0
     )
@@ -330,6 +375,21 @@ def least_noise(
         lambda at: bound(at, tolerance), log_noise, slope, NOISE_TOLERANCE, rise=0.3
     )
     return Found(noise_multiplier=math.exp(log_noise), evaluations=evaluations)
+
+
+def _gaussian_noise(
+    mechanism_of: Callable[[float], Sequence[Mixture]], epsilon: float, delta: float
+) -> Found | None:
+    """The exact answer where no step samples and every noise is the multiplier times a constant."""
+    unit, double = mechanism_of(1.0), mechanism_of(2.0)
+    if not all(mixture.is_gaussian for mixture in unit):
+        return None
+    if any(two.noise != 2 * one.noise for one, two in zip(unit, double, strict=True)):
+        return None
+    squares = sum(one.count * (float(one.shifts[0]) / one.noise) ** 2 for one in unit)
+    return Found(
+        noise_multiplier=math.sqrt(squares) / gaussian.sensitivity(epsilon, delta), evaluations=1
+    )
 
 
 def _bracketed(excess: Callable[[float], float], start: float) -> tuple[float, float] | None:
