@@ -123,7 +123,9 @@ def search_noise(
         assert steps is not None
         return steps
 
-    found = search.least_noise(mechanism, epsilon=target * (1 - MARGIN), delta=delta)
+    sampled = any(not step.is_gaussian for step in mechanism(1.0))
+    margin = MARGIN if sampled else 2 * certificate.GAUSSIAN_EXCESS
+    found = search.least_noise(mechanism, epsilon=target * (1 - margin), delta=delta)
     if found is None or found.noise_multiplier > LARGEST_NOISE_MULTIPLIER:
         raise _out_of_reach(event_of, target=target, delta=delta, adjacency=adjacency)
     return found.noise_multiplier

@@ -81,10 +81,10 @@ class _Prepared:
 
 
 def _prepare(mechanism: Sequence[Mixture], delta: float) -> list[_Prepared]:
-    steps = sum(mixture.count for mixture in mechanism)
+    steps = sum(mixture.count for mixture in joined(mechanism))
     tail = max(_TAIL_SHARE * delta / steps, 1e-290)
     prepared: list[_Prepared] = []
-    for mixture in mechanism:
+    for mixture in joined(mechanism):
         pair = Pair.of(mixture.noise, mixture.shifts, mixture.weights, tail=tail / 2)
         quadrature = Quadrature.of(pair, tail / 2)
         prepared.append(_Prepared(pair=pair, quadrature=quadrature, count=mixture.count))
@@ -227,12 +227,30 @@ def interval_for(
     return spacing, size
 
 
+def joined(mechanism: Sequence[Mixture]) -> list[Mixture]:
+    """The same mechanism with all unsampled steps as one: Gaussians compose to a Gaussian.
+
+    >>> one = np.array([1.0])
+    >>> joined([Mixture(noise=4.0, shifts=one, weights=one, count=4)])[0].noise
+    2.0
+    """
+    sampled = [mixture for mixture in mechanism if not mixture.is_gaussian]
+    squares = sum(
+        one.count * (float(one.shifts[0]) / one.noise) ** 2 for one in mechanism if one.is_gaussian
+    )
+    if squares == 0:
+        return sampled
+    one = np.array([1.0])
+    whole = Mixture(noise=1 / math.sqrt(squares), shifts=one, weights=one, count=1)
+    return [*sampled, whole]
+
+
 def _gaussian_epsilon(mechanism: Sequence[Mixture], delta: float) -> float | None:
-    """The exact epsilon where no step samples: Gaussian steps compose to one Gaussian."""
-    if not all(mixture.is_gaussian for mixture in mechanism):
+    """The exact epsilon where no step samples."""
+    whole = joined(mechanism)
+    if len(whole) != 1 or not whole[0].is_gaussian:
         return None
-    squares = sum(one.count * (float(one.shifts[0]) / one.noise) ** 2 for one in mechanism)
-    return gaussian.epsilon(math.sqrt(squares), delta)
+    return gaussian.epsilon(1 / whole[0].noise, delta)
 
 
 def _renyi_epsilon(prepared: Sequence[_Prepared], direction: Direction, delta: float) -> float:

@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from userdp.cli import account, calibrate
+from userdp.cli import account, calibrate, plan
 from userdp.errors import BudgetExhaustedError, InputError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.command("account")(account.account)
 app.command("calibrate")(calibrate.calibrate)
+app.command("plan")(plan.plan)
 
 
 def main() -> None:
