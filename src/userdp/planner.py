@@ -7,8 +7,9 @@ gradient differs (Charles et al. 2024, Sec. 3):
 
     ELS: sigma_ELS(G_ELS) L(1) / B        ULS: sigma_ULS(M) L(G) / M
 
-with L(G) the norm of a mean gradient over G records of one user. L is an argument: estimated from the
-model (Eq. 8), or one of the two extremes of App. B. The planner needs no torch, and reads no data.
+with L(G) the norm of a mean gradient over G records of one user. L is an argument: estimated from
+the model (Eq. 8), or one of the two extremes of App. B. The planner needs no torch, and reads no
+data.
 
 Public: everything given and everything returned, provided the norms and the record counts were
 public or paid for. The caller says which; see docs/accounting.md.
@@ -53,10 +54,12 @@ def estimated(norms: Mapping[int, float]) -> Norms:
     """
     if not norms or any(size < 1 or not value > 0 for size, value in norms.items()):
         raise InputError(
-            "gradient norms map group sizes (1 or more) to positive norms; give at least group size 1."
+            "gradient norms map group sizes (1 or more) to positive norms; give at least size 1."
         )
     if 1 not in norms:
-        raise InputError("gradient norms lack group size 1, the norm of a single record's gradient.")
+        raise InputError(
+            "gradient norms lack group size 1, the norm of a single record's gradient."
+        )
     sizes = sorted(norms)
     at, values = np.log(sizes), np.log([norms[size] for size in sizes])
     return lambda group_size: float(np.exp(np.interp(math.log(group_size), at, values)))
@@ -90,8 +93,8 @@ class Setting:
         accountant.check_delta(self.delta)
         if self.compute > self.num_users * max(self.largest_group, self.group_size_els):
             raise InputError(
-                f"compute={self.compute:,} gradients a step is more than all {self.num_users:,} users "
-                "hold. Use less compute, or more records a user."
+                f"compute={self.compute:,} gradients a step is more than all {self.num_users:,} "
+                "users hold. Use less compute, or more records a user."
             )
 
 
@@ -124,10 +127,12 @@ class Planner:
 
     setting: Setting
     norms: Norms
-    _noise: dict[tuple[str, int, int], float] = field(default_factory=dict[tuple[str, int, int], float])
+    _noise: dict[tuple[str, int, int], float] = field(
+        default_factory=dict[tuple[str, int, int], float]
+    )
 
     def uls_noise(self, cohort_size: int, steps: int | None = None) -> float:
-        """sigma_ULS(M): the noise multiplier of user-level sampling with M expected users (Eq. 3)."""
+        """sigma_ULS(M): the multiplier of user-level sampling with M expected users (Eq. 3)."""
         return self._searched(ULS, cohort_size, steps)
 
     def els_noise(self, group_size: int, compute: int | None = None) -> float:
@@ -228,10 +233,10 @@ class Planner:
     def estimate_and_double(self, compute: int | None = None, *, first_cohort: int = 1) -> Split:
         """Alg. 3: double whichever of G and M lowers the noise more, until the budget is spent.
 
-        Compares tau_G = L(2G) / L(G) with tau_M = s(2M) / s(M), where s(M) = sigma_ULS(M) / M is the
-        noise left on a mean over M users: the paper's v = L(G) sigma(M), Eq. 9, with the sigma of
-        Eq. 6 (the noise multiplier alone grows with M, and could never favour a larger cohort). The
-        paper starts from `first_cohort` = 32 users; 1 leaves every split within reach.
+        Compares tau_G = L(2G) / L(G) with tau_M = s(2M) / s(M), where s(M) = sigma_ULS(M) / M is
+        the noise left on a mean over M users: the paper's v = L(G) sigma(M), Eq. 9, with the sigma
+        of Eq. 6 (the noise multiplier alone grows with M, and could never favour a larger cohort).
+        The paper starts from `first_cohort` = 32 users; 1 leaves every split within reach.
         """
         compute = compute or self.setting.compute
         allowed = self.splits(compute)
@@ -245,7 +250,9 @@ class Planner:
             grow_cohort = 2 * cohort_size <= most
             if grow_group and grow_cohort:
                 tau_group = self.norms(2 * group_size) / self.norms(group_size)
-                tau_cohort = self._noise_per_user(2 * cohort_size) / self._noise_per_user(cohort_size)
+                tau_cohort = self._noise_per_user(2 * cohort_size) / self._noise_per_user(
+                    cohort_size
+                )
                 grow_group = tau_group < tau_cohort
             if grow_group:
                 group_size *= 2
@@ -320,15 +327,15 @@ def recommend(
 ) -> Recommendation:
     """The plan with the least noise on the mean gradient, with reasons and alternatives.
 
-    ULS takes the split of Estimate-and-Double unless a full search finds a better one; ELS or ULS is
-    decided by comparison (7). `user_factors` asks what 10 or 100 times the users would change: those
+    ULS takes the best split of a full search, beside Estimate-and-Double's; ELS or ULS is decided
+    by comparison (7). `user_factors` asks what 10 or 100 times the users would change: those
     candidates are marked hypothetical.
 
     >>> setting = Setting(
     ...     num_users=1024, group_size_els=32, epsilon=1.0, delta=1e-6, steps=1000, compute=64,
     ...     largest_group=32)
     >>> recommend(setting, same_direction()).best.method
-    'ELS'
+    'ULS'
     """
     planner = Planner(setting, norms)
     splits = planner.splits()
@@ -348,8 +355,8 @@ def recommend(
     candidates = [planner.uls(split) for split in splits] + ([els] if els is not None else [])
     if not candidates:
         raise InputError(
-            f"compute={setting.compute:,} gradients a step fits neither {setting.num_users:,} users nor "
-            "their records. Use less compute."
+            f"compute={setting.compute:,} gradients a step fits neither {setting.num_users:,} "
+            "users nor their records. Use less compute."
         )
     best = min(candidates, key=lambda one: one.noise_stddev)
     return Recommendation(
@@ -374,7 +381,7 @@ def _reasons(
         right = uls.group_size * planner.norms(uls.group_size) * uls.noise_multiplier
         found.append(
             f"comparison (7): L(1) sigma_ELS = {left:.4g} {'<=' if left <= right else '>'} "
-            f"G L(G) sigma_ULS = {right:.4g} at G={uls.group_size}, so {best.method} adds less noise"
+            f"G L(G) sigma_ULS = {right:.4g} at G={uls.group_size}: {best.method} adds less noise"
         )
         found.append(f"group size of ELS by the median rule: {els.group_size} records a user")
     if strategies:

@@ -1,8 +1,8 @@
 """Epsilon of an event, and the noise multiplier that reaches a target epsilon.
 
 Every number is an upper bound, the worse of the two directions, certified as `certificate` says and
-remembered on disk by its parameters and the versions involved. Reading an epsilon has no side effect
-on any budget.
+remembered on disk by its parameters and the versions involved. Reading an epsilon has no side
+effect on any budget.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from scipy.optimize import brentq
-
-from userdp.accounting import cache, certificate, search
+from userdp.accounting import cache, certificate, search, special
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.errors import InputError
@@ -46,8 +44,8 @@ def check_delta(delta: float) -> None:
         raise InputError(f"delta={delta} is not a probability strictly between 0 and 1.")
     if delta < SMALLEST_DELTA:
         raise InputError(
-            f"delta={delta} is below {SMALLEST_DELTA}, the smallest that can be computed with. Use a "
-            "larger delta: 1/num_users^1.1 is common."
+            f"delta={delta} is below {SMALLEST_DELTA}, the smallest that can be computed with. "
+            "Use a larger delta: 1/num_users^1.1 is common."
         )
 
 
@@ -83,7 +81,7 @@ def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency) -> float:
 def calibrate(
     event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
 ) -> float:
-    """The smallest noise multiplier (to about 0.03%) at which the event's epsilon is at most `target`.
+    """The smallest noise multiplier (to about 0.03%) at which epsilon is at most `target`.
 
     `event_of` maps a noise multiplier to the event of the whole run.
 
@@ -156,7 +154,7 @@ def _calibrate_by_evaluation(
         if low < math.log(1e-3):
             return math.exp(high)
 
-    root = float(brentq(excess, low, high, xtol=CALIBRATION_TOLERANCE / 4, rtol=1e-12))
+    root = special.root(excess, low, high, within=CALIBRATION_TOLERANCE / 4)
     while excess(root) > 0:
         root += CALIBRATION_TOLERANCE / 4
     return math.exp(root)

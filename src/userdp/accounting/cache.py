@@ -1,9 +1,9 @@
 """Certified numbers remembered on disk, by everything they depend on.
 
 One small JSON file a number, named by the hash of its key: the event, delta, the adjacency and the
-versions of both accountants. The file repeats the whole key, and is used only if it matches. A cache
-that cannot be read or written is as good as none. `USERDP_CACHE` names another directory; "off"
-switches it off.
+versions of both accountants. The file repeats the whole key, and is used only if it matches. A
+cache that cannot be read or written is as good as none. `USERDP_CACHE` names another directory;
+"off" switches it off.
 """
 
 from __future__ import annotations

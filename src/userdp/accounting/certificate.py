@@ -1,8 +1,8 @@
 """The number that is printed: one evaluation by `dp_accounting`, or who vouches instead.
 
-Our own search is fast and an upper bound by its own proof; what is told to people is still checked by
-an independent library, `dp_accounting`, in both directions. Its cost and its excess depend on the
-discretisation interval: the search knows which interval adds 0.01% and no more, so that one
+Our own search is fast and an upper bound by its own proof; what is told to people is still checked
+by an independent library, `dp_accounting`, in both directions. Its cost and its excess depend on
+the discretisation interval: the search knows which interval adds 0.01% and no more, so that one
 evaluation is enough. Where the library cannot answer (delta at or below 1e-15, epsilon above 700,
 millions of intervals) our own bound stands, and says so.
 """
@@ -25,8 +25,9 @@ from userdp.errors import UnaccountedPlanError
 from userdp.units import Adjacency
 
 # Zero-out moves one user's clipped updates between "there" and "zero": the pair of output
-# distributions, hence the privacy loss, is that of add/remove. Under replace `dp_accounting` compares
-# a user at +C with one at -C, so the noise multiplier counts clip norms under every adjacency.
+# distributions, hence the privacy loss, is that of add/remove. Under replace `dp_accounting`
+# compares a user at +C with one at -C, so the noise multiplier counts clip norms under every
+# adjacency.
 RELATION = {
     Adjacency.ADD_REMOVE: NeighboringRelation.ADD_OR_REMOVE_ONE,
     Adjacency.ZERO_OUT: NeighboringRelation.REPLACE_SPECIAL,
@@ -73,7 +74,8 @@ def own() -> str:
 def mixtures(event: DpEvent, count: int = 1) -> list[search.Mixture] | None:
     """The event as steps our own search can price, or None.
 
-    >>> [step.count for step in mixtures(dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(2.0), 3))]
+    >>> event = dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(2.0), 3)
+    >>> [step.count for step in mixtures(event) or []]
     [3]
     """
     one, zero_one = np.array([1.0]), np.array([0.0, 1.0])
@@ -173,8 +175,8 @@ def _is_mixture(event: DpEvent) -> bool:
 def _replace(steps: list[search.Mixture], delta: float) -> Evaluation:
     """Replacing a user is removing one and adding another: the guarantees chain.
 
-    P <= e^e1 Q + d1 and Q <= e^e2 R + d2 give P <= e^(e1 + e2) R + d1 + e^e1 d2. An upper bound, not
-    tight: `dp_accounting` has no rule for mixtures under replace, and neither has the paper.
+    P <= e^e1 Q + d1 and Q <= e^e2 R + d2 give P <= e^(e1 + e2) R + d1 + e^e1 d2. An upper bound,
+    not tight: `dp_accounting` has no rule for mixtures under replace, and neither has the paper.
     """
     first = search.epsilon_in(steps, search.Direction.REMOVE, delta / 2)
     second_delta = delta / 2 * math.exp(-min(first, 700.0))
@@ -206,8 +208,9 @@ def _library_alone(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Eva
     def bound(interval: float) -> float:
         return _one_evaluation(event, delta=delta, adjacency=adjacency, interval=interval)
 
-    # Every interval gives an upper bound, at a cost that grows as it shrinks; the excess shrinks with
-    # its square. So refine until what is left, judged from the last two bounds, no longer matters.
+    # Every interval gives an upper bound, at a cost that grows as it shrinks; the excess shrinks
+    # with its square. So refine until what is left, judged from the last two bounds, no longer
+    # matters.
     interval = COARSEST_INTERVAL
     best = bound(interval)
     excess = math.inf

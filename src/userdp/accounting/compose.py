@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import fft
-from scipy.special import erfcx
+from numpy.typing import NDArray
 
 from userdp.accounting.discretise import Atoms
 from userdp.accounting.pair import UNIT_ROUNDOFF, Floats
+from userdp.accounting.special import erfcx
 
 # Per level of the FFT: Higham 2002, Thm. 24.2 has eta = u + gamma_4 (sqrt(2) + u) < 7 u for exact
 # twiddles; ours are rounded once more, and real transforms take one more pass.
@@ -36,6 +36,7 @@ _WINDOW_LOSS = 1e-9
 LARGEST_WINDOW = 1 << 23
 
 Part = tuple[Atoms, int]
+Spectrum = NDArray[np.complex128]
 
 
 def moments(parts: Sequence[Part], tilt: float) -> tuple[float, float, float]:
@@ -56,7 +57,7 @@ def moments(parts: Sequence[Part], tilt: float) -> tuple[float, float, float]:
 
 
 def saddle_point(parts: Sequence[Part], epsilon: float, start: float = 1.0) -> float:
-    """The tilt t > 0 at which S has mean epsilon, to a tenth of its standard deviation; or near 0."""
+    """The tilt t > 0 at which S has mean epsilon, to a tenth of its deviation; or near 0."""
     low, high, tilt = 0.0, math.inf, max(start, 1e-6)
     for _ in range(80):
         _, mean, variance = moments(parts, tilt)
@@ -78,12 +79,12 @@ def saddle_estimate(value: float, variance: float, tilt: float, epsilon: float) 
     deviation = math.sqrt(max(variance, 1e-300))
     outer, inner = tilt * deviation, (tilt + 1) * deviation
     factor = (erfcx(outer / math.sqrt(2)) - erfcx(inner / math.sqrt(2))) / 2
-    return value - tilt * epsilon + math.log(max(float(factor), 1e-300))
+    return value - tilt * epsilon + math.log(max(factor, 1e-300))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """The composed loss near one epsilon: `delta` bounds it there and nearby, from `valid_from` on."""
+    """The composed loss near one epsilon: bounds delta there and nearby, from `valid_from` on."""
 
     valid_from: float
     loss: Floats
@@ -140,7 +141,7 @@ def compose(parts: Sequence[Part], epsilon: float, start: float = 1.0) -> Compos
     if last < highest:
         beyond = math.exp(min(0.0, _tail_above(parts, spacing * last)))
     mass, rounding, relative = _convolve(parts, tilt, length, first - lowest, last - first + 1)
-    loss = spacing * np.arange(first, last + 1) + offset
+    loss: Floats = spacing * np.arange(first, last + 1, dtype=np.float64) + offset
     log_scale = value - tilt * (spacing * first)
     size = abs(value) + abs(tilt) * spacing * max(abs(first), abs(last))
     return Composed(
@@ -180,7 +181,7 @@ def _convolve(
     """The tilted, wrapped convolution; its 2-norm rounding error; its relative error."""
     levels = math.log2(length)
     forward = levels * _FFT_LEVEL
-    spectrum: np.ndarray | None = None
+    spectrum: Spectrum | None = None
     relative = norm = 0.0
     for atoms, count in parts:
         loss = atoms.spacing * atoms.index
@@ -194,20 +195,20 @@ def _convolve(
         wrapped = np.bincount((atoms.index - atoms.index[0]) % length, mass, minlength=length)
         # |(G + e)^T - G^T| <= T |e| (1 + |e|)^T where |G| <= 1; ||G||_2 = sqrt(length) ||mass||_2.
         norm += count * forward * float(np.sqrt(wrapped @ wrapped))
-        power = _power(fft.rfft(wrapped), count)
+        power = _power(np.fft.rfft(wrapped), count)
         spectrum = power if spectrum is None else spectrum * power
         # Each complex product has relative error sqrt(5) u; z^T takes T - 1 of them, in effect.
         norm += count * math.sqrt(5) * UNIT_ROUNDOFF * float(np.sqrt(wrapped @ wrapped))
     assert spectrum is not None
-    result = fft.irfft(spectrum, length)
+    result = np.fft.irfft(spectrum, length)
     rounding = norm * math.exp(min(700.0, norm * math.sqrt(length)))
     rounding += forward * float(np.sqrt(result @ result)) * 1.01
     return np.roll(result, -(shift % length))[:wanted], rounding, math.expm1(relative)
 
 
-def _power(base: np.ndarray, exponent: int) -> np.ndarray:
+def _power(base: Spectrum, exponent: int) -> Spectrum:
     """base ** exponent by repeated squaring: the rounding of each product is known."""
-    result: np.ndarray | None = None
+    result: Spectrum | None = None
     while exponent:
         if exponent & 1:
             result = base if result is None else result * base

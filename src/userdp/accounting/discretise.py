@@ -1,13 +1,13 @@
 """One step's privacy loss on a grid, by connect-the-dots, never below the truth.
 
-Outputs between two edges x_a < x_b have losses between l(x_a) and l(x_b). Replacing them by two atoms
-at those losses that keep the mass of P and of Q spreads the likelihood ratio, so the pair becomes
-easier to tell apart: its hockey-stick divergence grows at every epsilon, alone and in any composition
-(Doroshenko et al. 2022, Thm. 3.1; Zhu, Dong and Wang 2022, Thm. 10). The edges are multiples of a
-spacing h, close together only where the mass is: that is what makes the search fast.
+Outputs between two edges x_a < x_b have losses between l(x_a) and l(x_b). Replacing them by two
+atoms at those losses that keep the mass of P and of Q spreads the likelihood ratio, so the pair
+becomes easier to tell apart: its hockey-stick divergence grows at every epsilon, alone and in any
+composition (Doroshenko et al. 2022, Thm. 3.1; Zhu, Dong and Wang 2022, Thm. 10). The edges are
+multiples of a spacing h, close together only where the mass is: that is what makes the search fast.
 
-Rounding is covered, not ignored: an edge's loss is off by at most `slack`, so bins are widened by it
-and every atom is moved up by it; masses carry an error bound, which is added on the bad side.
+Rounding is covered, not ignored: an edge's loss is off by at most `slack`, so bins are widened by
+it and every atom is moved up by it; masses carry an error bound, which is added on the bad side.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtr
 
 from userdp.accounting.pair import UNIT_ROUNDOFF, Floats, Pair, Quadrature, log_upper_tail
+from userdp.accounting.special import ndtr
 
 Indices = NDArray[np.int64]
 
@@ -48,8 +48,8 @@ class Focus:
     """Where a discretisation shall be accurate: it is an upper bound whatever these are.
 
     `tilt` is the saddle point of all steps at `epsilon`; `allowed` is how much the epsilon of all
-    steps may grow by merging bins of width `spacing`; `resolution` is the widest bin relative to its
-    loss, for steps of which a single one may decide.
+    steps may grow by merging bins of width `spacing`; `resolution` is the widest bin relative to
+    its loss, for steps of which a single one may decide.
     """
 
     epsilon: float
@@ -104,8 +104,8 @@ def _edges(quadrature: Quadrature, direction: Direction, count: int, focus: Focu
     # A bin of width v holding density d adds d v^3: for a number of bins, v = d^(-1/3) is best. The
     # constant is bisected, from "every bin has width 1" up.
     shape = np.log(steps / np.maximum(mass, 1e-300)) / 3 - math.log(spacing)
-    # Much wider than 1 / (1 + tilt) the cost of a bin grows exponentially, not as v^2. And where one
-    # large loss among many steps decides, the tilted mass does not show it.
+    # Much wider than 1 / (1 + tilt) the cost of a bin grows exponentially, not as v^2. And where
+    # one large loss among many steps decides, the tilted mass does not show it.
     size = np.abs(loss[1:])
     finest = focus.resolution * np.maximum(size, _SMALL_LOSS * focus.epsilon)
     finest = np.where(size > 2 * focus.epsilon, np.inf, finest)
@@ -122,7 +122,8 @@ def _edges(quadrature: Quadrature, direction: Direction, count: int, focus: Focu
     widths = spacing * np.exp(np.minimum(np.maximum(shape + low, 0.0), widest))
     bins = np.concatenate([[0.0], np.cumsum(steps / widths)])
     bins *= min(1.0, _MOST_BINS / bins[-1])
-    at = np.interp(np.arange(math.floor(bins[-1]) + 1), bins, loss)
+    wanted: Floats = np.arange(math.floor(bins[-1]) + 1, dtype=np.float64)
+    at: Floats = np.interp(wanted, bins, loss)
     index = np.rint(at / spacing).astype(np.int64)
     first, last = math.ceil(loss[0] / spacing), math.floor(loss[-1] / spacing)
     ends = [first, max(first, last), *((0,) if first <= 0 <= last else ())]
@@ -154,14 +155,14 @@ def _outputs_at(pair: Pair, quadrature: Quadrature, losses: Floats) -> tuple[Flo
 
 
 def _masses(z: Floats) -> tuple[Floats, Floats]:
-    """N(0, 1)'s mass below, between and above the increasing points `z`, along axis 0; its error."""
+    """N(0, 1)'s mass below, between and above increasing `z`, along axis 0; its error."""
     tail = ndtr(-np.abs(z))
     below = z <= 0
-    inside = np.where(
+    inside: Floats = np.where(
         below[1:] == below[:-1], np.abs(tail[1:] - tail[:-1]), 1 - tail[1:] - tail[:-1]
     )
-    first = np.where(below[0], tail[0], 1 - tail[0])[None]
-    last = np.where(below[-1], 1 - tail[-1], tail[-1])[None]
+    first: Floats = np.where(below[:1], tail[:1], 1 - tail[:1])
+    last: Floats = np.where(below[-1:], 1 - tail[-1:], tail[-1:])
     mass = np.concatenate([first, inside, last])
     error = _SPECIAL * np.concatenate([first, tail[1:] + tail[:-1], last])
     return np.maximum(mass, 0.0), error + UNIT_ROUNDOFF * mass
@@ -197,7 +198,7 @@ def discretise(
     """The loss of one of `count` steps in `direction`, on a grid: dominates the pair's own."""
     spacing = focus.spacing
     edges = _edges(quadrature, direction, count, focus)
-    x, slack = _outputs_at(pair, quadrature, spacing * edges)
+    x, slack = _outputs_at(pair, quadrature, spacing * edges.astype(np.float64))
     # One more edge where the outputs begin, on the grid point below its loss: the first bin is a
     # little narrower than its atoms are apart. What lies before it is hardly anything.
     start = float(quadrature.x[0])

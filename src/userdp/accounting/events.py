@@ -10,8 +10,8 @@
 | b | `bands` | bands of the matrix that correlates the noise |
 | T | `steps` | number of steps |
 
-The adjacency is not part of an event: the accountant takes it beside the event. Other accountings of
-the same events are in `renyi` (RDP, the moments accountant of 2018) and `group` (black-box group
+The adjacency is not part of an event: the accountant takes it beside the event. Other accountings
+of the same events are in `renyi` (RDP, the moments accountant of 2018) and `group` (black-box group
 privacy); mechanisms without a closed event in `monte_carlo`, `filter`, `quantile` and `selection`.
 
 An event, once released, never changes its meaning: a new theorem is a new function.
@@ -24,8 +24,8 @@ from typing import Any, cast
 
 import attrs
 from dp_accounting import dp_event
-from scipy.stats import binom
 
+from userdp.accounting.special import binomial_pmf
 from userdp.errors import LedgerError
 
 DpEvent = dp_event.DpEvent
@@ -62,7 +62,7 @@ def poisson_records_gaussian(
             user_sampling_prob=record_sampling_prob, noise_multiplier=noise_multiplier
         )
     counts = range(group_size + 1)
-    probs = [float(binom.pmf(count, group_size, record_sampling_prob)) for count in counts]
+    probs = binomial_pmf(group_size, record_sampling_prob)
     # A probability that underflows to zero is not a mean the mixture can have.
     support = [(float(count), prob) for count, prob in zip(counts, probs, strict=True) if prob > 0]
     total = sum(prob for _, prob in support)
@@ -76,8 +76,8 @@ def capped_poisson_users_gaussian(
 ) -> DpEvent:
     """One step of user-level sampling where a cohort above `cap` is cut to `cap` users at random.
 
-    A user who pushes the cohort above the cap also pushes another user out, which costs a little more
-    than plain Poisson sampling.
+    A user who pushes the cohort above the cap also pushes another user out, which costs a little
+    more than plain Poisson sampling.
     Reference: Ganesh 2025 (arXiv 2508.15089), as implemented in `dp_accounting`.
 
     >>> capped_poisson_users_gaussian(
@@ -96,8 +96,8 @@ def capped_poisson_users_gaussian(
 def min_separated_gaussian(*, participations: int, noise_multiplier: float) -> DpEvent:
     """A whole run of matrix-factorisation noise, a user's steps at least b apart: one Gaussian.
 
-    With a b-banded strategy matrix of column norm 1 and at most k steps per user, every two of them at
-    least b apart, the user's contributions are orthogonal: the run is a Gaussian mechanism with
+    With a b-banded strategy matrix of column norm 1 and at most k steps per user, every two of them
+    at least b apart, the user's contributions are orthogonal: the run is a Gaussian mechanism with
     multiplier sigma / sqrt(k). No sampling, no amplification.
     Reference: Ganesh et al. 2025, Sec. 3; Choquette-Choo et al. 2024.
 
@@ -112,9 +112,9 @@ def cyclic_poisson_banded(
 ) -> DpEvent:
     """A whole run of b-banded noise where step t samples from part t mod b of the users.
 
-    A user can only take part every b steps, ceil(T / b) times, each time with probability q among the
-    users of its part (so q is b times what it would be over all users); the noise seen by those steps
-    is independent.
+    A user can only take part every b steps, ceil(T / b) times, each time with probability q among
+    the users of its part (so q is b times what it would be over all users); the noise seen by those
+    steps is independent.
     Reference: Choquette-Choo et al. 2024, Thm. 4; Ganesh et al. 2025, App. A.
 
     >>> cyclic_poisson_banded(

@@ -1,7 +1,7 @@
 """The Gaussian mechanism in closed form: no sampling, any number of steps.
 
-Steps of noise multipliers sigma_i and sensitivity 1 compose to one Gaussian mechanism of sensitivity
-mu = sqrt(sum_i 1 / sigma_i^2), whose delta at epsilon is
+Steps of noise multipliers sigma_i and sensitivity 1 compose to one Gaussian mechanism of
+sensitivity mu = sqrt(sum_i 1 / sigma_i^2), whose delta at epsilon is
 
     delta = Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu)
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from scipy.special import log_ndtr
+from userdp.accounting.special import log_normal_cdf
 
 
 def log_delta(mu: float, epsilon: float) -> float:
@@ -21,8 +21,8 @@ def log_delta(mu: float, epsilon: float) -> float:
     >>> round(math.exp(log_delta(1.0, 1.0)), 4)
     0.1269
     """
-    first = float(log_ndtr(mu / 2 - epsilon / mu))
-    second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
+    first = log_normal_cdf(mu / 2 - epsilon / mu)
+    second = epsilon + log_normal_cdf(-mu / 2 - epsilon / mu)
     if second >= first:
         return -math.inf
     # The rounding of both logarithms, which the difference magnifies, is added.

@@ -1,8 +1,8 @@
 """Black-box group privacy: the baseline that exact accounting replaces.
 
-If a mechanism is (e, d)-DP for one record, it is (G e, d (e^(G e) - 1) / (e^e - 1))-DP for G records
-(Vadhan 2017, Lemma 2.2). It knows nothing of the mechanism, so it grows exponentially in G where the
-mixture of Gaussians grows about linearly (Charles et al. 2024, Fig. 1).
+If a mechanism is (e, d)-DP for one record, it is (G e, d (e^(G e) - 1) / (e^e - 1))-DP for G
+records (Vadhan 2017, Lemma 2.2). It knows nothing of the mechanism, so it grows exponentially in G
+where the mixture of Gaussians grows about linearly (Charles et al. 2024, Fig. 1).
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ def evaluation(record_level: DpEvent, *, group_size: int, delta: float) -> Evalu
     """`group_epsilon` of an event that prices the run for one record."""
     steps = certificate.mixtures(record_level)
     if steps is None:
-        raise InputError("group privacy here starts from Poisson-sampled records with Gaussian noise.")
+        raise InputError("group privacy here prices Poisson-sampled records with Gaussian noise.")
     epsilon = group_epsilon(steps, group_size=group_size, delta=delta)
     if math.isinf(epsilon):
         raise InputError(
-            f"black-box group privacy finds no finite epsilon for group_size={group_size} here: its "
-            "bound grows exponentially. Use --accountant pld, which is exact."
+            f"black-box group privacy finds no finite epsilon for group_size={group_size} here: "
+            "its bound grows exponentially. Use --accountant pld, which is exact."
         )
     return Evaluation(
         epsilon=epsilon,
-        certified_by=f"{certificate.own()} for one record, then black-box group privacy (Vadhan 2017); "
-        "an upper bound, far from tight",
+        certified_by=f"{certificate.own()} for one record, then black-box group privacy "
+        "(Vadhan 2017); an upper bound, far from tight",
         error_bound=math.inf,
     )

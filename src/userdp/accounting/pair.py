@@ -17,10 +17,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.special import log_ndtr, ndtr, ndtri
 
-Floats = NDArray[np.float64]
+from userdp.accounting.special import Floats, log_ndtr, ndtr, normal_quantile
 
 UNIT_ROUNDOFF = 2.0**-53
 
@@ -51,10 +49,10 @@ class Pair:
     def of(noise: float, shifts: Floats, weights: Floats, *, tail: float) -> Pair:
         """The pair, worsened by the error of `weights` and with at most `tail` of P given up.
 
-        Moving weight from a shift to the next larger one makes the pair easier to tell apart, in both
-        directions (Charles et al. 2024, Lemma 2). So the cumulative weights are lowered by more than
-        their rounding error. The shifts above which P has less than `tail` are cut off, and their
-        weight is counted as an output that only P can give.
+        Moving weight from a shift to the next larger one makes the pair easier to tell apart, in
+        both directions (Charles et al. 2024, Lemma 2). So the cumulative weights are lowered by
+        more than their rounding error. The shifts above which P has less than `tail` are cut off,
+        and their weight is counted as an output that only P can give.
 
         >>> Pair.of(1.0, np.array([0.0, 1.0]), np.array([0.99, 0.01]), tail=0.0).shifts
         array([0., 1.])
@@ -102,7 +100,7 @@ class Pair:
 
     def range_of_outputs(self, tail: float) -> tuple[float, float]:
         """An interval outside which Q (below) and P (above) have at most `tail`."""
-        reach = -float(ndtri(tail)) * self.noise
+        reach = -normal_quantile(tail) * self.noise
         low, high = float(self.shifts[0]) - reach, float(self.shifts[-1]) + reach
         for _ in range(60):
             middle = (low + high) / 2

@@ -1,11 +1,11 @@
 """Our own epsilon and noise multiplier: an upper bound like the certificate, in milliseconds.
 
-A mechanism here is a list of (mixture, count): steps that each cost a mixture of Gaussians, repeated
-and composed adaptively. `epsilon_bound` and `delta_bound` never fall below the truth (see
+A mechanism here is a list of (mixture, count): steps that each cost a mixture of Gaussians,
+repeated and composed adaptively. `epsilon_bound` and `delta_bound` never fall below the truth (see
 `discretise` and `compose` for why); how far above they may be is chosen by `tolerance`.
 
-The search for a noise multiplier first solves the saddle-point approximation, which costs no FFT, and
-then corrects it by a few evaluations of the bound.
+The search for a noise multiplier first solves the saddle-point approximation, which costs no FFT,
+and then corrects it by a few evaluations of the bound.
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ def epsilon_bound(
 ) -> float:
     """An upper bound on the epsilon at which the mechanism is (epsilon, delta)-DP.
 
-    >>> step = Mixture(noise=2.0, shifts=np.array([0.0, 1.0]), weights=np.array([0.99, 0.01]), count=2000)
+    >>> step = Mixture(
+    ...     noise=2.0, shifts=np.array([0.0, 1.0]), weights=np.array([0.99, 0.01]), count=2000)
     >>> round(epsilon_bound([step], 1e-6), 3)
     1.035
     """
@@ -256,7 +257,8 @@ def _gaussian_epsilon(mechanism: Sequence[Mixture], delta: float) -> float | Non
 def _renyi_epsilon(prepared: Sequence[_Prepared], direction: Direction, delta: float) -> float:
     """Epsilon by the best single moment: a little too large, but never far off.
 
-    delta <= e^(K(t) - t epsilon) t^t / (1 + t)^(1 + t) for every t > 0 (Canonne et al. 2020, Prop. 12).
+    delta <= e^(K(t) - t epsilon) t^t / (1 + t)^(1 + t) for every t > 0 (Canonne et al. 2020, Prop.
+    12).
     """
 
     def bound(log_tilt: float) -> float:
@@ -345,12 +347,12 @@ def least_noise(
     delta: float,
     tolerance: float = TOLERANCE,
 ) -> Found | None:
-    """The least noise multiplier (to 1e-5, above) at which the delta bound at `epsilon` meets `delta`.
+    """The least noise multiplier (to 1e-5, above) whose delta bound at `epsilon` meets `delta`.
 
     None if no noise up to `LARGEST_NOISE` does.
     """
     target = math.log(delta)
-    tilts = {way: 1.0 for way in Direction}
+    tilts = dict.fromkeys(Direction, 1.0)
 
     def estimate(log_noise: float) -> float:
         prepared = _prepare(mechanism_of(math.exp(log_noise)), delta)

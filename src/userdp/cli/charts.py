@@ -49,9 +49,7 @@ def plan_svg(by_compute: Sequence[tuple[int, Sequence[Candidate]]], found: Recom
     )
 
 
-def _lines(
-    by_compute: Sequence[tuple[int, Sequence[Candidate]]], found: Recommendation
-) -> str:
+def _lines(by_compute: Sequence[tuple[int, Sequence[Candidate]]], found: Recommendation) -> str:
     points: dict[str, list[tuple[float, float]]] = {}
     for compute, candidates in by_compute:
         for one in candidates:
@@ -73,7 +71,9 @@ def _lines(
     for number, (method, series) in enumerate(sorted(points.items())):
         path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in series)
         colour = _COLOURS[method]
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>\n')
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>\n'
+        )
         parts += [
             f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3" fill="{colour}"/>\n'
             for x, y in series
@@ -82,9 +82,7 @@ def _lines(
     return "".join(parts)
 
 
-def _heatmap(
-    by_compute: Sequence[tuple[int, Sequence[Candidate]]], found: Recommendation
-) -> str:
+def _heatmap(by_compute: Sequence[tuple[int, Sequence[Candidate]]], found: Recommendation) -> str:
     cells = {
         (one.group_size, one.cohort_size): one.noise_stddev
         for one in found.candidates
@@ -105,7 +103,9 @@ def _heatmap(
         share = (math.log(value) - low) / (high - low) if high > low else 0.0
         x = _WIDTH + _MARGIN + wide * cohorts.index(cohort)
         y = _HEIGHT - _MARGIN - tall * (groups.index(group) + 1)
-        shade = f"rgb({round(31 + 200 * share)},{round(111 + 110 * share)},{round(139 + 90 * share)})"
+        shade = (
+            f"rgb({round(31 + 200 * share)},{round(111 + 110 * share)},{round(139 + 90 * share)})"
+        )
         chosen = (found.best.group_size, found.best.cohort_size) == (group, cohort)
         edge = "black" if chosen and found.best.method != ELS else "white"
         parts.append(

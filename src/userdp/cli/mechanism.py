@@ -56,8 +56,8 @@ Noise = Annotated[NoiseKind, typer.Option(help="Independent or matrix-factorisat
 Participations = Annotated[
     int | None,
     typer.Option(
-        help="With --noise banded: the most steps one user takes part in, each as far from the next "
-        "as the matrix has bands.",
+        help="With --noise banded: the most steps one user takes part in, each as far from the "
+        "next as the matrix has bands.",
         min=1,
     ),
 ]
@@ -85,7 +85,9 @@ class Mechanism:
         if self.participations is not None:
             raise InputError("--participations belongs to --noise banded.")
         if self.rate is None or self.steps is None:
-            raise InputError("give --rate and --steps: the sampling probability and the run's length.")
+            raise InputError(
+                "give --rate and --steps: the sampling probability and the run's length."
+            )
         common.check_steps(self.steps)
         common.sampler_of(self.unit, self.rate, self.group_size)  # refuses what is no probability
         if (self.cap is None) != (self.num_users is None):
@@ -97,13 +99,15 @@ class Mechanism:
 
     def _check_banded(self) -> None:
         if self.participations is None:
-            raise InputError("--noise banded needs --participations K, how often a user takes part.")
+            raise InputError(
+                "--noise banded needs --participations K, how often a user takes part."
+            )
         if self.cap is not None or self.accountant is AccountantName.GROUP_PRIVACY:
             raise InputError("--cap and --accountant group-privacy are about Poisson sampling.")
         if self.rate is not None and self.rate != 1:
             raise InputError(
-                f"--rate {self.rate:g} with --noise banded: batches in a fixed order are not sampled, "
-                "so nothing is amplified. Leave --rate out."
+                f"--rate {self.rate:g} with --noise banded: batches in a fixed order are not "
+                "sampled, so nothing is amplified. Leave --rate out."
             )
 
     def event(self, noise_multiplier: float) -> DpEvent:
@@ -116,7 +120,8 @@ class Mechanism:
             return events.min_separated_gaussian(
                 participations=self.participations, noise_multiplier=noise_multiplier
             )
-        assert self.rate is not None and self.steps is not None
+        assert self.rate is not None
+        assert self.steps is not None
         if self.cap is not None:
             assert self.num_users is not None
             step = events.capped_poisson_users_gaussian(
@@ -147,7 +152,7 @@ class Mechanism:
                 )
 
     def calibrate(self, epsilon: float, delta: float) -> float:
-        """The least noise multiplier whose epsilon by the chosen accountant is at most `epsilon`."""
+        """The least noise multiplier whose epsilon by this accountant is at most `epsilon`."""
         if self.accountant is AccountantName.PLD:
             return accountant.calibrate(
                 self.event, target=epsilon, delta=delta, adjacency=self.adjacency
@@ -159,10 +164,14 @@ class Mechanism:
         """The run in one line."""
         if self.noise is NoiseKind.BANDED:
             return f"banded noise, at most {self.participations} well-separated steps a user"
-        words = f"{self.steps:,} steps, Poisson sampling of {self.unit.value}s at rate {self.rate:g}"
+        words = (
+            f"{self.steps:,} steps, Poisson sampling of {self.unit.value}s at rate {self.rate:g}"
+        )
         if self.cap is not None:
             words += f", at most {self.cap:,} of {self.num_users:,} users a step"
-        if isinstance(common.sampler_of(self.unit, self.rate or 1.0, self.group_size), PoissonRecords):
+        if isinstance(
+            common.sampler_of(self.unit, self.rate or 1.0, self.group_size), PoissonRecords
+        ):
             words += f", at most {self.group_size} records a user"
         return words
 
@@ -181,8 +190,8 @@ def _bisected(epsilon_of: Callable[[float], float], target: float) -> float:
         high *= 2
         if high > accountant.LARGEST_NOISE_MULTIPLIER:
             raise InputError(
-                f"epsilon={target} is out of reach for this accountant: noise_multiplier={high:.0e} "
-                f"gives {at(high):.3g}. Use --accountant pld, or a larger epsilon."
+                f"epsilon={target} is out of reach for this accountant: noise_multiplier="
+                f"{high:.0e} gives {at(high):.3g}. Use --accountant pld, or a larger epsilon."
             )
     low = high / 2
     while at(low) <= target:

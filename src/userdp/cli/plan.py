@@ -39,7 +39,9 @@ def plan(
     ] = None,
     gradient_norms: Annotated[
         Path | None,
-        typer.Option(help='JSON file {"1": norm, "2": norm, ...}: L(G), median user-gradient norms.'),
+        typer.Option(
+            help='JSON file {"1": norm, "2": norm, ...}: L(G), median user-gradient norms.'
+        ),
     ] = None,
     assume: Annotated[
         Assumed,
@@ -58,7 +60,9 @@ def plan(
 ) -> None:
     """Choose group size, cohort size, and sampling of records or users, for the least noise."""
     if plot is not None and plot.suffix != ".svg":
-        raise InputError(f"--plot {plot.name}: plots are drawn as .svg. Name a file ending in .svg.")
+        raise InputError(
+            f"--plot {plot.name}: plots are drawn as .svg. Name a file ending in .svg."
+        )
     num_users, typical = _counts(store, users, records_per_user)
     norms, source = _norms(gradient_norms, assume)
     setting = Setting(
@@ -110,7 +114,9 @@ def records_per_user(store: Path) -> tuple[int, int]:
         manifest: dict[str, Any] = json_module.loads(path.read_text(encoding="utf-8"))
         users, records = int(manifest["users"]), int(manifest["records"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise InputError(f"{store} is not a user store: it has no readable manifest.json.") from None
+        raise InputError(
+            f"{store} is not a user store: it has no readable manifest.json."
+        ) from None
     if users < 1 or records < 1:
         raise InputError(f"{store} holds no users or no records: there is nothing to plan.")
     return users, math.ceil(records / users)
@@ -168,7 +174,7 @@ def _not_covered(store: Path | None, norms: Path | None) -> list[str]:
     if store is not None:
         found.append("the numbers of users and records, read from the store: declare them public")
     if norms is not None:
-        found.append("the gradient norms, unless public data gave them or the ledger lists their cost")
+        found.append("the gradient norms, unless from public data or paid for in the ledger")
     return found
 
 
@@ -200,8 +206,8 @@ def _in_words(
     best = found.best
     what = "users" if best.method == planner.ULS else "records"
     lines = [
-        f"{best.method}: sample {what} at rate {best.rate:.4g}, {best.cohort_size:,} {what} a step, "
-        f"group size {best.group_size}",
+        f"{best.method}: sample {what} at rate {best.rate:.4g}, {best.cohort_size:,} {what} a "
+        f"step, group size {best.group_size}",
         f"noise_multiplier={noise_multiplier:.5g}, noise on the mean gradient {stddev:.4g} "
         f"(gradient norms: {source})",
         f"(epsilon={reached:.4g}, delta={setting.delta:g}), user-level, {setting.adjacency.value}, "
