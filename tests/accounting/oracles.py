@@ -48,23 +48,55 @@ def one_step_delta(mixture: Mixture, epsilon: float) -> float:
     return max(found)
 
 
-def lower_epsilon(mixture: Mixture, delta: float, interval: float) -> float:
-    """dp_accounting's optimistic estimate: a lower bound on epsilon."""
+def lower_epsilon(mixture: Mixture, delta: float, near: float) -> float:
+    """A lower bound on epsilon, for an epsilon of about `near`.
+
+    For users, dp_accounting's optimistic estimate. For mixtures that estimate is no bound in 0.6.0
+    (noise 23.18, Binomial(48, 0.036), 284 steps, delta 4.6e-7: "optimistic" 7.88, its own
+    connect-the-dots 6.675), so the outputs are merged into cells, which is post-processing, and the
+    cells' losses rounded down.
+    """
+    spacing = 2e-3 * near / mixture.count
     if len(mixture.shifts) == 2 and mixture.shifts[1] == 1.0:
         one = pld.from_gaussian_mechanism(
             mixture.noise,
             sampling_prob=float(mixture.weights[1]),
             pessimistic_estimate=False,
             use_connect_dots=False,
-            value_discretization_interval=interval,
+            value_discretization_interval=max(spacing, 1e-4),
         )
-    else:
-        one = pld.from_mixture_gaussian_mechanism(
-            mixture.noise,
-            mixture.shifts.tolist(),
-            (mixture.weights / mixture.weights.sum()).tolist(),
-            pessimistic_estimate=False,
-            use_connect_dots=False,
-            value_discretization_interval=interval,
-        )
-    return float(one.self_compose(mixture.count).get_epsilon_for_delta(delta))
+        return float(one.self_compose(mixture.count).get_epsilon_for_delta(delta))
+    noise, shifts, weights = mixture.noise, mixture.shifts, mixture.weights
+    edges = np.linspace(-9 * noise, float(weights @ shifts) + 12 * noise + 8, 20_001)
+    p = sum(
+        w * np.diff(stats.norm.cdf(edges, c, noise)) for c, w in zip(shifts, weights, strict=True)
+    )
+    q = np.diff(stats.norm.cdf(edges, 0.0, noise))
+    # Far out the cell masses are differences of nearly 1; leaving cells out only lowers delta.
+    kept = (p > 1e-14) & (q > 1e-14)
+    return max(
+        _floored_epsilon(np.log(p[kept] / q[kept]), p[kept], mixture.count, delta, spacing, near),
+        _floored_epsilon(np.log(q[kept] / p[kept]), q[kept], mixture.count, delta, spacing, near),
+    )
+
+
+def _floored_epsilon(loss, mass, count, delta, spacing, near) -> float:
+    index = np.floor(loss / spacing).astype(np.int64)
+    lowest = int(index.min())
+    length = 1 << 23
+    spectrum = np.fft.rfft(np.bincount((index - lowest) % length, mass, minlength=length))
+    composed = np.fft.irfft(spectrum**count, length)
+    at = count * lowest + np.arange(length)
+    # The window is centred on epsilon: it holds all but a negligible part of the sum.
+    start = int(near / spacing) - length // 2
+    total = spacing * (start + (at - start) % length)
+
+    def delta_at(epsilon: float) -> float:
+        over = total > epsilon
+        return float(composed[over] @ -np.expm1(epsilon - total[over]))
+
+    low, high = 0.0, 2 * near
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if delta_at(middle) > delta else (low, middle)
+    return low

@@ -167,13 +167,13 @@ def random_setting(rng: np.random.Generator) -> tuple[Mixture, float]:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 500))]
+    "seed",
+    [7, 260, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100))],
 )
-def test_random_settings_are_never_below_dp_accountings_optimistic_bound(seed: int):
+def test_random_settings_are_never_below_a_lower_bound(seed: int):
     step, delta = random_setting(np.random.default_rng(seed))
     found = epsilon_bound([step], delta)
-    interval, _ = search.interval_for([step], max(found, 1e-3), delta, 1e-3)
-    assert found >= lower_epsilon(step, delta, interval) - 1e-9
+    assert found >= lower_epsilon(step, delta, max(found, 1e-3)) - 1e-9
 
 
 def test_calibration_of_random_settings_is_tight_and_fast():
