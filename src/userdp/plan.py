@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from userdp.accounting import accountant, events
+from userdp.accounting import accountant, certificate, events
+from userdp.accounting.certificate import Evaluation
 from userdp.clipping.rules import FlatClip
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.noise.gaussian import Gaussian
@@ -204,18 +205,20 @@ class Plan:
 
     def epsilon(self, steps: int | None = None) -> float:
         """Epsilon after `steps` steps, by default all of them; infinite if nothing is promised."""
-        steps = self.steps if steps is None else steps
-        if steps == 0:
-            return 0.0
-        if self.non_private:
-            return math.inf
+        return self._evaluation(self.steps if steps is None else steps).epsilon
+
+    def _evaluation(self, steps: int) -> Evaluation:
+        """Epsilon after `steps` steps, and who vouches for it."""
+        if steps == 0 or self.non_private:
+            nothing = 0.0 if steps == 0 else math.inf
+            return Evaluation(epsilon=nothing, certified_by="nobody", error_bound=0.0)
         event = events.repeated(self.step_event(), steps)
-        return accountant.epsilon(event, delta=self.delta, adjacency=self.adjacency)
+        return accountant.evaluate(event, delta=self.delta, adjacency=self.adjacency)
 
     def deltas(self, epsilons: list[float], steps: int) -> list[float]:
         """The delta that goes with each epsilon after `steps` steps: the whole curve."""
         event = events.repeated(self.step_event(), steps)
-        return accountant.deltas(event, epsilons=epsilons, adjacency=self.adjacency)
+        return certificate.deltas(event, epsilons=epsilons, adjacency=self.adjacency)
 
     def cautions(self) -> list[str]:
         """What a careful reader would ask about, in words."""
@@ -230,8 +233,9 @@ class Plan:
     def statement(self, *, steps: int | None = None, fixed_seed: bool = False) -> Statement:
         """What may be said about a model after `steps` steps of this plan."""
         steps = self.steps if steps is None else steps
+        found = self._evaluation(steps)
         return Statement(
-            epsilon=self.epsilon(steps),
+            epsilon=found.epsilon,
             delta=self.delta,
             adjacency=self.adjacency.value,
             neighbours=self.adjacency.meaning,
@@ -243,7 +247,7 @@ class Plan:
             ),
             steps=steps,
             num_users=self.num_users,
-            certified_by=accountant.certified_by(),
+            certified_by=found.certified_by,
             cautions=(
                 *self.cautions(),
                 *(("a fixed seed was used: whoever knows it can remove the noise",) * fixed_seed),
