@@ -195,9 +195,9 @@ class Plan:
     @property
     def noise_stddev(self) -> float:
         """The noise on each coordinate of the clipped sum, before the division."""
-        # The event counts in updates of norm at most C, one per group of the user: the sensitivity
-        # here is that of one update, whatever the number of records (C24 Thm. 2 and 3).
-        return self.noise.noise_stddev(self.clip.sensitivity(self.adjacency))
+        # The multiplier counts clip norms under every adjacency: how often a neighbour's updates
+        # come and go (C24 Thm. 2 and 3), and that replace exchanges +C for -C, is in the event.
+        return self.noise.noise_stddev(self.clip.clip_norm)
 
     def step_event(self) -> events.DpEvent:
         """The cost of one step."""
