@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from userdp.accounting import accountant, events
+from userdp.accounting import accountant, certificate, events
+from userdp.accounting.certificate import Evaluation
 from userdp.clipping.rules import FlatClip
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.noise.gaussian import Gaussian
@@ -199,9 +200,9 @@ class Plan:
     @property
     def noise_stddev(self) -> float:
         """The noise on each coordinate of the clipped sum, before the division."""
-        # The event counts in updates of norm at most C, one per group of the user: the sensitivity
-        # here is that of one update, whatever the number of records (C24 Thm. 2 and 3).
-        return self.noise.noise_stddev(self.clip.sensitivity(self.adjacency))
+        # The multiplier counts clip norms under every adjacency: how often a neighbour's updates
+        # come and go (C24 Thm. 2 and 3), and that replace exchanges +C for -C, is in the event.
+        return self.noise.noise_stddev(self.clip.clip_norm)
 
     def step_event(self) -> events.DpEvent:
         """The cost of one step."""
@@ -209,18 +210,20 @@ class Plan:
 
     def epsilon(self, steps: int | None = None) -> float:
         """Epsilon after `steps` steps, by default all of them; infinite if nothing is promised."""
-        steps = self.steps if steps is None else steps
-        if steps == 0:
-            return 0.0
-        if self.non_private:
-            return math.inf
+        return self._evaluation(self.steps if steps is None else steps).epsilon
+
+    def _evaluation(self, steps: int) -> Evaluation:
+        """Epsilon after `steps` steps, and who vouches for it."""
+        if steps == 0 or self.non_private:
+            nothing = 0.0 if steps == 0 else math.inf
+            return Evaluation(epsilon=nothing, certified_by="nobody", error_bound=0.0)
         event = events.repeated(self.step_event(), steps)
-        return accountant.epsilon(event, delta=self.delta, adjacency=self.adjacency)
+        return accountant.evaluate(event, delta=self.delta, adjacency=self.adjacency)
 
     def deltas(self, epsilons: list[float], steps: int) -> list[float]:
         """The delta that goes with each epsilon after `steps` steps: the whole curve."""
         event = events.repeated(self.step_event(), steps)
-        return accountant.deltas(event, epsilons=epsilons, adjacency=self.adjacency)
+        return certificate.deltas(event, epsilons=epsilons, adjacency=self.adjacency)
 
     def cautions(self) -> list[str]:
         """What a careful reader would ask about, in words."""
@@ -235,8 +238,9 @@ class Plan:
     def statement(self, *, steps: int | None = None, fixed_seed: bool = False) -> Statement:
         """What may be said about a model after `steps` steps of this plan."""
         steps = self.steps if steps is None else steps
+        found = self._evaluation(steps)
         return Statement(
-            epsilon=self.epsilon(steps),
+            epsilon=found.epsilon,
             delta=self.delta,
             adjacency=self.adjacency.value,
             neighbours=self.adjacency.meaning,
@@ -248,7 +252,7 @@ class Plan:
             ),
             steps=steps,
             num_users=self.num_users,
-            certified_by=accountant.certified_by(),
+            certified_by=found.certified_by,
             cautions=(
                 *self.cautions(),
                 *(("a fixed seed was used: whoever knows it can remove the noise",) * fixed_seed),

@@ -1,62 +1,70 @@
 """Epsilon of an event, and the noise multiplier that reaches a target epsilon.
 
-Every number is an upper bound computed by `dp_accounting` from the privacy loss distribution
-(connect-the-dots discretisation, pessimistic), the worse of the two directions. Reading an epsilon
-has no side effect.
+Every number is an upper bound, the worse of the two directions, certified as `certificate` says and
+remembered on disk by its parameters and the versions involved. Reading an epsilon has no side
+effect on any budget.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib.metadata import version
 
-from dp_accounting.pld import PLDAccountant
-from dp_accounting.privacy_accountant import NeighboringRelation
-from scipy.optimize import brentq
-
+from userdp.accounting import cache, certificate, search, special
+from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
-from userdp.errors import InputError, UnaccountedPlanError
+from userdp.errors import InputError
 from userdp.units import Adjacency
 
-# Zero-out moves one user's clipped updates between "there" and "zero": the pair of output
-# distributions, hence the privacy loss, is that of add/remove.
-_RELATION = {
-    Adjacency.ADD_REMOVE: NeighboringRelation.ADD_OR_REMOVE_ONE,
-    Adjacency.ZERO_OUT: NeighboringRelation.REPLACE_SPECIAL,
-    Adjacency.FIXED_GRAPH_ZERO_OUT: NeighboringRelation.REPLACE_SPECIAL,
-}
+# Below this, tails would have to be cut off below what a double can hold.
+SMALLEST_DELTA = 1e-250
 
-# `dp_accounting` adds 1e-15 to delta when it composes, so it cannot certify anything smaller.
-SMALLEST_DELTA = 1e-15
-
-# Spacing of the discretised privacy loss: where refinement starts, how it goes on, where it must end.
-COARSEST_INTERVAL = 1e-2
-REFINEMENT = 5.0
-FINEST_INTERVAL = 1e-5
-DISCRETISATION_TOLERANCE = 1e-4
+# Targets below this would need grids finer than doubles can carry.
+SMALLEST_EPSILON = 1e-4
 
 # Calibration searches noise multipliers up to here; beyond it no model would learn anything.
 LARGEST_NOISE_MULTIPLIER = 1e6
 
-# Calibrated noise is at most this much (relative) above the smallest that meets the target.
+# The search aims this much (relative) below the target epsilon, so that the certificate, whose own
+# excess is `certificate.EXCESS`, does not exceed it.
+MARGIN = 2e-4
+
+# Without a fast search: calibrated noise is at most this much (relative) above the smallest.
 CALIBRATION_TOLERANCE = 5e-5
 
 
 def certified_by() -> str:
-    """Who vouches for the numbers of this module."""
-    return f"dp_accounting {version('dp-accounting')} PLD"
+    """Who vouches for the numbers of this module, in general; `evaluate` says it for each."""
+    return f"{certificate.library()}; searched by {certificate.own()}"
 
 
 def check_delta(delta: float) -> None:
-    """Refuse a delta that is no probability, or that the accountant cannot certify."""
+    """Refuse a delta that is no probability, or too small to compute with."""
     if not 0.0 < delta < 1.0:
         raise InputError(f"delta={delta} is not a probability strictly between 0 and 1.")
-    if delta <= SMALLEST_DELTA:
+    if delta < SMALLEST_DELTA:
         raise InputError(
-            f"delta={delta} cannot be certified: {certified_by()} adds {SMALLEST_DELTA} to delta "
-            f"when it composes steps. Use a delta above {SMALLEST_DELTA}."
+            f"delta={delta} is below {SMALLEST_DELTA}, the smallest that can be computed with. "
+            "Use a larger delta: 1/num_users^1.1 is common."
         )
+
+
+def check_epsilon(target: float) -> None:
+    """Refuse a target epsilon that is not a positive finite number."""
+    if not (math.isfinite(target) and target > 0):
+        raise InputError(f"epsilon={target} is not a positive finite number.")
+
+
+def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
+    """The smallest certified epsilon at which `event` is (epsilon, delta)-DP, and who vouches."""
+    check_delta(delta)
+    return cache.remember(
+        lambda: certificate.evaluate(event, delta=delta, adjacency=adjacency),
+        event=event,
+        delta=delta,
+        adjacency=adjacency.value,
+        versions=certified_by(),
+    )
 
 
 def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency) -> float:
@@ -67,43 +75,13 @@ def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency) -> float:
     >>> round(epsilon(events.repeated(step, 2000), delta=1e-6, adjacency=Adjacency.ADD_REMOVE), 3)
     1.035
     """
-    check_delta(delta)
-    relation = _relation(adjacency)
-    if not PLDAccountant(relation).supports(event):
-        raise UnaccountedPlanError(
-            f"{certified_by()} cannot price {type(event).__name__} under {adjacency.value} adjacency."
-        )
-
-    def bound(interval: float) -> float:
-        accountant = PLDAccountant(relation, value_discretization_interval=interval)
-        accountant.compose(event)
-        return max(0.0, float(accountant.get_epsilon(delta)))
-
-    # Every interval gives an upper bound, at a cost that grows as it shrinks; the excess shrinks with
-    # its square. So refine until what is left, judged from the last two bounds, no longer matters.
-    interval = COARSEST_INTERVAL
-    best = bound(interval)
-    while interval > FINEST_INTERVAL:
-        interval /= REFINEMENT
-        finer = bound(interval)
-        excess = (best - finer) / (REFINEMENT**2 - 1) if math.isfinite(best) else math.inf
-        best = min(best, finer)
-        if abs(excess) <= DISCRETISATION_TOLERANCE * best:
-            break
-    return best
-
-
-def deltas(event: DpEvent, *, epsilons: list[float], adjacency: Adjacency) -> list[float]:
-    """The delta that goes with each epsilon: the whole trade-off the event offers, as upper bounds."""
-    accountant = PLDAccountant(_relation(adjacency), value_discretization_interval=1e-3)
-    accountant.compose(event)
-    return [float(accountant.get_delta(value)) for value in epsilons]
+    return evaluate(event, delta=delta, adjacency=adjacency).epsilon
 
 
 def calibrate(
     event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
 ) -> float:
-    """The smallest noise multiplier (to 0.005%) at which the event's epsilon is at most `target`.
+    """The smallest noise multiplier (to about 0.03%) at which epsilon is at most `target`.
 
     `event_of` maps a noise multiplier to the event of the whole run.
 
@@ -111,7 +89,50 @@ def calibrate(
     """
     check_epsilon(target)
     check_delta(delta)
+    noise_multiplier = search_noise(event_of, target=target, delta=delta, adjacency=adjacency)
+    if noise_multiplier is None:
+        return _calibrate_by_evaluation(event_of, target=target, delta=delta, adjacency=adjacency)
+    for _ in range(8):
+        reached = epsilon(event_of(noise_multiplier), delta=delta, adjacency=adjacency)
+        if reached <= target:
+            return noise_multiplier
+        # Epsilon falls at least as fast as the square root of the noise grows.
+        noise_multiplier *= max(1.0002, (reached / target) ** 1.5)
+    raise _out_of_reach(event_of, target=target, delta=delta, adjacency=adjacency)
 
+
+def search_noise(
+    event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
+) -> float | None:
+    """The noise multiplier our own search proposes for `target`; None for events it cannot price.
+
+    An upper bound by its own proof, not yet certified by `dp_accounting`.
+    """
+    if target < SMALLEST_EPSILON:
+        raise InputError(
+            f"epsilon={target} is below {SMALLEST_EPSILON}, the smallest that is told apart from 0 "
+            "here. Use a larger epsilon."
+        )
+    if adjacency is Adjacency.REPLACE or certificate.mixtures(event_of(1.0)) is None:
+        return None
+
+    def mechanism(noise_multiplier: float) -> list[search.Mixture]:
+        steps = certificate.mixtures(event_of(noise_multiplier))
+        assert steps is not None
+        return steps
+
+    sampled = any(not step.is_gaussian for step in mechanism(1.0))
+    margin = MARGIN if sampled else 2 * certificate.GAUSSIAN_EXCESS
+    found = search.least_noise(mechanism, epsilon=target * (1 - margin), delta=delta)
+    if found is None or found.noise_multiplier > LARGEST_NOISE_MULTIPLIER:
+        raise _out_of_reach(event_of, target=target, delta=delta, adjacency=adjacency)
+    return found.noise_multiplier
+
+
+def _calibrate_by_evaluation(
+    event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
+) -> float:
+    """The same for events only `dp_accounting` can price: a root search over its evaluations."""
     # Log epsilon is close to linear in log noise, so the root is found in a handful of evaluations.
     known: dict[float, float] = {}
 
@@ -126,34 +147,25 @@ def calibrate(
     while excess(high) > 0:
         high += math.log(4.0)
         if high > math.log(LARGEST_NOISE_MULTIPLIER):
-            feasible = target * math.exp(min(known.values()))
-            raise InputError(
-                f"epsilon={target} is out of reach at delta={delta}: even noise_multiplier="
-                f"{LARGEST_NOISE_MULTIPLIER:.0e} gives no less than {feasible:.3g}. Use fewer steps, a "
-                "smaller sampling rate, or an epsilon above that."
-            )
+            raise _out_of_reach(event_of, target=target, delta=delta, adjacency=adjacency)
     low = high
     while excess(low) <= 0:
         high, low = low, low - math.log(2.0)
         if low < math.log(1e-3):
             return math.exp(high)
 
-    root = brentq(excess, low, high, xtol=CALIBRATION_TOLERANCE / 4, rtol=1e-12)
+    root = special.root(excess, low, high, within=CALIBRATION_TOLERANCE / 4)
     while excess(root) > 0:
         root += CALIBRATION_TOLERANCE / 4
     return math.exp(root)
 
 
-def _relation(adjacency: Adjacency) -> NeighboringRelation:
-    if adjacency not in _RELATION:
-        raise UnaccountedPlanError(
-            f"adjacency {adjacency.value!r} has no accounting rule here: "
-            f"use {' or '.join(repr(known.value) for known in _RELATION)}."
-        )
-    return _RELATION[adjacency]
-
-
-def check_epsilon(target: float) -> None:
-    """Refuse a target epsilon that is not a positive finite number."""
-    if not (math.isfinite(target) and target > 0):
-        raise InputError(f"epsilon={target} is not a positive finite number.")
+def _out_of_reach(
+    event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
+) -> InputError:
+    feasible = epsilon(event_of(LARGEST_NOISE_MULTIPLIER), delta=delta, adjacency=adjacency)
+    return InputError(
+        f"epsilon={target} is out of reach at delta={delta}: even noise_multiplier="
+        f"{LARGEST_NOISE_MULTIPLIER:.0e} gives no less than {feasible:.3g}. Use fewer steps, a "
+        "smaller sampling rate, or an epsilon above that."
+    )

@@ -1,19 +1,31 @@
 """The privacy cost of one training step, as a `dp_accounting` event: one function per theorem.
 
-Symbols: sigma = `noise_multiplier` (noise standard deviation over sensitivity),
-q = `user_sampling_prob`, p = `record_sampling_prob`, G = `group_size`.
+| symbol | name | meaning |
+|---|---|---|
+| sigma | `noise_multiplier` | noise standard deviation over the clip norm of one update |
+| q | `user_sampling_prob` | a user's chance to take part in a step |
+| p | `record_sampling_prob` | a record's chance to take part in a step |
+| G | `group_size` | the most records of one user |
+| k | `participations` | the most steps one user takes part in, b steps apart |
+| b | `bands` | bands of the matrix that correlates the noise |
+| T | `steps` | number of steps |
+
+The adjacency is not part of an event: the accountant takes it beside the event. Other accountings
+of the same events are in `renyi` (RDP, the moments accountant of 2018) and `group` (black-box group
+privacy); mechanisms without a closed event in `monte_carlo`, `filter`, `quantile` and `selection`.
 
 An event, once released, never changes its meaning: a new theorem is a new function.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import attrs
 from dp_accounting import dp_event
-from scipy.stats import binom
 
+from userdp.accounting.special import binomial_pmf
 from userdp.errors import LedgerError
 
 DpEvent = dp_event.DpEvent
@@ -50,13 +62,95 @@ def poisson_records_gaussian(
             user_sampling_prob=record_sampling_prob, noise_multiplier=noise_multiplier
         )
     counts = range(group_size + 1)
-    probs = [float(binom.pmf(count, group_size, record_sampling_prob)) for count in counts]
+    probs = binomial_pmf(group_size, record_sampling_prob)
     # A probability that underflows to zero is not a mean the mixture can have.
     support = [(float(count), prob) for count, prob in zip(counts, probs, strict=True) if prob > 0]
     total = sum(prob for _, prob in support)
     return dp_event.MixtureOfGaussiansDpEvent(
         noise_multiplier, [count for count, _ in support], [prob / total for _, prob in support]
     )
+
+
+def capped_poisson_users_gaussian(
+    *, user_sampling_prob: float, cap: int, num_users: int, noise_multiplier: float
+) -> DpEvent:
+    """One step of user-level sampling where a cohort above `cap` is cut to `cap` users at random.
+
+    A user who pushes the cohort above the cap also pushes another user out, which costs a little
+    more than plain Poisson sampling.
+    Reference: Ganesh 2025 (arXiv 2508.15089), as implemented in `dp_accounting`.
+
+    >>> capped_poisson_users_gaussian(
+    ...     user_sampling_prob=0.01, cap=64, num_users=5000, noise_multiplier=1.0
+    ... ).truncated_batch_size
+    64
+    """
+    return dp_event.TruncatedSubsampledGaussianDpEvent(
+        dataset_size=num_users,
+        sampling_probability=user_sampling_prob,
+        truncated_batch_size=cap,
+        noise_multiplier=noise_multiplier,
+    )
+
+
+def min_separated_gaussian(*, participations: int, noise_multiplier: float) -> DpEvent:
+    """A whole run of matrix-factorisation noise, a user's steps at least b apart: one Gaussian.
+
+    With a b-banded strategy matrix of column norm 1 and at most k steps per user, every two of them
+    at least b apart, the user's contributions are orthogonal: the run is a Gaussian mechanism with
+    multiplier sigma / sqrt(k). No sampling, no amplification.
+    Reference: Ganesh et al. 2025, Sec. 3; Choquette-Choo et al. 2024.
+
+    >>> min_separated_gaussian(participations=4, noise_multiplier=4.0)
+    GaussianDpEvent(noise_multiplier=2.0)
+    """
+    return dp_event.GaussianDpEvent(noise_multiplier / participations**0.5)
+
+
+def cyclic_poisson_banded(
+    *, user_sampling_prob: float, steps: int, bands: int, noise_multiplier: float
+) -> DpEvent:
+    """A whole run of b-banded noise where step t samples from part t mod b of the users.
+
+    A user can only take part every b steps, ceil(T / b) times, each time with probability q among
+    the users of its part (so q is b times what it would be over all users); the noise seen by those
+    steps is independent.
+    Reference: Choquette-Choo et al. 2024, Thm. 4; Ganesh et al. 2025, App. A.
+
+    >>> cyclic_poisson_banded(
+    ...     user_sampling_prob=0.08, steps=100, bands=8, noise_multiplier=1.0
+    ... ).count
+    13
+    """
+    return repeated(
+        poisson_users_gaussian(
+            user_sampling_prob=user_sampling_prob, noise_multiplier=noise_multiplier
+        ),
+        -(-steps // bands),
+    )
+
+
+def fixed_size_users_gaussian(
+    *, num_users: int, cohort_size: int, noise_multiplier: float
+) -> DpEvent:
+    """One step whose cohort is exactly `cohort_size` users, drawn without replacement.
+
+    Priced by RDP under replace adjacency only (`renyi.epsilon`): adding a user changes everybody's
+    chances, and `dp_accounting` has no other rule.
+    Reference: Wang, Balle and Kasiviswanathan 2019, Thm. 27.
+    """
+    return dp_event.SampledWithoutReplacementDpEvent(
+        num_users, cohort_size, dp_event.GaussianDpEvent(noise_multiplier)
+    )
+
+
+def combined(parts: Sequence[DpEvent]) -> DpEvent:
+    """Several mechanisms on the same users: planning, tuning and training add up.
+
+    >>> combined([dp_event.GaussianDpEvent(2.0)])
+    GaussianDpEvent(noise_multiplier=2.0)
+    """
+    return parts[0] if len(parts) == 1 else dp_event.ComposedDpEvent(list(parts))
 
 
 def repeated(step_event: DpEvent, count: int) -> DpEvent:
@@ -68,11 +162,17 @@ def repeated(step_event: DpEvent, count: int) -> DpEvent:
 _KNOWN: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
+        dp_event.ComposedDpEvent,
         dp_event.GaussianDpEvent,
+        dp_event.LaplaceDpEvent,
         dp_event.MixtureOfGaussiansDpEvent,
         dp_event.NonPrivateDpEvent,
+        dp_event.NoOpDpEvent,
         dp_event.PoissonSampledDpEvent,
+        dp_event.RepeatAndSelectDpEvent,
+        dp_event.SampledWithoutReplacementDpEvent,
         dp_event.SelfComposedDpEvent,
+        dp_event.TruncatedSubsampledGaussianDpEvent,
     )
 }
 
@@ -84,10 +184,15 @@ def to_json(event: DpEvent) -> dict[str, Any]:
     {'type': 'GaussianDpEvent', 'noise_multiplier': 2.0}
     """
     fields: dict[str, Any] = attrs.asdict(event, recurse=False)
-    return {"type": type(event).__name__} | {
-        name: to_json(value) if isinstance(value, DpEvent) else value
-        for name, value in fields.items()
-    }
+    return {"type": type(event).__name__} | {name: _plain(value) for name, value in fields.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, DpEvent):
+        return to_json(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in cast("list[Any]", value)]
+    return value
 
 
 def from_json(data: dict[str, Any]) -> DpEvent:
@@ -100,9 +205,12 @@ def from_json(data: dict[str, Any]) -> DpEvent:
     name = fields.pop("type", None)
     if name not in _KNOWN:
         raise LedgerError(f"event type {name!r} is not one this version can price.")
-    return _KNOWN[name](
-        **{
-            key: from_json(value) if isinstance(value, dict) else value
-            for key, value in fields.items()
-        }
-    )
+    return _KNOWN[name](**{key: _event(value) for key, value in fields.items()})
+
+
+def _event(value: Any) -> Any:
+    if isinstance(value, dict):
+        return from_json(cast("dict[str, Any]", value))
+    if isinstance(value, list):
+        return [_event(entry) for entry in cast("list[Any]", value)]
+    return value

@@ -17,6 +17,7 @@ from userdp.cli import (
     duplicates,
     evaluate,
     import_,
+    plan,
     quickstart,
     report,
     split,
@@ -38,6 +39,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("duplicates")(duplicates.duplicates)
 app.command("evaluate")(evaluate.evaluate)
 app.command("import")(import_.import_)
+app.command("plan")(plan.plan)
 app.command("quickstart")(quickstart.quickstart)
 app.command("report")(report.report)
 app.command("split")(split.split)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from userdp.accounting import accountant, events
-from userdp.cli import common
+from userdp.cli import common, mechanism
+from userdp.cli.mechanism import AccountantName, Mechanism, NoiseKind
 from userdp.errors import InputError
 from userdp.ledger import Ledger
-from userdp.noise.gaussian import Gaussian
-from userdp.plan import step_event
 from userdp.statement import round_up
 from userdp.units import Adjacency, SamplingUnit
 
@@ -20,14 +19,19 @@ from userdp.units import Adjacency, SamplingUnit
 def account(
     run: Annotated[Path | None, typer.Argument(help="Directory of a run: read its ledger.")] = None,
     unit: common.Unit = SamplingUnit.USER,
-    rate: Annotated[float | None, typer.Option(help="Sampling probability q or p.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Number of training steps.")] = None,
+    rate: mechanism.OptionalRate = None,
+    steps: mechanism.OptionalSteps = None,
     noise_multiplier: Annotated[
         float | None, typer.Option(help="Noise standard deviation over clip norm.")
     ] = None,
     delta: Annotated[float | None, typer.Option(help="Delta; below 1/N.")] = None,
     group_size: common.GroupSize = 1,
     adjacency: common.AdjacencyOption = Adjacency.ADD_REMOVE,
+    cap: mechanism.Cap = None,
+    users: mechanism.Users = None,
+    accountant: mechanism.Accountant = AccountantName.PLD,
+    noise: mechanism.Noise = NoiseKind.GAUSSIAN,
+    participations: mechanism.Participations = None,
     json: common.Json = False,
 ) -> None:
     """Say what a run costs: epsilon at delta, for one user's whole data."""
@@ -36,32 +40,47 @@ def account(
             raise InputError("give either a run's directory or numbers, not both.")
         _account_run(run, json)
         return
-    if rate is None or steps is None or noise_multiplier is None or delta is None:
+    if noise_multiplier is None or delta is None:
         raise InputError(
             "give --rate, --steps, --noise-multiplier and --delta, or a run's directory."
         )
-    common.check_steps(steps)
+    described = Mechanism(
+        unit=unit,
+        rate=rate,
+        steps=steps,
+        group_size=group_size,
+        adjacency=adjacency,
+        accountant=accountant,
+        cap=cap,
+        num_users=users,
+        noise=noise,
+        participations=participations,
+    )
     if noise_multiplier == 0:
         raise InputError("--noise-multiplier 0 protects nobody: epsilon is infinite.")
-    sampler = common.sampler_of(unit, rate, group_size)
-    event = events.repeated(step_event(sampler, Gaussian(noise_multiplier=noise_multiplier)), steps)
-    epsilon = accountant.epsilon(event, delta=delta, adjacency=adjacency)
+    if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
+        raise InputError(f"--noise-multiplier {noise_multiplier} is not a positive finite number.")
+    found = described.evaluate(noise_multiplier, delta)
+    if not math.isfinite(found.epsilon):
+        raise InputError(
+            f"no finite epsilon holds at delta={delta:g} here. Use more noise, or a larger delta."
+        )
+    payload: dict[str, Any] = {
+        "epsilon": found.epsilon,
+        "delta": delta,
+        "adjacency": adjacency.value,
+        "unit": unit.value,
+        "protects": "user",
+        "accountant": accountant.value,
+        "certified_by": found.certified_by,
+        "error_bound": found.error_bound if math.isfinite(found.error_bound) else None,
+    }
     common.emit(
         json,
-        {
-            "epsilon": epsilon,
-            "delta": delta,
-            "adjacency": adjacency.value,
-            "unit": unit.value,
-            "protects": "user",
-            "accountant": "pld",
-            "certified_by": accountant.certified_by(),
-        },
-        f"(epsilon={round_up(epsilon):g}, delta={delta:g}), user-level, {adjacency.value}\n"
-        f"{steps:,} steps, Poisson sampling of {unit.value}s at rate {rate:g}, "
-        f"noise_multiplier={noise_multiplier:g}"
-        + (f", at most {group_size} records a user" if unit is SamplingUnit.RECORD else "")
-        + f"\ncertified by {accountant.certified_by()}",
+        payload,
+        f"(epsilon={round_up(found.epsilon):g}, delta={delta:g}), user-level, {adjacency.value}\n"
+        f"{described.in_words()}, noise_multiplier={noise_multiplier:g}\n"
+        f"certified by {found.certified_by}",
     )
 
 
@@ -78,7 +97,7 @@ def _account_run(run: Path, as_json: bool) -> None:
             "unit": unit.value,
             "protects": "user",
             "steps": statement.steps,
-            "accountant": "pld",
+            "accountant": AccountantName.PLD.value,
             "certified_by": statement.certified_by,
         },
         str(statement),

@@ -7,49 +7,58 @@ from typing import Annotated
 
 import typer
 
-from userdp import plan
-from userdp.accounting import accountant, events
-from userdp.cli import common
-from userdp.noise.gaussian import Gaussian
+from userdp.cli import common, mechanism
+from userdp.cli.mechanism import AccountantName, Mechanism, NoiseKind
 from userdp.statement import round_up
 from userdp.units import Adjacency, SamplingUnit
 
 
 def calibrate(
-    rate: common.Rate,
-    steps: common.Steps,
     epsilon: Annotated[float, typer.Option(help="Target epsilon; the result is at most this.")],
     delta: common.Delta,
+    rate: mechanism.OptionalRate = None,
+    steps: mechanism.OptionalSteps = None,
     unit: common.Unit = SamplingUnit.USER,
     group_size: common.GroupSize = 1,
     adjacency: common.AdjacencyOption = Adjacency.ADD_REMOVE,
+    cap: mechanism.Cap = None,
+    users: mechanism.Users = None,
+    accountant: mechanism.Accountant = AccountantName.PLD,
+    noise: mechanism.Noise = NoiseKind.GAUSSIAN,
+    participations: mechanism.Participations = None,
     json: common.Json = False,
 ) -> None:
     """Find the least noise multiplier at which a run costs at most epsilon."""
-    common.check_steps(steps)
     start = time.perf_counter()
-    sampler = common.sampler_of(unit, rate, group_size)
-    noise_multiplier = plan.calibrate(
-        sampler, steps=steps, epsilon=epsilon, delta=delta, adjacency=adjacency
+    described = Mechanism(
+        unit=unit,
+        rate=rate,
+        steps=steps,
+        group_size=group_size,
+        adjacency=adjacency,
+        accountant=accountant,
+        cap=cap,
+        num_users=users,
+        noise=noise,
+        participations=participations,
     )
-    event = events.repeated(
-        plan.step_event(sampler, Gaussian(noise_multiplier=noise_multiplier)), steps
-    )
-    reached = accountant.epsilon(event, delta=delta, adjacency=adjacency)
+    noise_multiplier = described.calibrate(epsilon, delta)
+    found = described.evaluate(noise_multiplier, delta)
     common.emit(
         json,
         {
             "noise_multiplier": noise_multiplier,
-            "epsilon": reached,
+            "epsilon": found.epsilon,
             "delta": delta,
             "adjacency": adjacency.value,
             "unit": unit.value,
             "protects": "user",
-            "certified_by": accountant.certified_by(),
+            "accountant": accountant.value,
+            "certified_by": found.certified_by,
             "seconds": time.perf_counter() - start,
         },
         f"noise_multiplier={noise_multiplier:.5g}\n"
-        f"(epsilon={round_up(reached):g}, delta={delta:g}), user-level, {adjacency.value}, "
-        f"{steps:,} steps, Poisson sampling of {unit.value}s at rate {rate:g}\n"
-        f"certified by {accountant.certified_by()}",
+        f"(epsilon={round_up(found.epsilon):g}, delta={delta:g}), user-level, {adjacency.value}, "
+        f"{described.in_words()}\n"
+        f"certified by {found.certified_by}",
     )

@@ -1,0 +1,219 @@
+"""delta at an epsilon for many steps: one tilted FFT, with a bound on everything it leaves out.
+
+For the sum S of the steps' losses, delta(epsilon) = E[(1 - e^(epsilon - S))+] + P(S = inf). With
+log moment K(t) = sum_i T_i log sum_j f_i(j) e^(t l_j), the tilted masses f(j) e^(t l_j - K) are
+convolved by FFT instead of f: at the t where S is centred on epsilon they are of order one, so the
+rounding of the FFT is small beside delta however small delta is (the saddle point).
+
+What is added to the sum, so that the result is an upper bound:
+  * the mass above the window, by Chernoff's bound;
+  * the FFT's rounding, by the normwise bound of Higham 2002, Thm. 24.2, carried through the power
+    and the inverse transform, then Cauchy-Schwarz against the weights;
+  * the relative rounding of masses, tilts and powers, which grows with the number of steps.
+Mass below the window wraps around into it, which can only add. Windows are powers of two, for which
+the theorem is stated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from userdp.accounting.discretise import Atoms
+from userdp.accounting.pair import UNIT_ROUNDOFF, Floats
+from userdp.accounting.special import erfcx
+
+# Per level of the FFT: Higham 2002, Thm. 24.2 has eta = u + gamma_4 (sqrt(2) + u) < 7 u for exact
+# twiddles; ours are rounded once more, and real transforms take one more pass.
+_FFT_LEVEL = 9 * UNIT_ROUNDOFF
+
+# What may be lost to the finite window, relative to delta.
+_WINDOW_LOSS = 1e-9
+LARGEST_WINDOW = 1 << 23
+
+Part = tuple[Atoms, int]
+Spectrum = NDArray[np.complex128]
+
+
+def moments(parts: Sequence[Part], tilt: float) -> tuple[float, float, float]:
+    """K(t) of the finite part of S, its mean and its variance under the tilt."""
+    value = mean = variance = 0.0
+    for atoms, count in parts:
+        loss = atoms.spacing * atoms.index
+        with np.errstate(divide="ignore"):
+            exponent = np.log(atoms.mass) + tilt * loss
+        peak = float(exponent.max())
+        weight = np.exp(exponent - peak)
+        total = float(weight.sum())
+        centre = float(weight @ loss) / total
+        value += count * (peak + math.log(total))
+        mean += count * centre
+        variance += count * float(weight @ (loss - centre) ** 2) / total
+    return value, mean, variance
+
+
+def saddle_point(parts: Sequence[Part], epsilon: float, start: float = 1.0) -> float:
+    """The tilt t > 0 at which S has mean epsilon, to a tenth of its deviation; or near 0."""
+    low, high, tilt = 0.0, math.inf, max(start, 1e-6)
+    for _ in range(80):
+        _, mean, variance = moments(parts, tilt)
+        gap = mean - epsilon
+        if abs(gap) <= 0.1 * math.sqrt(variance):
+            break
+        low, high = (tilt, high) if gap < 0 else (low, tilt)
+        step = tilt - gap / variance if variance > 0 else math.inf
+        if not low < step < high or step > 8 * tilt + 1:
+            step = 4 * tilt + 1e-3 if high == math.inf else (low + high) / 2
+        tilt = step
+        if high < 1e-9:
+            break
+    return tilt
+
+
+def saddle_estimate(value: float, variance: float, tilt: float, epsilon: float) -> float:
+    """log delta by the saddle-point approximation; exact when S is Gaussian. An estimate only."""
+    deviation = math.sqrt(max(variance, 1e-300))
+    outer, inner = tilt * deviation, (tilt + 1) * deviation
+    factor = (erfcx(outer / math.sqrt(2)) - erfcx(inner / math.sqrt(2))) / 2
+    return value - tilt * epsilon + math.log(max(factor, 1e-300))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    """The composed loss near one epsilon: bounds delta there and nearby, from `valid_from` on."""
+
+    valid_from: float
+    loss: Floats
+    mass: Floats
+    log_scale: float
+    tilt: float
+    beyond: float
+    relative: float
+    rounding: float
+    infinite: float
+
+    def delta(self, epsilon: float) -> float:
+        """An upper bound on delta(epsilon)."""
+        if epsilon < self.valid_from:
+            return 1.0
+        first = int(np.searchsorted(self.loss, epsilon, side="right"))
+        loss = self.loss[first:]
+        if len(loss) == 0:
+            return min(1.0, self.beyond + self.infinite)
+        with np.errstate(under="ignore"):
+            weight = np.exp(self.log_scale - self.tilt * (loss - self.loss[0]))
+            weight *= -np.expm1(epsilon - loss)
+            inside = float(weight @ self.mass[first:]) * (1 + self.relative)
+            noise = self.rounding * math.sqrt(float(weight @ weight))
+        return min(1.0, inside + noise + self.beyond + self.infinite)
+
+
+def compose(parts: Sequence[Part], epsilon: float, start: float = 1.0) -> Composed:
+    """The loss of all parts together, each repeated by its count, in a window around `epsilon`."""
+    spacing = parts[0][0].spacing
+    offset = sum(count * atoms.slack for atoms, count in parts)
+    infinite = -math.expm1(
+        sum(count * math.log1p(-min(atoms.infinite, 1 - 1e-16)) for atoms, count in parts)
+    ) * (1 + 1e-9)
+    lowest = sum(count * int(atoms.index[0]) for atoms, count in parts)
+    highest = sum(count * int(atoms.index[-1]) for atoms, count in parts)
+    at = epsilon - offset
+    if spacing * highest <= at:
+        empty = np.empty(0)
+        return Composed(
+            valid_from=spacing * highest + offset, loss=empty, mass=empty, log_scale=0.0, tilt=0.0,
+            beyond=0.0, relative=0.0, rounding=0.0, infinite=infinite,
+        )  # fmt: skip
+    tilt = saddle_point(parts, at, start)
+    value, mean, variance = moments(parts, tilt)
+    below, above = _window(parts, tilt, value, variance, mean)
+    # From epsilon on, every loss must lie in the window or be bounded beyond it.
+    first = max(lowest, min(math.floor((mean - below) / spacing), math.floor(at / spacing)))
+    last = min(highest, math.ceil((max(mean, at) + above) / spacing))
+    length = 1 << max(4, (last - first).bit_length())
+    length = min(length, LARGEST_WINDOW)
+    last = min(highest, first + length - 1)
+    beyond = 0.0
+    if last < highest:
+        beyond = math.exp(min(0.0, _tail_above(parts, spacing * last)))
+    mass, rounding, relative = _convolve(parts, tilt, length, first - lowest, last - first + 1)
+    loss: Floats = spacing * np.arange(first, last + 1, dtype=np.float64) + offset
+    log_scale = value - tilt * (spacing * first)
+    size = abs(value) + abs(tilt) * spacing * max(abs(first), abs(last))
+    return Composed(
+        valid_from=float(loss[0]) if first > lowest else -math.inf,
+        loss=loss, mass=np.maximum(mass, 0.0), log_scale=log_scale, tilt=tilt,
+        beyond=beyond, relative=relative + 8 * UNIT_ROUNDOFF * (size + length),
+        rounding=rounding, infinite=infinite,
+    )  # fmt: skip
+
+
+def _window(
+    parts: Sequence[Part], tilt: float, value: float, variance: float, centre: float
+) -> tuple[float, float]:
+    """How far below and above `centre` the tilted S may fall, up to what may be lost."""
+    deviation = math.sqrt(max(variance, 1e-300))
+    budget = -math.log(_WINDOW_LOSS) + math.log1p(2.5 * tilt * (1 + tilt) * deviation)
+    reach = math.sqrt(2 * budget) / deviation
+    below = above = math.inf
+    for factor in (0.125, 0.25, 0.5, 0.75, 1.0, 1.5):
+        shift = reach * factor
+        up, down = moments(parts, tilt + shift)[0], moments(parts, tilt - shift)[0]
+        above = min(above, (budget + up - value - shift * centre) / shift)
+        below = min(below, (budget + down - value + shift * centre) / shift)
+    return max(below, 0.0), max(above, 0.0)
+
+
+def _tail_above(parts: Sequence[Part], loss: float) -> float:
+    """log of a bound on P(S >= loss) by Chernoff, at a tilt that suits it."""
+    tilt = saddle_point(parts, loss)
+    value, _, _ = moments(parts, tilt)
+    return value - tilt * loss + 1e-9 * (abs(value) + abs(tilt * loss))
+
+
+def _convolve(
+    parts: Sequence[Part], tilt: float, length: int, shift: int, wanted: int
+) -> tuple[Floats, float, float]:
+    """The tilted, wrapped convolution; its 2-norm rounding error; its relative error."""
+    levels = math.log2(length)
+    forward = levels * _FFT_LEVEL
+    spectrum: Spectrum | None = None
+    relative = norm = 0.0
+    for atoms, count in parts:
+        loss = atoms.spacing * atoms.index
+        value, _, _ = moments([(atoms, 1)], tilt)
+        with np.errstate(divide="ignore", under="ignore"):
+            exponent = np.log(atoms.mass) + tilt * loss - value
+            mass = np.exp(exponent)
+        finite = exponent > -745.0
+        largest = float(np.abs(tilt * loss[finite]).max()) + abs(value)
+        relative += count * UNIT_ROUNDOFF * (4 * largest + 64)
+        wrapped = np.bincount((atoms.index - atoms.index[0]) % length, mass, minlength=length)
+        # |(G + e)^T - G^T| <= T |e| (1 + |e|)^T where |G| <= 1; ||G||_2 = sqrt(length) ||mass||_2.
+        norm += count * forward * float(np.sqrt(wrapped @ wrapped))
+        power = _power(np.fft.rfft(wrapped), count)
+        spectrum = power if spectrum is None else spectrum * power
+        # Each complex product has relative error sqrt(5) u; z^T takes T - 1 of them, in effect.
+        norm += count * math.sqrt(5) * UNIT_ROUNDOFF * float(np.sqrt(wrapped @ wrapped))
+    assert spectrum is not None
+    result = np.fft.irfft(spectrum, length)
+    rounding = norm * math.exp(min(700.0, norm * math.sqrt(length)))
+    rounding += forward * float(np.sqrt(result @ result)) * 1.01
+    return np.roll(result, -(shift % length))[:wanted], rounding, math.expm1(relative)
+
+
+def _power(base: Spectrum, exponent: int) -> Spectrum:
+    """base ** exponent by repeated squaring: the rounding of each product is known."""
+    result: Spectrum | None = None
+    while exponent:
+        if exponent & 1:
+            result = base if result is None else result * base
+        exponent >>= 1
+        if exponent:
+            base = base * base
+    assert result is not None
+    return result

@@ -1,0 +1,78 @@
+"""Black-box group privacy: the baseline that exact accounting replaces.
+
+If a mechanism is (e, d)-DP for one record, it is (G e, d (e^(G e) - 1) / (e^e - 1))-DP for G
+records (Vadhan 2017, Lemma 2.2). It knows nothing of the mechanism, so it grows exponentially in G
+where the mixture of Gaussians grows about linearly (Charles et al. 2024, Fig. 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from userdp.accounting import certificate, search
+from userdp.accounting.certificate import Evaluation
+from userdp.accounting.events import DpEvent
+from userdp.errors import InputError
+
+# Record-level epsilons above this are not tried: the paper calls it "diverged".
+_LARGEST_EPSILON = 2000.0
+# And deltas below this, which no double can tell from 0 after composition.
+_SMALLEST_LOG_DELTA = -640.0
+
+
+def group_epsilon(
+    record_level: Sequence[search.Mixture], *, group_size: int, delta: float
+) -> float:
+    """User-level epsilon for users of at most `group_size` records; infinite if none is found.
+
+    `record_level` prices the run for a single record. G = `group_size`.
+
+    >>> import numpy as np
+    >>> step = search.Mixture(
+    ...     noise=2.0, shifts=np.array([0.0, 1.0]), weights=np.array([0.99, 0.01]), count=2000)
+    >>> round(group_epsilon([step], group_size=4, delta=1e-6), 1)
+    5.0
+    """
+
+    def excess(epsilon: float) -> float:
+        factor = group_size * epsilon + math.log(-math.expm1(-group_size * epsilon))
+        factor -= epsilon + math.log(-math.expm1(-epsilon))
+        target = math.log(delta) - factor
+        if target < _SMALLEST_LOG_DELTA:
+            return math.inf
+        reached = search.delta_bound(record_level, epsilon, hint=math.exp(target))
+        return math.log(max(reached, 1e-300)) - target
+
+    # The excess may rise before it falls, so the first crossing is looked for from below.
+    low = max(search.epsilon_bound(record_level, delta), 1e-6)
+    if group_size == 1 or excess(low) <= 0:
+        return group_size * low
+    high = low
+    while excess(high) > 0:
+        low, high = high, 1.15 * high
+        if high > _LARGEST_EPSILON:
+            return math.inf
+    while high - low > 1e-5 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    return group_size * high
+
+
+def evaluation(record_level: DpEvent, *, group_size: int, delta: float) -> Evaluation:
+    """`group_epsilon` of an event that prices the run for one record."""
+    steps = certificate.mixtures(record_level)
+    if steps is None:
+        raise InputError("group privacy here prices Poisson-sampled records with Gaussian noise.")
+    epsilon = group_epsilon(steps, group_size=group_size, delta=delta)
+    if math.isinf(epsilon):
+        raise InputError(
+            f"black-box group privacy finds no finite epsilon for group_size={group_size} here: "
+            "its bound grows exponentially. Use --accountant pld, which is exact."
+        )
+    return Evaluation(
+        epsilon=epsilon,
+        certified_by=f"{certificate.own()} for one record, then black-box group privacy "
+        "(Vadhan 2017); an upper bound, far from tight",
+        error_bound=math.inf,
+    )

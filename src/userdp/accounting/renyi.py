@@ -1,0 +1,111 @@
+"""Older accountings of the same events: RDP, and the moments accountant of 2018.
+
+Both bound epsilon through moments of the privacy loss, so both are above the privacy loss
+distribution's value. They are here to reproduce papers, and for the mechanisms that only RDP prices
+(tuning by random stopping, sampling without replacement).
+"""
+
+from __future__ import annotations
+
+import math
+from importlib.metadata import version
+
+import numpy as np
+from dp_accounting.rdp import RdpAccountant
+
+from userdp.accounting import certificate, search
+from userdp.accounting.certificate import Evaluation
+from userdp.accounting.events import DpEvent
+from userdp.accounting.special import Floats, gammaln
+from userdp.errors import InputError, UnaccountedPlanError
+from userdp.units import Adjacency
+
+# Abadi et al. 2016 compute log moments of these integer orders.
+MOMENT_ORDERS = range(1, 33)
+
+
+def moments_epsilon(
+    *, user_sampling_prob: float, noise_multiplier: float, steps: int, delta: float
+) -> float:
+    """Epsilon by the moments accountant: integer moments 1 to 32, classic conversion.
+
+    epsilon = min over L of (T alpha(L) + log(1/delta)) / L, where alpha(L) is the log moment
+    log E[(P/Q)^L] under P = N(Bernoulli(q), sigma^2), Q = N(0, sigma^2), the larger direction:
+
+        alpha(L) = log sum_k C(L+1, k) (1-q)^(L+1-k) q^k exp(k (k-1) / (2 sigma^2)).
+
+    q = `user_sampling_prob`, sigma = `noise_multiplier`, T = `steps`.
+    Reference: McMahan et al. 2018, Thm. 1 and Tables 1 and 2; Abadi et al. 2016, Thm. 2.
+
+    >>> round(moments_epsilon(
+    ...     user_sampling_prob=5000 / 763430, noise_multiplier=1.0, steps=5000, delta=1e-9), 3)
+    4.634
+    """
+    best = math.inf
+    for order in MOMENT_ORDERS:
+        k: Floats = np.arange(order + 2, dtype=np.float64)
+        log_choose = gammaln(order + 2) - gammaln(k + 1) - gammaln(order + 2 - k)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            log_out = np.where(k == order + 1, 0.0, (order + 1 - k) * np.log1p(-user_sampling_prob))
+        log_in = k * math.log(user_sampling_prob)
+        terms = log_choose + log_out + log_in + k * (k - 1) / (2 * noise_multiplier**2)
+        peak = float(terms.max())
+        log_moment = peak + math.log(float(np.exp(terms - peak).sum()))
+        best = min(best, (steps * log_moment - math.log(delta)) / order)
+    return max(best, 0.0)
+
+
+def moments_evaluation(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
+    """`moments_epsilon` of an event of Poisson-sampled Gaussian steps."""
+    steps = certificate.mixtures(event)
+    known = steps is not None and len(steps) == 1 and len(steps[0].shifts) <= 2
+    if not known or adjacency is Adjacency.REPLACE:
+        raise InputError(
+            "the moments accountant of 2018 prices Poisson-sampled users under add-remove only: "
+            "use --unit user, or --accountant pld."
+        )
+    assert steps is not None
+    (step,) = steps
+    return Evaluation(
+        epsilon=moments_epsilon(
+            user_sampling_prob=float(step.weights[-1]),
+            noise_multiplier=step.noise,
+            steps=step.count,
+            delta=delta,
+        ),
+        certified_by="userdp moments accountant (Abadi et al. 2016, integer moments 1 to 32); "
+        "an upper bound, looser than PLD",
+        error_bound=math.inf,
+    )
+
+
+def evaluation(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
+    """Epsilon by Renyi differential privacy.
+
+    `dp_accounting`'s RDP accountant where it has a rule; for mixtures of Gaussians, which it
+    refuses, the best single moment, integrated numerically.
+
+    >>> from dp_accounting import dp_event
+    >>> step = dp_event.PoissonSampledDpEvent(0.01, dp_event.GaussianDpEvent(2.0))
+    >>> event = dp_event.SelfComposedDpEvent(step, 2000)
+    >>> round(evaluation(event, delta=1e-6, adjacency=Adjacency.ADD_REMOVE).epsilon, 2)
+    1.12
+    """
+    accountant = RdpAccountant(neighboring_relation=certificate.relation(adjacency))
+    if accountant.supports(event):
+        accountant.compose(event)
+        return Evaluation(
+            epsilon=max(0.0, float(accountant.get_epsilon(delta))),
+            certified_by=f"dp_accounting {version('dp-accounting')} RDP; looser than PLD",
+            error_bound=math.inf,
+        )
+    steps = certificate.mixtures(event)
+    if steps is None or adjacency is Adjacency.REPLACE:
+        raise UnaccountedPlanError(
+            f"RDP cannot price {type(event).__name__} under {adjacency.value} adjacency."
+        )
+    return Evaluation(
+        epsilon=search.renyi_epsilon(steps, delta) * (1 + 1e-6),
+        certified_by=f"{certificate.own()}, best Renyi moment, integrated; looser than PLD",
+        error_bound=math.inf,
+    )

@@ -1,0 +1,204 @@
+"""The options that describe a mechanism in numbers, shared by `account` and `calibrate`.
+
+They become one function from a noise multiplier to the event of the whole run, and one accountant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from userdp.accounting import accountant, events, group, renyi
+from userdp.accounting.certificate import Evaluation
+from userdp.accounting.events import DpEvent
+from userdp.cli import common
+from userdp.errors import InputError
+from userdp.noise.gaussian import Gaussian
+from userdp.plan import step_event
+from userdp.sampling import PoissonRecords
+from userdp.units import Adjacency, SamplingUnit
+
+
+class AccountantName(StrEnum):
+    """How epsilon is bounded; `pld` is exact, the others are for comparison."""
+
+    PLD = "pld"
+    RDP = "rdp"
+    MOMENTS = "moments"
+    GROUP_PRIVACY = "group-privacy"
+
+
+class NoiseKind(StrEnum):
+    """Independent noise at every step, or noise correlated by a banded matrix."""
+
+    GAUSSIAN = "gaussian"
+    BANDED = "banded"
+
+
+OptionalRate = Annotated[float | None, typer.Option("--rate", help="Sampling probability q or p.")]
+OptionalSteps = Annotated[int | None, typer.Option("--steps", help="Number of training steps.")]
+Accountant = Annotated[
+    AccountantName,
+    typer.Option(
+        help="pld: exact and certified. rdp, moments (McMahan et al. 2018), group-privacy "
+        "(black box): looser, for comparison."
+    ),
+]
+Cap = Annotated[
+    int | None, typer.Option(help="Cut cohorts to this many users; needs --users.", min=1)
+]
+Users = Annotated[int | None, typer.Option(help="Number of users N, for --cap.", min=1)]
+Noise = Annotated[NoiseKind, typer.Option(help="Independent or matrix-factorisation noise.")]
+Participations = Annotated[
+    int | None,
+    typer.Option(
+        help="With --noise banded: the most steps one user takes part in, each as far from the "
+        "next as the matrix has bands.",
+        min=1,
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """A run in public numbers, up to its noise."""
+
+    unit: SamplingUnit
+    rate: float | None
+    steps: int | None
+    group_size: int
+    adjacency: Adjacency
+    accountant: AccountantName
+    cap: int | None
+    num_users: int | None
+    noise: NoiseKind
+    participations: int | None
+
+    def __post_init__(self) -> None:
+        if self.noise is NoiseKind.BANDED:
+            self._check_banded()
+            return
+        if self.participations is not None:
+            raise InputError("--participations belongs to --noise banded.")
+        if self.rate is None or self.steps is None:
+            raise InputError(
+                "give --rate and --steps: the sampling probability and the run's length."
+            )
+        common.check_steps(self.steps)
+        common.sampler_of(self.unit, self.rate, self.group_size)  # refuses what is no probability
+        if (self.cap is None) != (self.num_users is None):
+            raise InputError("--cap and --users come together: give both or neither.")
+        if self.cap is not None and self.unit is SamplingUnit.RECORD:
+            raise InputError("--cap limits how many users a step has: use it with --unit user.")
+        if self.accountant is AccountantName.GROUP_PRIVACY and self.unit is SamplingUnit.USER:
+            raise InputError("--accountant group-privacy is about records: use --unit record.")
+
+    def _check_banded(self) -> None:
+        if self.participations is None:
+            raise InputError(
+                "--noise banded needs --participations K, how often a user takes part."
+            )
+        if self.cap is not None or self.accountant is AccountantName.GROUP_PRIVACY:
+            raise InputError("--cap and --accountant group-privacy are about Poisson sampling.")
+        if self.rate is not None and self.rate != 1:
+            raise InputError(
+                f"--rate {self.rate:g} with --noise banded: batches in a fixed order are not "
+                "sampled, so nothing is amplified. Leave --rate out."
+            )
+
+    def event(self, noise_multiplier: float) -> DpEvent:
+        """What the run costs with this noise."""
+        return self._event(noise_multiplier, self.group_size)
+
+    def _event(self, noise_multiplier: float, group_size: int) -> DpEvent:
+        if self.noise is NoiseKind.BANDED:
+            assert self.participations is not None
+            return events.min_separated_gaussian(
+                participations=self.participations, noise_multiplier=noise_multiplier
+            )
+        assert self.rate is not None
+        assert self.steps is not None
+        if self.cap is not None:
+            assert self.num_users is not None
+            step = events.capped_poisson_users_gaussian(
+                user_sampling_prob=self.rate,
+                cap=self.cap,
+                num_users=self.num_users,
+                noise_multiplier=noise_multiplier,
+            )
+        else:
+            sampler = common.sampler_of(self.unit, self.rate, group_size)
+            step = step_event(sampler, Gaussian(noise_multiplier=noise_multiplier))
+        return events.repeated(step, self.steps)
+
+    def evaluate(self, noise_multiplier: float, delta: float) -> Evaluation:
+        """Epsilon by the chosen accountant."""
+        accountant.check_delta(delta)
+        event = self.event(noise_multiplier)
+        match self.accountant:
+            case AccountantName.PLD:
+                return accountant.evaluate(event, delta=delta, adjacency=self.adjacency)
+            case AccountantName.RDP:
+                return renyi.evaluation(event, delta=delta, adjacency=self.adjacency)
+            case AccountantName.MOMENTS:
+                return renyi.moments_evaluation(event, delta=delta, adjacency=self.adjacency)
+            case AccountantName.GROUP_PRIVACY:
+                return group.evaluation(
+                    self._event(noise_multiplier, 1), group_size=self.group_size, delta=delta
+                )
+
+    def calibrate(self, epsilon: float, delta: float) -> float:
+        """The least noise multiplier whose epsilon by this accountant is at most `epsilon`."""
+        if self.accountant is AccountantName.PLD:
+            return accountant.calibrate(
+                self.event, target=epsilon, delta=delta, adjacency=self.adjacency
+            )
+        accountant.check_epsilon(epsilon)
+        return _bisected(lambda noise: self.evaluate(noise, delta).epsilon, epsilon)
+
+    def in_words(self) -> str:
+        """The run in one line."""
+        if self.noise is NoiseKind.BANDED:
+            return f"banded noise, at most {self.participations} well-separated steps a user"
+        words = (
+            f"{self.steps:,} steps, Poisson sampling of {self.unit.value}s at rate {self.rate:g}"
+        )
+        if self.cap is not None:
+            words += f", at most {self.cap:,} of {self.num_users:,} users a step"
+        if isinstance(
+            common.sampler_of(self.unit, self.rate or 1.0, self.group_size), PoissonRecords
+        ):
+            words += f", at most {self.group_size} records a user"
+        return words
+
+
+def _bisected(epsilon_of: Callable[[float], float], target: float) -> float:
+    """The least noise multiplier (to 0.01%) with epsilon at most `target`."""
+
+    def at(noise: float) -> float:
+        try:
+            return epsilon_of(noise)
+        except InputError:  # no finite epsilon at so little noise
+            return float("inf")
+
+    high = 1.0
+    while at(high) > target:
+        high *= 2
+        if high > accountant.LARGEST_NOISE_MULTIPLIER:
+            raise InputError(
+                f"epsilon={target} is out of reach for this accountant: noise_multiplier="
+                f"{high:.0e} gives {at(high):.3g}. Use --accountant pld, or a larger epsilon."
+            )
+    low = high / 2
+    while at(low) <= target:
+        high, low = low, low / 2
+        if low < 1e-3:
+            return high
+    while high > 1.0001 * low:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if at(middle) > target else (low, middle)
+    return high

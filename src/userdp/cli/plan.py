@@ -1,0 +1,230 @@
+"""`userdp plan`: records or users, how many of each, and how much noise, under a compute budget."""
+
+from __future__ import annotations
+
+import json as json_module
+import math
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from userdp import planner
+from userdp.accounting import accountant, events
+from userdp.cli import charts, common
+from userdp.errors import InputError
+from userdp.planner import Candidate, Norms, Recommendation, Setting
+from userdp.units import Adjacency
+
+
+class Assumed(StrEnum):
+    """What to assume of a user's gradients without an estimate (Charles et al. 2024, App. B)."""
+
+    SAME = "same"
+    ORTHOGONAL = "orthogonal"
+
+
+def plan(
+    epsilon: Annotated[float, typer.Option(help="Target epsilon.")],
+    delta: common.Delta,
+    steps: common.Steps,
+    compute: Annotated[int, typer.Option(help="Gradients a step may compute, B.")],
+    store: Annotated[
+        Path | None, typer.Argument(help="A user store; or give --users and --records-per-user.")
+    ] = None,
+    users: Annotated[int | None, typer.Option(help="Number of users, N: public.")] = None,
+    records_per_user: Annotated[
+        int | None, typer.Option(help="Median number of records of a user: public, or paid for.")
+    ] = None,
+    gradient_norms: Annotated[
+        Path | None,
+        typer.Option(
+            help='JSON file {"1": norm, "2": norm, ...}: L(G), median user-gradient norms.'
+        ),
+    ] = None,
+    assume: Annotated[
+        Assumed,
+        typer.Option(
+            help="Without --gradient-norms: a user's gradients all agree (same, the worst case for "
+            "sampling users) or are orthogonal (the best)."
+        ),
+    ] = Assumed.SAME,
+    times_users: Annotated[
+        list[int] | None,
+        typer.Option(help="Also say what this many times the users would give; hypothetical."),
+    ] = None,
+    adjacency: common.AdjacencyOption = Adjacency.ADD_REMOVE,
+    plot: Annotated[Path | None, typer.Option(help="Write the plots to this .svg file.")] = None,
+    json: common.Json = False,
+) -> None:
+    """Choose group size, cohort size, and sampling of records or users, for the least noise."""
+    if plot is not None and plot.suffix != ".svg":
+        raise InputError(
+            f"--plot {plot.name}: plots are drawn as .svg. Name a file ending in .svg."
+        )
+    num_users, typical = _counts(store, users, records_per_user)
+    norms, source = _norms(gradient_norms, assume)
+    setting = Setting(
+        num_users=num_users,
+        group_size_els=typical,
+        epsilon=epsilon,
+        delta=delta,
+        steps=steps,
+        compute=compute,
+        largest_group=typical,
+        adjacency=adjacency,
+    )
+    found = planner.recommend(setting, norms, user_factors=tuple(times_users or ()))
+    noise_multiplier, reached, by = _certified(setting, found.best)
+    stddev = found.best.noise_stddev * noise_multiplier / found.best.noise_multiplier
+    not_covered = _not_covered(store, gradient_norms)
+    if plot is not None:
+        plot.write_text(charts.plan_svg(_by_compute(setting, norms), found), encoding="utf-8")
+        common.say(f"wrote {plot}")
+    common.emit(
+        json,
+        {
+            "method": found.best.method,
+            "group_size": found.best.group_size,
+            "cohort_size": found.best.cohort_size,
+            "rate": found.best.rate,
+            "noise_multiplier": noise_multiplier,
+            "noise_stddev": stddev,
+            "epsilon": reached,
+            "delta": delta,
+            "steps": steps,
+            "certified_by": by,
+            "gradient_norms": source,
+            "reasons": list(found.reasons),
+            "strategies": {name: list(split) for name, split in found.strategies.items()},
+            "candidates": [candidate.to_json() for candidate in found.candidates],
+            "other_steps": [candidate.to_json() for candidate in found.other_steps],
+            "hypothetical": [candidate.to_json() for candidate in found.hypothetical],
+            "not_covered": not_covered,
+        },
+        _in_words(setting, found, noise_multiplier, stddev, reached, by, source, not_covered),
+    )
+
+
+def records_per_user(store: Path) -> tuple[int, int]:
+    """Users, and mean records a user rounded up, of a store: private numbers, both."""
+    path = store / "manifest.json"
+    try:
+        manifest: dict[str, Any] = json_module.loads(path.read_text(encoding="utf-8"))
+        users, records = int(manifest["users"]), int(manifest["records"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(
+            f"{store} is not a user store: it has no readable manifest.json."
+        ) from None
+    if users < 1 or records < 1:
+        raise InputError(f"{store} holds no users or no records: there is nothing to plan.")
+    return users, math.ceil(records / users)
+
+
+def _counts(store: Path | None, users: int | None, per_user: int | None) -> tuple[int, int]:
+    if store is not None:
+        counted, mean = records_per_user(store)
+        return users or counted, per_user or mean
+    if users is None or per_user is None:
+        raise InputError("give a store, or --users N and --records-per-user K.")
+    return users, per_user
+
+
+def _norms(path: Path | None, assume: Assumed) -> tuple[Norms, str]:
+    if path is None:
+        known = {Assumed.SAME: planner.same_direction(), Assumed.ORTHOGONAL: planner.orthogonal()}
+        rule = {Assumed.SAME: "L(G) = L(1)", Assumed.ORTHOGONAL: "L(G) = L(1) / sqrt(G)"}
+        return known[assume], f"assumed {rule[assume]}, in units of L(1)"
+    try:
+        data: dict[str, Any] = json_module.loads(path.read_text(encoding="utf-8"))
+        norms = {int(size): float(value) for size, value in data.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        raise InputError(
+            f'{path}: expected a JSON object of group size to norm, like {{"1": 0.9, "2": 0.7}}.'
+        ) from None
+    return planner.estimated(norms), f"estimated, {path.name}"
+
+
+def _certified(setting: Setting, best: Candidate) -> tuple[float, float, str]:
+    """The noise multiplier, certified, with the epsilon it reaches and who vouches."""
+
+    def event(noise_multiplier: float) -> events.DpEvent:
+        if best.method == planner.ULS:
+            step = events.poisson_users_gaussian(
+                user_sampling_prob=best.rate, noise_multiplier=noise_multiplier
+            )
+        else:
+            step = events.poisson_records_gaussian(
+                record_sampling_prob=best.rate,
+                group_size=best.group_size,
+                noise_multiplier=noise_multiplier,
+            )
+        return events.repeated(step, best.steps)
+
+    sigma = accountant.calibrate(
+        event, target=setting.epsilon, delta=setting.delta, adjacency=setting.adjacency
+    )
+    told = accountant.evaluate(event(sigma), delta=setting.delta, adjacency=setting.adjacency)
+    return sigma, told.epsilon, told.certified_by
+
+
+def _not_covered(store: Path | None, norms: Path | None) -> list[str]:
+    found: list[str] = []
+    if store is not None:
+        found.append("the numbers of users and records, read from the store: declare them public")
+    if norms is not None:
+        found.append("the gradient norms, unless from public data or paid for in the ledger")
+    return found
+
+
+def _by_compute(setting: Setting, norms: Norms) -> list[tuple[int, list[Candidate]]]:
+    """The best candidate of each method at budgets around the given one, for the plot."""
+    rows: list[tuple[int, list[Candidate]]] = []
+    machine = planner.Planner(setting, norms)
+    for power in range(-3, 4):
+        compute = round(setting.compute * 2.0**power)
+        if compute < 1 or compute > setting.num_users * setting.group_size_els:
+            continue
+        splits = machine.splits(compute)
+        best = [machine.uls(planner.exhaustive(splits, machine.objective))] if splits else []
+        els = machine.els(compute)
+        rows.append((compute, best + ([els] if els is not None else [])))
+    return rows
+
+
+def _in_words(
+    setting: Setting,
+    found: Recommendation,
+    noise_multiplier: float,
+    stddev: float,
+    reached: float,
+    by: str,
+    source: str,
+    not_covered: list[str],
+) -> str:
+    best = found.best
+    what = "users" if best.method == planner.ULS else "records"
+    lines = [
+        f"{best.method}: sample {what} at rate {best.rate:.4g}, {best.cohort_size:,} {what} a "
+        f"step, group size {best.group_size}",
+        f"noise_multiplier={noise_multiplier:.5g}, noise on the mean gradient {stddev:.4g} "
+        f"(gradient norms: {source})",
+        f"(epsilon={reached:.4g}, delta={setting.delta:g}), user-level, {setting.adjacency.value}, "
+        f"{setting.steps:,} steps, {setting.num_users:,} users",
+        f"certified by {by}",
+        *(f"because {reason}" for reason in found.reasons),
+        "",
+        charts.candidate_table(found.candidates, best),
+        "",
+        "noise on the mean gradient, by candidate",
+        charts.candidate_bars(found.candidates),
+        "",
+        "the same total compute in fewer or more steps (noise of run: on the mean of all steps)",
+        charts.candidate_table(found.other_steps, None),
+    ]
+    if found.hypothetical:
+        lines += ["", "HYPOTHETICAL: if there were more users", ""]
+        lines.append(charts.candidate_table(found.hypothetical, None))
+    lines += [f"not covered: {entry}" for entry in not_covered]
+    return "\n".join(lines)

@@ -1,0 +1,126 @@
+"""`userdp account`, `calibrate` and `plan`: the contract's options and keys."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from userdp.cli import app
+from userdp.errors import InputError
+
+RUN = "--rate 0.01 --steps 200 --noise-multiplier 2 --delta 1e-6"
+TARGET = "--rate 0.01 --steps 200 --epsilon 2 --delta 1e-6"
+
+
+def run(arguments: str) -> dict:
+    result = CliRunner().invoke(app, [*arguments.split(), "--json"])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return json.loads(result.stdout)
+
+
+def test_account_has_the_keys_of_the_contract():
+    found = run(f"account {RUN}")
+    assert {"epsilon", "delta", "adjacency", "unit", "accountant", "certified_by"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--adjacency zero-out", "--adjacency replace", "--cap 60 --users 5000",
+        "--accountant rdp", "--accountant moments", "--unit record --group-size 4",
+        "--unit record --group-size 4 --accountant group-privacy",
+        "--unit record --group-size 4 --accountant rdp",
+        "--unit record --group-size 4 --adjacency replace",
+    ],
+)  # fmt: skip
+def test_account_and_calibrate_take_every_option(options: str):
+    assert run(f"account {RUN} {options}")["epsilon"] > 0
+    found = run(f"calibrate {TARGET} {options}")
+    assert {"noise_multiplier", "epsilon", "delta", "certified_by", "seconds"} <= set(found)
+    assert 0.99 * 2 <= found["epsilon"] <= 2
+
+
+def test_table_2_of_mcmahan_2018_by_the_command_line():
+    numbers = "--rate 0.0065493889 --steps 5000 --noise-multiplier 1 --delta 1e-9"
+    assert run(f"account {numbers} --accountant moments")["epsilon"] == pytest.approx(
+        4.634, abs=5e-4
+    )
+    assert run(f"account {numbers}")["epsilon"] == pytest.approx(3.899, rel=1e-3)
+
+
+def test_banded_noise_needs_only_participations():
+    found = run("account --noise banded --participations 4 --noise-multiplier 4 --delta 1e-6")
+    assert found["epsilon"] == pytest.approx(2.254084650219736, rel=1e-4)
+    found = run("calibrate --noise banded --participations 16 --epsilon 4 --delta 1e-6")
+    assert found["noise_multiplier"] == pytest.approx(4.774074348631938, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "account --rate 0.01", f"account {RUN} --cap 10", f"account {RUN} --participations 3",
+        f"account {RUN} --accountant group-privacy",
+        f"account {RUN} --unit record --cap 5 --users 9",
+        "account --noise banded --noise-multiplier 1 --delta 1e-6",
+        "account --noise banded --participations 2 --rate 0.1 --noise-multiplier 1 --delta 1e-6",
+        "account --rate 2 --steps 5 --noise-multiplier 1 --delta 1e-6",
+        "account --rate 0.1 --steps 5 --noise-multiplier 0 --delta 1e-6",
+        "account --rate 0.1 --steps 5 --noise-multiplier nan --delta 1e-6",
+        "calibrate --rate 0.1 --steps 5 --epsilon -1 --delta 1e-6",
+        "plan --epsilon 1 --delta 1e-6 --steps 10 --compute 4",
+        "plan --users 100 --records-per-user 4 --epsilon 1 --delta 1e-6 --steps 10 --compute 4 "
+        "--plot plan.png",
+    ],
+)  # fmt: skip
+def test_wrong_input_is_an_input_error(arguments: str):
+    with pytest.raises(InputError):
+        run(arguments)
+
+
+PLAN = "plan --users 1024 --records-per-user 8 --epsilon 4 --delta 1e-6 --steps 100 --compute 32"
+
+
+def test_plan_has_the_keys_of_the_contract_and_a_certified_number():
+    found = run(f"{PLAN} --assume orthogonal --times-users 10")
+    keys = {"method", "group_size", "cohort_size", "noise_multiplier", "noise_stddev"}
+    assert keys <= set(found)
+    assert all(keys <= set(candidate) for candidate in found["candidates"])
+    assert all(candidate["hypothetical"] for candidate in found["hypothetical"])
+    assert 0.999 * 4 <= found["epsilon"] <= 4
+    assert found["not_covered"] == []
+
+
+def test_plan_draws_and_takes_estimated_norms(tmp_path):
+    norms = tmp_path / "norms.json"
+    norms.write_text('{"1": 2.0, "4": 1.2}')
+    picture = tmp_path / "plan.svg"
+    found = run(f"{PLAN} --gradient-norms {norms} --plot {picture}")
+    assert picture.read_text().startswith("<svg")
+    assert found["not_covered"]
+
+
+def test_plan_text_marks_what_is_hypothetical():
+    result = CliRunner().invoke(app, f"{PLAN} --times-users 10".split())
+    assert "HYPOTHETICAL" in result.stdout
+    assert result.stdout.count("hypothetical") == 2
+
+
+def test_plan_reads_a_stores_manifest(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"users": 1000, "records": 7500}')
+    found = run(f"plan {tmp_path} --epsilon 4 --delta 1e-6 --steps 100 --compute 32")
+    assert any("store" in entry for entry in found["not_covered"])
+    els = [one for one in found["candidates"] if one["method"] == "ELS"]
+    assert els[0]["group_size"] == 8
+
+
+def test_accounting_needs_no_torch():
+    code = "import sys; import userdp.cli.plan, userdp.cli.account; print('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "False"
