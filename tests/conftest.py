@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
 
 KEY = bytes(range(32))
+
+# Every epsilon is computed here and now: a remembered one would test yesterday's code. Set for this
+# process, and so for those that tests start.
+os.environ["USERDP_CACHE"] = "off"
 
 
 @pytest.fixture(autouse=True, scope="session")

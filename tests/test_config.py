@@ -70,7 +70,10 @@ PROBLEMS: dict[str, tuple[str, str]] = {
         _add("training", "learning_rte = 1.0"),
         "unknown key 'training.learning_rte'; did you mean 'learning_rate'",
     ),
-    "misspelt section": (GOOD + "[trainin]\n", "unknown key 'trainin'; did you mean 'training'"),
+    "misspelt section": (
+        GOOD + "[trainings]\n",
+        "unknown key 'trainings'; did you mean 'training'",
+    ),
     "key like nothing": (_add("data", "zzz = 1"), "unknown key 'data.zzz'; known keys: eval"),
     "misspelt lora key": (
         GOOD + "[model.lora]\nrnk = 4\n",
