@@ -47,6 +47,7 @@ import ibis
 import numpy as np
 import pyarrow as pa
 
+from userdp.bounding.compiled import compiled
 from userdp.bounding.edges import Edges, Ints
 from userdp.bounding.engines import Database, Engine, connect
 from userdp.bounding.greedy import Order, by_cardinality, check_bound, take_in_order
@@ -129,13 +130,22 @@ def greedy_rounds(
 
 def _with_slots(edges: Edges, order: Order) -> pa.Table:
     """Every incidence with its record's place in `order`, its slot as a bit, and the user."""
-    priority = np.empty_like(order)
-    priority[order] = np.arange(len(order), dtype=order.dtype)
     # Consecutive numbers from zero, and narrow: engines count and join those fastest.
-    priority = np.repeat(priority, edges.cardinality())
-    bit = np.left_shift(1, np.arange(_SLOTS, dtype=np.int64))
-    width = max(1, -(-len(order) // _SLOTS))
-    return pa.table({"priority": priority, "bit": bit[priority // width], "user": edges.owners})
+    priority = np.empty(edges.num_incidences, dtype=order.dtype)
+    bit = np.empty(edges.num_incidences, dtype=np.int64)
+    _spread(edges.indptr, order, -(-edges.num_records // _SLOTS), priority, bit)
+    return pa.table({"priority": priority, "bit": bit, "user": edges.owners})
+
+
+@compiled
+def _spread(indptr: Ints, order: Order, width: int, priority: Order, bit: Ints) -> None:
+    """Write each record's place and slot to its incidences; a slot has `width` places."""
+    for place in range(len(order)):
+        record = order[place]
+        slot = np.int64(1) << (place // width)
+        for at in range(indptr[record], indptr[record + 1]):
+            priority[at] = place
+            bit[at] = slot
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -290,7 +300,7 @@ def _sketch(waiting: Any, free: int) -> Any:
         "user",
         "some",
         even=even,
-        reach=spare + bit_count(bits.some) + bit_count(even),
+        reach=(spare + bit_count(bits.some) + bit_count(even)).cast("int32"),
         spare=spare.cast("int32"),
     )
 
@@ -299,8 +309,9 @@ def _late_by_sketch(waiting: Any, sketch: Any) -> Any:
     """The records that may stand beyond the free places of some owner: not taken in this round."""
     joined = waiting.inner_join(sketch, "user")
     upto = joined.bit + (joined.bit - 1)
-    standing = bit_count(joined.some & upto) + bit_count(joined.even & upto)
-    return _once(joined.filter(standing > joined.reach))
+    once: Any = bit_count(joined.some & upto)
+    twice: Any = bit_count(joined.even & upto)
+    return _once(joined.filter(once + twice > joined.reach))
 
 
 def _line_up(waiting: Any, free: int | None) -> Any:
@@ -337,15 +348,22 @@ def _serve(left: Any) -> Any:
 
 def _finish(priority: Ints, user: Ints, free: Ints) -> Ints:
     """The priorities that the sequential pass refuses among what is still undecided."""
-    order = np.argsort(priority, kind="stable")
+    order = np.argsort(priority)
     priority, user, free = priority[order], user[order], free[order]
     first = np.flatnonzero(np.r_[True, priority[1:] != priority[:-1]][: len(priority)])
     records = priority[first]
-    users, number = np.unique(user, return_inverse=True)
-    number = number.reshape(-1)
-    room = np.zeros(len(users), dtype=np.int64)
+    number, num_users = _small_numbers(user)
+    room = np.zeros(num_users, dtype=np.int64)
     room[number] = free
     taken = np.zeros(len(records), dtype=np.int64)
     indptr = np.append(first, len(priority)).astype(np.int64)
     take_in_order(indptr, number, np.arange(len(records)), room, taken)
     return records[taken == 0]
+
+
+def _small_numbers(user: Ints) -> tuple[Ints, int]:
+    """Numbers for the users, and a bound on them; the users' own if an array by them is small."""
+    if len(user) and user.min() >= 0 and user.max() < 16 * len(user):
+        return user, int(user.max()) + 1
+    users, number = np.unique(user, return_inverse=True)
+    return number.reshape(-1), len(users)
