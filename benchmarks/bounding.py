@@ -130,8 +130,8 @@ def least(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, tu
     }
 
 
-def engine_floor(graph: Edges) -> None:
-    """The least any round on DuckDB does: count by user and join back, by record and join back."""
+def yardstick(graph: Edges) -> None:
+    """What a plain round on DuckDB does: count by user and join back, by record and join back."""
     with (
         tempfile.TemporaryDirectory() as folder,
         connect(Engine.DUCKDB, Path(folder), memory_limit="4GB") as database,
@@ -166,11 +166,11 @@ def bench_rounds() -> None:
         def run(name: str, finish_below: int, graph: Edges = graph, found: Any = found) -> None:
             found[name] = rounds.greedy_rounds(graph, 3, finish_below=finish_below)
 
-        sequential, floor = "sequential", "DuckDB's floor"
+        sequential, plain = "sequential", "DuckDB's yardstick"
         seconds = least(
             {
                 sequential: partial(greedy.greedy, graph, 3),
-                floor: partial(engine_floor, graph),
+                plain: partial(yardstick, graph),
                 **{name: partial(run, name, below) for name, below in tails.items()},
             },
             repeats=max(4, 10_000_000 // num_records),
