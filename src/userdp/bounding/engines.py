@@ -10,19 +10,28 @@ fetches. All of them keep their tables in a given folder and leave nothing behin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import ibis
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from userdp.bounding.edges import Ints
 from userdp.errors import InputError
+
+# DuckDB writes its memory limit as a number and one of these.
+_UNITS = {"bytes": 1} | {f"{prefix}iB": 1 << 10 * (i + 1) for i, prefix in enumerate("KMGTP")}
+
+# The largest state of a group in any round: a flag, a count and two bit sets, rounded up.
+_COUNTER_BYTES = 32
 
 
 class Engine(StrEnum):
@@ -51,8 +60,12 @@ class Database(Protocol):
         """The columns, in one consistent order of rows."""
         ...
 
-    def read_parquet(self, path: Path, name: str) -> Any:
-        """A view of a Parquet file."""
+    def drop(self, *names: str) -> None:
+        """Drop tables."""
+        ...
+
+    def load(self, rows: pa.Table, name: str) -> Any:
+        """A table with the given rows."""
         ...
 
     def held_bytes(self) -> int:
@@ -72,24 +85,31 @@ class DuckDB:
 
     def store(self, name: str, expression: Any) -> Any:
         """The rows of an expression as a new table, computed now."""
-        self.run(f"CREATE TABLE {name} AS {ibis.to_sql(expression, dialect='duckdb')}")
+        self.run(f"CREATE TABLE {name} AS {_sql(expression.op(), 'duckdb')}")
         return ibis.table(expression.schema(), name=name)
 
     def count(self, table: Any) -> int:
         """The number of rows."""
-        query = ibis.to_sql(table.count(), dialect="duckdb")
+        query = f"SELECT count(*) FROM {table.get_name()}"
         return int(self.connection.execute(query).fetchone()[0])
 
     def fetch(self, table: Any) -> list[Ints]:
         """The columns, in one consistent order of rows."""
-        found = self.connection.execute(ibis.to_sql(table, dialect="duckdb")).fetchnumpy()
+        found = self.connection.execute(_sql(table.op(), "duckdb")).fetchnumpy()
         return [np.asarray(found[name], dtype=np.int64) for name in table.columns]
 
-    def read_parquet(self, path: Path, name: str) -> Any:
-        """A view of a Parquet file."""
-        quoted = str(path).replace("'", "''")
-        self.run(f"CREATE VIEW {name} AS SELECT * FROM read_parquet('{quoted}')")
-        return ibis.table(_schema(path), name=name)
+    def drop(self, *names: str) -> None:
+        """Drop tables."""
+        for name in names:
+            self.run(f"DROP TABLE {name}")
+
+    def load(self, rows: pa.Table, name: str) -> Any:
+        """A table with the given rows."""
+        # DuckDB knows the range of a column of its own tables only, and needs it below.
+        self.connection.register("userdp_arrow", rows)
+        self.run(f"CREATE TABLE {name} AS SELECT * FROM userdp_arrow")
+        self.connection.unregister("userdp_arrow")
+        return ibis.table(ibis.Schema.from_pyarrow(rows.schema), name=name)
 
     def held_bytes(self) -> int:
         """The bytes that the tables take now, in memory and on disk together."""
@@ -110,31 +130,40 @@ class Spark:
 
     def store(self, name: str, expression: Any) -> Any:
         """The rows of an expression as a new table, computed now."""
-        query = ibis.to_sql(expression, dialect="pyspark")
+        query = _sql(expression.op(), "pyspark")
         self.run(f"CREATE TABLE {name} USING parquet AS {query}")
         return ibis.table(expression.schema(), name=name)
 
     def count(self, table: Any) -> int:
         """The number of rows."""
-        return int(self.session.sql(ibis.to_sql(table.count(), dialect="pyspark")).first()[0])
+        return int(self.session.sql(f"SELECT count(*) FROM {table.get_name()}").first()[0])
 
     def fetch(self, table: Any) -> list[Ints]:
         """The columns, in one consistent order of rows."""
-        found = self.session.sql(ibis.to_sql(table, dialect="pyspark")).toArrow()
+        found = self.session.sql(_sql(table.op(), "pyspark")).toArrow()
         return [np.asarray(found.column(name), dtype=np.int64) for name in table.columns]
 
-    def read_parquet(self, path: Path, name: str) -> Any:
-        """A view of a Parquet file."""
+    def drop(self, *names: str) -> None:
+        """Drop tables."""
+        for name in names:
+            self.run(f"DROP TABLE {name}")
+
+    def load(self, rows: pa.Table, name: str) -> Any:
+        """A view of the given rows, kept beside the warehouse."""
+        path = self.warehouse.parent / f"{name}.parquet"
+        pq.write_table(rows, path, compression="none", use_dictionary=False)
         self.session.read.parquet(str(path)).createOrReplaceTempView(name)
-        return ibis.table(_schema(path), name=name)
+        return ibis.table(ibis.Schema.from_pyarrow(rows.schema), name=name)
 
     def held_bytes(self) -> int:
         """The bytes that the tables take now, in memory and on disk together."""
         return sum(file.stat().st_size for file in self.warehouse.rglob("*") if file.is_file())
 
 
-def _schema(path: Path) -> Any:
-    return ibis.Schema.from_pyarrow(pq.read_schema(path))
+@lru_cache(maxsize=256)
+def _sql(operation: Any, dialect: str) -> str:
+    """An expression in the engine's SQL; translating takes as long as a small query."""
+    return str(ibis.to_sql(operation.to_expr(), dialect=dialect))
 
 
 @contextmanager
@@ -155,9 +184,23 @@ def connect(engine: Engine, folder: Path, *, memory_limit: str) -> Generator[Dat
             f"DuckDB does not start with memory_limit={memory_limit!r}: give a size such as 4GB."
         ) from error
     try:
+        _count_by_place(connection)
         yield DuckDB(connection)
     finally:
         connection.close()
+
+
+def _count_by_place(connection: Any) -> None:
+    """Let DuckDB count by consecutive numbers in an array of counters, not in a hash table.
+
+    Its array is never written to disk, so all threads' arrays may take a quarter of the memory.
+    """
+    query = "SELECT current_setting('memory_limit'), current_setting('threads')"
+    limit, threads = connection.execute(query).fetchone()
+    number, unit = str(limit).split()
+    counters = float(number) * _UNITS[unit] / (4 * _COUNTER_BYTES * int(threads))
+    bits = min(30, max(12, int(math.log2(counters))))
+    connection.execute(f"SET perfect_ht_threshold = {bits}")
 
 
 @contextmanager

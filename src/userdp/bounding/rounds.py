@@ -17,6 +17,13 @@ The first waiting record of all is decided in every round, so the rounds end; on
 to 15 of them, the undecided part shrinking several times a round. The tail is finished by the
 compiled sequential pass, which changes nothing but the time.
 
+Lining up a user's records is a sort, the dearest step of a round. The first round, the only one
+over all records, makes do with a sketch: the priorities are cut into 62 slots of equal numbers of
+records, and two bit sets per user say which slots hold any of its records and which hold an odd
+number. That bounds from above how many stand up to a slot's end, so what the sketch lets stand does
+stand; what it leaves open waits for the next round. It needs a few bytes per user whatever the
+number of records, and an engine may add up parts of it before it exchanges them.
+
 "Scalable contribution bounding to achieve privacy" (arXiv 2507.23432) lets users propose records
 and takes those that all owners propose. Ordering every user's proposals by one common priority, as
 here, is what makes the outcome that of sequential greedy.
@@ -32,27 +39,34 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import ibis
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from userdp.bounding.compiled import compiled
 from userdp.bounding.edges import Edges, Ints
 from userdp.bounding.engines import Database, Engine, connect
-from userdp.bounding.greedy import check_bound, take_in_order
+from userdp.bounding.greedy import Order, by_cardinality, check_bound, take_in_order
 
-# A priority is the number of owners, then the record number: 2^22 owners and 2^40 records at most.
+# `with_priority`: the number of owners, then the record number; 2^22 owners, 2^40 records at most.
 _RECORD_BITS = 40
 
+# Slots of the sketch: the bits of a signed 64-bit number, less the sign and one for the mask.
+_SLOTS = 62
+
 # Exchanges of data by key in one round: the line-up by user; the late records, and the join with
-# them; the places used, by user, and the join with them; the refused records, and the join.
+# them; the places left, by user, and the join with them; the refused records, and the join.
 SHUFFLES_PER_ROUND = 7
 
+# A sketch instead of a line-up: its bit sets by user, and two joins with them.
+SHUFFLES_OF_SKETCH = SHUFFLES_PER_ROUND + 2
+
 # Undecided incidences that are finished in memory instead of by further rounds.
-FINISH_BELOW = 50_000
+FINISH_BELOW = 125_000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,24 +74,20 @@ class Rounds:
     """The greedy selection, and what it took.
 
     `undecided[r]` is the number of incidences still undecided after round r; `finished` the number
-    that the sequential pass decided in the end; `held_bytes` the most that the engine's tables took
-    at the end of a round's queries.
+    that the sequential pass decided in the end; `shuffles` the number of exchanges of data by key;
+    `held_bytes` the most that the engine's tables took at the end of a round's queries.
     """
 
     multiplicity: Ints
     undecided: tuple[int, ...]
     finished: int
+    shuffles: int
     held_bytes: int
 
     @property
     def rounds(self) -> int:
         """The number of rounds on the engine."""
         return len(self.undecided)
-
-    @property
-    def shuffles(self) -> int:
-        """The number of exchanges of data by key."""
-        return SHUFFLES_PER_ROUND * self.rounds
 
 
 def greedy_rounds(
@@ -100,32 +110,52 @@ def greedy_rounds(
     [0, 1, 0, 1]
     """
     check_bound(max_records_per_user)
-    with tempfile.TemporaryDirectory(prefix="userdp-bound-") as name:
-        folder = Path(name)
-        cardinality = edges.cardinality()
-        priority = (cardinality << _RECORD_BITS) | np.arange(edges.num_records)
-        table = pa.table({"priority": np.repeat(priority, cardinality), "user": edges.owners})
-        pq.write_table(table, folder / "owners.parquet", compression="none", use_dictionary=False)
-        with connect(engine, folder, memory_limit=memory_limit) as database:
-            line = database.read_parquet(folder / "owners.parquet", "owners")
-            done = refuse_in_rounds(database, line, max_records_per_user, finish_below=finish_below)
+    order = by_cardinality(edges)
+    with (
+        tempfile.TemporaryDirectory(prefix="userdp-bound-") as folder,
+        connect(engine, Path(folder), memory_limit=memory_limit) as database,
+    ):
+        owners = database.load(_with_slots(edges, order), "userdp_owners")
+        done = refuse_in_rounds(database, owners, max_records_per_user, finish_below=finish_below)
     multiplicity = np.ones(edges.num_records, dtype=np.int64)
-    multiplicity[done.refused] = 0
+    multiplicity[order[done.refused]] = 0
     return Rounds(
         multiplicity=multiplicity,
         undecided=done.undecided,
         finished=done.finished,
+        shuffles=done.shuffles,
         held_bytes=done.held_bytes,
     )
 
 
+def _with_slots(edges: Edges, order: Order) -> pa.Table:
+    """Every incidence with its record's place in `order`, its slot as a bit, and the user."""
+    # Consecutive numbers from zero, and narrow: engines count and join those fastest.
+    priority = np.empty(edges.num_incidences, dtype=order.dtype)
+    bit = np.empty(edges.num_incidences, dtype=np.int64)
+    _spread(edges.indptr, order, -(-edges.num_records // _SLOTS), priority, bit)
+    return pa.table({"priority": priority, "bit": bit, "user": edges.owners})
+
+
+@compiled
+def _spread(indptr: Ints, order: Order, width: int, priority: Order, bit: Ints) -> None:
+    """Write each record's place and slot to its incidences; a slot has `width` places."""
+    for place in range(len(order)):
+        record = order[place]
+        slot = np.int64(1) << (place // width)
+        for at in range(indptr[record], indptr[record + 1]):
+            priority[at] = place
+            bit[at] = slot
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Refused:
-    """The numbers of the records that Algorithm 2 refuses, and what it took: see `Rounds`."""
+    """The priorities of the records that Algorithm 2 refuses, and what it took: see `Rounds`."""
 
     refused: Ints
     undecided: tuple[int, ...]
     finished: int
+    shuffles: int
     held_bytes: int
 
 
@@ -135,43 +165,50 @@ def refuse_in_rounds(
     """The records that Algorithm 2 refuses; all others are taken.
 
     `prioritised` is an Ibis table of `database` with integer columns `priority` and `user`: see
-    `with_priority`. Tables named userdp_round_* are made and dropped.
+    `with_priority` and `records_of`. With a column `bit`, a power of two below 2^62 that never
+    falls as the priority rises, the first round takes the sketch. Tables named userdp_round_* are
+    made and dropped.
     """
-
-    def keep(name: str, expression: Any) -> Any:
-        return database.store(f"userdp_round_{name}", expression)
-
-    def drop(*names: str) -> None:
-        for name in names:
-            database.run(f"DROP TABLE userdp_round_{name}")
-
-    waiting = prioritised.mutate(free=ibis.literal(max_records_per_user, "int64"))
+    source, waiting = None, prioritised
+    if not isinstance(prioritised.op(), ibis.expr.operations.UnboundTable):
+        # It is read several times.
+        source = "userdp_round_source"
+        waiting = database.store(source, prioritised)
     left = database.count(waiting)
     undecided: list[int] = []
     refused: list[Ints] = []
-    held = 0
+    held = shuffles = 0
     while left > finish_below:
-        number = len(undecided) + 1
-        line = keep("line", _line_up(waiting))
-        late = keep("late", _late(line))
-        judged = keep("judged", _judge(line, late))
-        served = keep("served", _serve(judged))
-        full = keep("full", _full(served))
-        refused.extend(database.fetch(full))
-        waiting = keep(f"waiting_{number}", served.anti_join(full, "priority"))
+        first = not undecided
+        shuffles += SHUFFLES_OF_SKETCH if "bit" in waiting.columns else SHUFFLES_PER_ROUND
+        steps = _steps(
+            waiting.get_name(),
+            tuple(waiting.schema().items()),
+            max_records_per_user if first else None,
+            # Two names in turn, so that the queries of all rounds are translated once.
+            f"userdp_round_waiting_{len(undecided) % 2}",
+        )
+        *made, following = [database.store(name, rows) for name, rows in steps]
+        refused.extend(database.fetch(made[-1]))
         held = max(held, database.held_bytes())
-        drop("line", "late", "judged", "served", "full")
-        if number > 1:
-            drop(f"waiting_{number - 1}")
+        done = [table.get_name() for table in made]
+        database.drop(*done, *([] if first else [waiting.get_name()]))
+        waiting = following
         left = database.count(waiting)
         undecided.append(left)
+    if not undecided:
+        free = ibis.literal(max_records_per_user, "int64")
+        waiting = waiting.select("priority", "user", free=free)
     refused.append(_finish(*database.fetch(waiting)))
     if undecided:
-        drop(f"waiting_{len(undecided)}")
+        database.drop(waiting.get_name())
+    if source is not None:
+        database.drop(source)
     return Refused(
-        refused=np.concatenate(refused) & ((1 << _RECORD_BITS) - 1),
+        refused=np.concatenate(refused),
         undecided=tuple(undecided),
         finished=left,
+        shuffles=shuffles,
         held_bytes=held,
     )
 
@@ -179,61 +216,154 @@ def refuse_in_rounds(
 def with_priority(owners: Any) -> Any:
     """Every incidence (`record`, `user`, each pair once) with its record's place in greedy order.
 
-    For tables of any size that the engine reads by itself: one exchange by record.
+    For tables of any size that the engine reads by itself: one exchange by record. The priorities
+    have gaps, so that there are no slots: every round lines up.
     """
     cardinality = owners.count().over(ibis.window(group_by="record"))
     priority = cardinality.cast("int64") * (1 << _RECORD_BITS) + owners.record.cast("int64")
     return owners.select(priority=priority, user=owners.user)
 
 
-def _line_up(waiting: Any) -> Any:
-    """Each user's records in line; users with room for their whole line drop out."""
+def records_of(priority: Ints) -> Ints:
+    """The record numbers of priorities of `with_priority`.
+
+    >>> records_of(np.array([(2 << 40) | 7])).tolist()
+    [7]
+    """
+    return priority & ((1 << _RECORD_BITS) - 1)
+
+
+@ibis.udf.agg.builtin
+def bit_or(bits: int) -> int:  # pyright: ignore[reportReturnType]
+    """The bits set in any row: engines have it, Ibis does not translate it for all of them."""
+
+
+@ibis.udf.agg.builtin
+def bit_xor(bits: int) -> int:  # pyright: ignore[reportReturnType]
+    """The bits set in an odd number of rows."""
+
+
+@ibis.udf.scalar.builtin
+def bit_count(bits: int) -> int:  # pyright: ignore[reportReturnType]
+    """The number of bits set."""
+
+
+@lru_cache(maxsize=64)
+def _steps(
+    name: str, columns: tuple[tuple[str, Any], ...], free: int | None, following: str
+) -> tuple[tuple[str, Any], ...]:
+    """The tables of one round in the order they are made: the refused records, what waits, last.
+
+    `free` are everyone's free places in the first round; later, `free` is a column.
+    """
+    steps: list[tuple[str, Any]] = []
+
+    def add(step: str, rows: Any) -> Any:
+        steps.append((f"userdp_round_{step}", rows))
+        return ibis.table(rows.schema(), name=steps[-1][0])
+
+    waiting = ibis.table(dict(columns), name=name)
+    if "bit" in waiting.columns:
+        assert free is not None
+        sketch = add("sketch", _sketch(waiting, free))
+        late = add("late", _late_by_sketch(waiting, sketch))
+        left = waiting.inner_join(late, "priority").inner_join(sketch, "user")
+    else:
+        line = add("line", _line_up(waiting, free))
+        late = add("late", _once(line.filter(line.late)))
+        left = line.inner_join(late, "priority")
+    left = add("left", left.select("priority", "user", "spare"))
+    served = add("served", _serve(left))
+    refused = add("refused", _once(served.filter(served.free == 0)))
+    steps.append((following, served.anti_join(refused, "priority")))
+    return tuple(steps)
+
+
+def _once(rows: Any) -> Any:
+    """The records of some incidences, each once."""
+    return rows.group_by("priority").aggregate()
+
+
+def _sketch(waiting: Any, free: int) -> Any:
+    """Of each user without room for its whole line: the slots of its records.
+
+    A slot with an odd number of records counts once, one with an even number twice, and the records
+    that this leaves out may be anywhere: `reach` is how far one may count without exceeding `free`.
+    """
+    bits = waiting.group_by("user").aggregate(
+        length=waiting.count(), some=bit_or(waiting.bit), odd=bit_xor(waiting.bit)
+    )
+    bits = bits.filter(bits.length > free)
+    even = bits.some - bits.odd
+    spare = free - bits.length
+    return bits.select(
+        "user",
+        "some",
+        even=even,
+        reach=(spare + bit_count(bits.some) + bit_count(even)).cast("int32"),
+        spare=spare.cast("int32"),
+    )
+
+
+def _late_by_sketch(waiting: Any, sketch: Any) -> Any:
+    """The records that may stand beyond the free places of some owner: not taken in this round."""
+    joined = waiting.inner_join(sketch, "user")
+    upto = joined.bit + (joined.bit - 1)
+    once: Any = bit_count(joined.some & upto)
+    twice: Any = bit_count(joined.even & upto)
+    return _once(joined.filter(once + twice > joined.reach))
+
+
+def _line_up(waiting: Any, free: int | None) -> Any:
+    """Each user's records in line; users with room for their whole line drop out.
+
+    `spare` is the places less the length of the line, `late` whether there is no place.
+    """
     # Both windows have one partition and order, so that one sort serves them.
     line = {"group_by": "user", "order_by": "priority"}
-    lined = waiting.mutate(
+    lined = waiting.select(
+        "priority",
+        "user",
+        free=waiting.free if free is None else ibis.literal(free, "int64"),
         position=ibis.row_number().over(ibis.window(**line)),
         length=waiting.count().over(ibis.window(**line, preceding=None, following=None)),
     )
-    return lined.filter(lined.length > lined.free).select("priority", "user", "free", "position")
+    lined = lined.filter(lined.length > lined.free)
+    return lined.select(
+        "priority",
+        "user",
+        spare=(lined.free - lined.length).cast("int32"),
+        late=lined.position >= lined.free,
+    )
 
 
-def _late(line: Any) -> Any:
-    """The records that stand beyond the free places of some owner: not taken in this round."""
-    return line.filter(line.position >= line.free).select("priority").distinct()
+def _serve(left: Any) -> Any:
+    """The records that were not taken, with the free places that the taken ones leave.
 
-
-def _judge(line: Any, late: Any) -> Any:
-    """Whether the record of each incidence is taken."""
-    late = late.rename(late="priority")
-    joined = line.left_join(late, line.priority == late.late)
-    return joined.select("priority", "user", "free", taken=joined.late.isnull())
-
-
-def _serve(judged: Any) -> Any:
-    """The records that still wait, with the free places that are left."""
-    used = judged.group_by("user").aggregate(used=judged.taken.cast("int64").sum())
-    used = used.rename(taker="user")
-    waiting = judged.filter(~judged.taken)
-    joined = waiting.inner_join(used, waiting.user == used.taker)
-    return joined.select("priority", "user", free=joined.free - joined.used)
-
-
-def _full(served: Any) -> Any:
-    """The records of a user without free places: refused."""
-    return served.filter(served.free == 0).select("priority").distinct()
+    A user's line less what is left of it was taken: f - (n - l) places of f are free.
+    """
+    users = left.group_by("user").aggregate(free=(left.spare.max() + left.count()).cast("int32"))
+    return left.inner_join(users, "user").select("priority", "user", "free")
 
 
 def _finish(priority: Ints, user: Ints, free: Ints) -> Ints:
     """The priorities that the sequential pass refuses among what is still undecided."""
-    order = np.argsort(priority, kind="stable")
+    order = np.argsort(priority)
     priority, user, free = priority[order], user[order], free[order]
     first = np.flatnonzero(np.r_[True, priority[1:] != priority[:-1]][: len(priority)])
     records = priority[first]
-    users, number = np.unique(user, return_inverse=True)
-    number = number.reshape(-1)
-    room = np.zeros(len(users), dtype=np.int64)
+    number, num_users = _small_numbers(user)
+    room = np.zeros(num_users, dtype=np.int64)
     room[number] = free
     taken = np.zeros(len(records), dtype=np.int64)
     indptr = np.append(first, len(priority)).astype(np.int64)
     take_in_order(indptr, number, np.arange(len(records)), room, taken)
     return records[taken == 0]
+
+
+def _small_numbers(user: Ints) -> tuple[Ints, int]:
+    """Numbers for the users, and a bound on them; the users' own if an array by them is small."""
+    if len(user) and user.min() >= 0 and user.max() < 16 * len(user):
+        return user, int(user.max()) + 1
+    users, number = np.unique(user, return_inverse=True)
+    return number.reshape(-1), len(users)

@@ -78,11 +78,11 @@ def bound(
         Where, typer.Option(help="With greedy: in memory, or in parallel rounds on an engine.")
     ] = Where.LOCAL,
     finish_below: Annotated[
-        int,
+        int | None,
         typer.Option(
             help="With an engine: undecided incidences to finish in memory, not in rounds."
         ),
-    ] = 50_000,
+    ] = None,
     weight: Annotated[
         Weight, typer.Option(help="With greedy or exact: what a record is worth.")
     ] = Weight.EQUAL,
@@ -261,10 +261,12 @@ def _heuristic(edges: Edges, k: int, method: Method, weight: Weight, seed: int |
     )
 
 
-def _in_rounds(edges: Edges, k: int, engine: Where, finish_below: int) -> _Found:
+def _in_rounds(edges: Edges, k: int, engine: Where, finish_below: int | None) -> _Found:
     from userdp.bounding import exact, rounds
     from userdp.bounding.engines import Engine
 
+    if finish_below is None:
+        finish_below = rounds.FINISH_BELOW
     done = rounds.greedy_rounds(edges, k, engine=Engine(engine.value), finish_below=finish_below)
     upper = exact.size_bound(edges, k)
     return _Found(
