@@ -6,15 +6,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import models_zoo
+from stores import KEY, sentences
 from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
-
-KEY = bytes(range(32))
 
 # Every epsilon is computed here and now: a remembered one would test yesterday's code. Set for this
 # process, and so for those that tests start.
@@ -30,20 +28,6 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models_zoo.save_tiny_base(tmp_path_factory.mktemp("model") / "base")
-
-
-def sentences(*, users: int, records_per_user: int, seed: int, prefix: str) -> list[Record]:
-    """Records of random known words."""
-    rng = np.random.default_rng(seed)
-    return [
-        Record(
-            " ".join(rng.choice(models_zoo.WORDS, size=int(rng.integers(3, 9)))),
-            (f"{prefix}{user}",),
-            f"record {number} of {prefix}{user}",
-        )
-        for user in range(users)
-        for number in range(records_per_user)
-    ]
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import KEY
+from stores import KEY
 from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
 from userdp.errors import InputError

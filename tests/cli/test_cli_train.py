@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from cli_runner import Result, userdp
-from conftest import sentences
+from stores import sentences
 from userdp.data.store import write_store
 from userdp.ledger import Ledger
 
