@@ -32,6 +32,8 @@ def train_from_config(
     """Train as the configuration says and leave the run in `out`."""
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} already holds something: choose another output directory.")
+    paid = config.load_paid()
+    plan.check_paid(paid)
     store = UserStore.open(config.data.store)
     settings = config.training
     model, tokenizer = load_model(
@@ -56,6 +58,7 @@ def train_from_config(
         microbatch_records=settings.microbatch_records,
         out=out,
         bound_to={"config": hashlib.sha256(config_path.read_bytes()).hexdigest()},
+        paid=paid,
         secret=None
         if settings.fixed_seed is None
         else RunSecret.fixed_for_tests(settings.fixed_seed),

@@ -19,6 +19,7 @@ def train(
     """Train a model with user-level privacy and leave it with its ledger and statement."""
     settings = load_config(config)
     plan = settings.plan()
+    plan.check_paid(settings.load_paid())
     for caution in plan.cautions():
         common.say(f"caution: {caution}")
 
