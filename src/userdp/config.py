@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from userdp.errors import InputError
+from userdp.paid import Paid, read_paid
 from userdp.plan import Plan
 from userdp.units import Adjacency, SamplingUnit
 
@@ -80,6 +81,10 @@ class PrivacySettings(_Section):
     epsilon: float | None = Field(None, description="Target; or give noise_multiplier.")
     noise_multiplier: float | None = None
     adjacency: Adjacency = Adjacency.ADD_REMOVE
+    paid: list[Path] = Field(
+        default_factory=list[Path],
+        description="Files of `userdp quantile --out`: added to what the steps cost.",
+    )
     non_private: bool = Field(False, description="Train without any guarantee, and say so.")
 
 
@@ -171,6 +176,10 @@ class Config(_Section):
                 "data": self.data.model_copy(update={"selection": None}),
             }
         )
+
+    def load_paid(self) -> list[Paid]:
+        """The looks at the data that the ledger is charged for before the first step."""
+        return [read_paid(path) for path in self.privacy.paid]
 
     def load_selection(self) -> Selection | None:
         """The selection, checked against the store's owners."""

@@ -1,8 +1,9 @@
 """What ran: append-only, hash-chained, on disk before any weight of the step is visible.
 
-One JSON object a line. The first holds the plan and what it was bound to; each further one a step.
-A row's hash covers its content and the hash before it, so a deleted, edited or reordered row is
-found. Everything in a ledger is public: no loss, no norm, no cohort ever enters it.
+One JSON object a line. The first holds the plan and what it was bound to; then come the looks at
+the users' data that were paid for before training, then one row for each step. A row's hash covers
+its content and the hash before it, so a deleted, edited or reordered row is found. Everything in a
+ledger is public: no loss, no norm, no cohort ever enters it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from userdp.accounting import events
-from userdp.errors import LedgerError
+from userdp.errors import InputError, LedgerError
+from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.statement import Statement
 
@@ -87,10 +89,20 @@ class Ledger:
             raise LedgerError(f"{path}: the first row must describe the run.")
         if self._rows[0].get("format") != FORMAT:
             raise LedgerError(f"{path}: written in a format this version does not read.")
-        steps = [row["step"] for row in self._rows[1:]]
+        kinds = [row.get("kind") for row in self._rows[1:]]
+        num_paid = kinds.count("paid")
+        if kinds != ["paid"] * num_paid + ["step"] * (len(kinds) - num_paid):
+            raise LedgerError(
+                f"{path}: after the run come the paid rows and then the steps, and nothing else."
+            )
+        steps = [row.get("step") for row in self._rows[1 + num_paid :]]
         if steps != list(range(len(steps))):
             raise LedgerError(f"{path}: the steps are not consecutive.")
         plan = self.plan
+        try:
+            plan.check_paid(self.paid)
+        except InputError as error:
+            raise LedgerError(f"{path}: {error}") from None
         if not plan.non_private and self._rows[0]["step_event"] != events.to_json(
             plan.step_event()
         ):
@@ -109,20 +121,47 @@ class Ledger:
     @property
     def steps(self) -> int:
         """How many steps were charged."""
-        return len(self._rows) - 1
+        return sum(row["kind"] == "step" for row in self._rows)
+
+    @property
+    def paid(self) -> tuple[Paid, ...]:
+        """The looks at the users' data that were charged before the first step."""
+        return tuple(Paid.from_json(row) for row in self._rows if row["kind"] == "paid")
 
     @property
     def run_digest(self) -> str:
         """The hash of the first row: names the plan and what the run was bound to."""
         return self._rows[0]["hash"]
 
+    def charge(self, event: events.DpEvent, *, what: str) -> None:
+        """Record a look at the users' data beside the steps; returns once it is on disk.
+
+        `what` was learnt, in a short public phrase; `event` prices it. Allowed before the first
+        step only: what is learnt later would have to be paid before it is used.
+
+        >>> from dp_accounting.dp_event import GaussianDpEvent
+        >>> plan = Plan.sample_users(num_users=100, expected_cohort_size=10, group_size=2, steps=5,
+        ...                          clip_norm=1.0, noise_multiplier=2.0, delta=1e-3)
+        >>> ledger = Ledger.create(plan, bound_to={}, fixed_seed=False)
+        >>> ledger.charge(GaussianDpEvent(8.0), what="group size")
+        >>> ledger.steps, ledger.statement().paid
+        (0, ('group size: alone epsilon=0.259, included in the total',))
+        """
+        if self.steps:
+            raise LedgerError(
+                f"{self.steps:,} steps are recorded: pay for a look at the data before the first."
+            )
+        item = Paid(what=what, event=event)
+        self.plan.check_paid([*self.paid, item])
+        self._append({"kind": "paid", **item.to_json()})
+
     def charge_step(self) -> None:
         """Record the next step; returns once it is on disk."""
         self._append({"kind": "step", "step": self.steps})
 
     def statement(self) -> Statement:
-        """What may be said about the model after the steps recorded here."""
-        return self.plan.statement(steps=self.steps, fixed_seed=self.fixed_seed)
+        """What may be said about the model after what is recorded here, paid items included."""
+        return self.plan.statement(steps=self.steps, fixed_seed=self.fixed_seed, paid=self.paid)
 
     def close(self) -> None:
         """Close the file; the rows stay readable."""

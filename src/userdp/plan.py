@@ -10,7 +10,7 @@ Public: everything in a plan. `num_users` and the divisor are declared, never co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from userdp.accounting.certificate import Evaluation
 from userdp.clipping.rules import FlatClip
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.noise.gaussian import Gaussian
+from userdp.paid import Paid, all_events
 from userdp.sampling import PoissonRecords, PoissonUsers
-from userdp.statement import Statement
+from userdp.statement import Statement, round_up
 from userdp.units import Adjacency
 
 # Sampler and noise -> the theorem that prices one step of them.
@@ -208,21 +209,45 @@ class Plan:
         """The cost of one step."""
         return step_event(self.sampler, self.noise)
 
-    def epsilon(self, steps: int | None = None) -> float:
-        """Epsilon after `steps` steps, by default all of them; infinite if nothing is promised."""
-        return self._evaluation(self.steps if steps is None else steps).epsilon
+    def epsilon(self, steps: int | None = None, *, paid: Sequence[Paid] = ()) -> float:
+        """Epsilon after `steps` steps, by default all of them; infinite if nothing is promised.
 
-    def _evaluation(self, steps: int) -> Evaluation:
-        """Epsilon after `steps` steps, and who vouches for it."""
-        if steps == 0 or self.non_private:
-            nothing = 0.0 if steps == 0 else math.inf
-            return Evaluation(epsilon=nothing, certified_by="nobody", error_bound=0.0)
-        event = events.repeated(self.step_event(), steps)
+        The price of the steps alone, or with what else was `paid` for on the same users.
+        """
+        return self._evaluation(self.steps if steps is None else steps, paid).epsilon
+
+    def _evaluation(self, steps: int, paid: Sequence[Paid]) -> Evaluation:
+        """Epsilon after `steps` steps and what was paid for, and who vouches for it."""
+        if steps > 0 and self.non_private:
+            return Evaluation(epsilon=math.inf, certified_by="nobody", error_bound=0.0)
+        event = self._total_event(steps, paid)
+        if event is None:
+            return Evaluation(epsilon=0.0, certified_by="nobody", error_bound=0.0)
         return accountant.evaluate(event, delta=self.delta, adjacency=self.adjacency)
 
-    def deltas(self, epsilons: list[float], steps: int) -> list[float]:
+    def _total_event(self, steps: int, paid: Sequence[Paid]) -> events.DpEvent | None:
+        """Everything the users' data was used for; None if for nothing."""
+        parts = all_events(paid)
+        if steps > 0:
+            parts.append(events.repeated(self.step_event(), steps))
+        return events.combined(parts) if parts else None
+
+    def check_paid(self, paid: Sequence[Paid]) -> None:
+        """Refuse paid items that cannot be priced together with this plan's steps."""
+        parts = all_events(paid) if self.non_private else [*all_events(paid), self.step_event()]
+        if parts and not certificate.can_price(events.combined(parts), self.adjacency):
+            raise UnaccountedPlanError(
+                f"{', '.join(sorted({type(item.event).__name__ for item in paid}))} cannot be "
+                f"priced together with these steps under {self.adjacency.value} adjacency. Pay "
+                "with an event that has a privacy loss distribution, such as a Gaussian one."
+            )
+
+    def deltas(
+        self, epsilons: list[float], steps: int, *, paid: Sequence[Paid] = ()
+    ) -> list[float]:
         """The delta that goes with each epsilon after `steps` steps: the whole curve."""
-        event = events.repeated(self.step_event(), steps)
+        event = self._total_event(steps, paid)
+        assert event is not None
         return certificate.deltas(event, epsilons=epsilons, adjacency=self.adjacency)
 
     def cautions(self) -> list[str]:
@@ -235,10 +260,12 @@ class Plan:
             )
         return found
 
-    def statement(self, *, steps: int | None = None, fixed_seed: bool = False) -> Statement:
-        """What may be said about a model after `steps` steps of this plan."""
+    def statement(
+        self, *, steps: int | None = None, fixed_seed: bool = False, paid: Sequence[Paid] = ()
+    ) -> Statement:
+        """What may be said about a model after `steps` steps of this plan and what was `paid`."""
         steps = self.steps if steps is None else steps
-        found = self._evaluation(steps)
+        found = self._evaluation(steps, paid)
         return Statement(
             epsilon=found.epsilon,
             delta=self.delta,
@@ -253,13 +280,15 @@ class Plan:
             steps=steps,
             num_users=self.num_users,
             certified_by=found.certified_by,
+            paid=tuple(self._paid_in_words(item) for item in paid),
             cautions=(
                 *self.cautions(),
                 *(("a fixed seed was used: whoever knows it can remove the noise",) * fixed_seed),
             ),
             assumptions=(
                 f"num_users={self.num_users:,} and every setting named here are public, chosen "
-                "without looking at these users' data",
+                "without looking at these users' data"
+                + (" except as listed under paid for" if paid else ""),
                 "the initial weights, the tokenizer and the training code do not depend on these "
                 "users",
                 "who owns which record is public"
@@ -274,6 +303,10 @@ class Plan:
                 "anything released beside the model, such as losses on the training users",
             ),
         )
+
+    def _paid_in_words(self, item: Paid) -> str:
+        alone = accountant.epsilon(item.event, delta=self.delta, adjacency=self.adjacency)
+        return f"{item.what}: alone epsilon={round_up(alone):g}, included in the total"
 
     def _sampler_in_words(self) -> str:
         match self.sampler:

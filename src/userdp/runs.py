@@ -32,6 +32,8 @@ def train_from_config(
     """Train as the configuration says and leave the run in `out`."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} already holds something: choose another output directory.")
+    paid = config.load_paid()
+    plan.check_paid(paid)
     store = UserStore.open(config.data.store)
     # The ledger will name this data by its fingerprint: make sure that it still is this data.
     store.verify()
@@ -58,6 +60,7 @@ def train_from_config(
         microbatch_records=settings.microbatch_records,
         out=out,
         bound_to={"config": hashlib.sha256(config_path.read_bytes()).hexdigest()},
+        paid=paid,
         secret=None
         if settings.fixed_seed is None
         else RunSecret.fixed_for_tests(settings.fixed_seed),

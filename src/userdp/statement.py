@@ -30,7 +30,10 @@ def round_up(epsilon: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """What may be said about a model. `epsilon` is infinite when nothing is promised."""
+    """What may be said about a model. `epsilon` is infinite when nothing is promised.
+
+    `paid` lists every look at the users' data beside the steps; `epsilon` includes them.
+    """
 
     epsilon: float
     delta: float
@@ -43,6 +46,7 @@ class Statement:
     certified_by: str
     promise: str
     unit: str = "user"
+    paid: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     not_covered: tuple[str, ...] = ()
     cautions: tuple[str, ...] = ()
@@ -72,6 +76,7 @@ class Statement:
         lines = [self.sentence, f"{self.steps:,} steps, {self.sampler}, {self.mechanism}"]
         lines += [f"certified by {self.certified_by}"] if self.is_private else []
         for title, entries in (
+            ("paid for", self.paid),
             ("caution", self.cautions),
             ("assumes", self.assumptions),
             ("not covered", self.not_covered),

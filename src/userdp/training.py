@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from userdp.ledger import Ledger
 from userdp.models.checks import trainable_parameters
 from userdp.models.load import save_model
 from userdp.noise.secret import RunSecret
+from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.sampling import Cohort
 from userdp.statement import Statement
@@ -56,6 +57,7 @@ def train(
     microbatch_records: int | None = None,
     out: str | Path | None = None,
     bound_to: dict[str, str] | None = None,
+    paid: Sequence[Paid] = (),
     secret: RunSecret | None = None,
     on_step: OnStep | None = None,
 ) -> Run:
@@ -65,9 +67,11 @@ def train(
     record is then cut to one row, so that the bound on records is one on rows.
 
     With `out`, the run's directory gets the ledger (row by row, before each step's weights exist)
-    and at the end the model. `on_step` is told how many steps are done, and nothing else: losses,
+    and at the end the model. Looks at the data that were `paid` for are charged before the first
+    step. `on_step` is told how many steps are done, and nothing else: losses,
     norms and cohorts are secret.
     """
+    plan.check_paid(paid)
     rows = _rows(store, tokenizer, plan, selection, sequence_length)
     secret = secret or RunSecret.from_system()
     path = Path(out) if out is not None else None
@@ -79,6 +83,8 @@ def train(
         bound_to={"data": store.fingerprint} | (bound_to or {}),
         fixed_seed=secret.fixed_seed,
     )
+    for item in paid:
+        ledger.charge(item.event, what=item.what)
     if optimizer is None:
         optimizer = torch.optim.AdamW(trainable_parameters(model).values(), lr=learning_rate)
     # Dropout off: the noise regularises enough, and a group's update is then a function of its

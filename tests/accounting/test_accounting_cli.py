@@ -9,6 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from tiny import make_store
 from userdp.cli import app
 from userdp.errors import InputError
 
@@ -110,16 +111,36 @@ def test_plan_text_marks_what_is_hypothetical():
     assert result.stdout.count("hypothetical") == 2
 
 
-def test_plan_reads_a_stores_manifest(tmp_path):
-    (tmp_path / "manifest.json").write_text('{"users": 1000, "records": 7500}')
-    found = run(f"plan {tmp_path} --epsilon 4 --delta 1e-6 --steps 100 --compute 32")
-    assert any("store" in entry for entry in found["not_covered"])
+def test_plan_takes_a_stores_median_and_says_that_it_peeked(tmp_path):
+    # Median 3, mean 12: one user writes most.
+    make_store(tmp_path / "store", [1, 2, 3, 3, 51])
+    options = "--epsilon 4 --delta 1e-3 --steps 10 --compute 4"
+    found = run(f"plan {tmp_path / 'store'} {options}")
     els = [one for one in found["candidates"] if one["method"] == "ELS"]
-    assert els[0]["group_size"] == 8
+    assert els[0]["group_size"] == 3
+    assert [entry.split(",")[0] for entry in found["peeked"]] == [
+        "number of users",
+        "median records of a user",
+    ]
+    assert len(found["not_covered"]) == 2
+    text = CliRunner().invoke(app, f"plan {tmp_path / 'store'} {options}".split()).stdout
+    assert text.count("looked at private data for free") == 2
+
+
+def test_declared_numbers_are_no_peek(tmp_path):
+    make_store(tmp_path / "store", [1, 2, 3, 3, 51])
+    options = "--epsilon 4 --delta 1e-3 --steps 10 --compute 4 --records-per-user 4"
+    found = run(f"plan {tmp_path / 'store'} {options}")
+    assert [entry.split(",")[0] for entry in found["peeked"]] == ["number of users"]
+    found = run(f"plan {tmp_path / 'store'} {options} --users 5")
+    assert found["peeked"] == found["not_covered"] == []
+    els = [one for one in found["candidates"] if one["method"] == "ELS"]
+    assert els[0]["group_size"] == 4
 
 
 def test_accounting_needs_no_torch():
-    code = "import sys; import userdp.cli.plan, userdp.cli.account; print('torch' in sys.modules)"
+    modules = "userdp.cli.plan, userdp.cli.account, userdp.cli.quantile"
+    code = f"import sys; import {modules}; print('torch' in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -131,6 +131,21 @@ def relation(adjacency: Adjacency) -> NeighboringRelation:
     return _RELATION[adjacency]
 
 
+def can_price(event: DpEvent, adjacency: Adjacency) -> bool:
+    """Whether `evaluate` has a rule for the event; takes no evaluation to say.
+
+    >>> can_price(dp_event.GaussianDpEvent(1.0), Adjacency.ADD_REMOVE)
+    True
+    >>> best_of_ten = dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(1.0), 10.0, 1.0)
+    >>> can_price(best_of_ten, Adjacency.ADD_REMOVE)
+    False
+    """
+    if mixtures(event) is not None and (adjacency is not Adjacency.REPLACE or _is_mixture(event)):
+        relation(adjacency)
+        return True
+    return PLDAccountant(relation(adjacency)).supports(event)
+
+
 def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
     """The epsilon to be told: an upper bound, with who vouches for it."""
     relation(adjacency)

@@ -18,6 +18,7 @@ from userdp.cli import (
     evaluate,
     import_,
     plan,
+    quantile,
     quickstart,
     report,
     split,
@@ -40,6 +41,7 @@ app.command("duplicates")(duplicates.duplicates)
 app.command("evaluate")(evaluate.evaluate)
 app.command("import")(import_.import_)
 app.command("plan")(plan.plan)
+app.command("quantile")(quantile.quantile)
 app.command("quickstart")(quickstart.quickstart)
 app.command("report")(report.report)
 app.command("split")(split.split)

@@ -97,6 +97,7 @@ def _account_run(run: Path, as_json: bool) -> None:
             "unit": unit.value,
             "protects": "user",
             "steps": statement.steps,
+            "paid": list(statement.paid),
             "accountant": AccountantName.PLD.value,
             "certified_by": statement.certified_by,
         },

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
@@ -23,6 +23,7 @@ from rich.progress import (
 
 from userdp.data.store import UserStore
 from userdp.errors import InputError
+from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.sampling import PoissonRecords, PoissonUsers
 from userdp.statement import round_up
@@ -97,8 +98,10 @@ EPSILON_MILESTONES = 8
 
 
 @contextmanager
-def training_progress(plan: Plan, title: str = "training") -> Iterator[Callable[[int], None]]:
-    """A bar with time left and epsilon spent, on stderr; told how many steps are done.
+def training_progress(
+    plan: Plan, title: str = "training", *, paid: Sequence[Paid] = ()
+) -> Iterator[Callable[[int], None]]:
+    """A bar with time left and epsilon spent, `paid` looks included; told how many steps are done.
 
     Epsilon is evaluated at a few step counts only (each takes a moment), and what is shown is the
     value at the next one: never less than what was spent.
@@ -124,8 +127,8 @@ def training_progress(plan: Plan, title: str = "training") -> Iterator[Callable[
         def on_step(done: int) -> None:
             milestone = next(step for step in milestones if step >= done)
             if milestone not in shown and console.is_terminal:
-                spent = plan.epsilon(milestone)
-                shown[milestone] = f"epsilon <= {round_up(spent):g} of {round_up(plan.epsilon()):g}"
+                spent, all_of_it = plan.epsilon(milestone, paid=paid), plan.epsilon(paid=paid)
+                shown[milestone] = f"epsilon <= {round_up(spent):g} of {round_up(all_of_it):g}"
             progress.update(task, completed=done, spent=shown.get(milestone, ""))
 
         yield on_step

@@ -8,11 +8,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from userdp import planner
 from userdp.accounting import accountant, events
 from userdp.cli import charts, common
+from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.planner import Candidate, Norms, Recommendation, Setting
 from userdp.units import Adjacency
@@ -43,11 +45,17 @@ def plan(
             help='JSON file {"1": norm, "2": norm, ...}: L(G), median user-gradient norms.'
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Estimate L(G) with this model on users of the store; not private."),
+    ] = None,
+    sample_users: Annotated[int, typer.Option(help="With --model: users to estimate from.")] = 32,
+    sequence_length: Annotated[int, typer.Option(help="With --model: tokens of a row.")] = 64,
     assume: Annotated[
         Assumed,
         typer.Option(
-            help="Without --gradient-norms: a user's gradients all agree (same, the worst case for "
-            "sampling users) or are orthogonal (the best)."
+            help="Without --gradient-norms or --model: a user's gradients all agree (same, the "
+            "worst case for sampling users) or are orthogonal (the best)."
         ),
     ] = Assumed.SAME,
     times_users: Annotated[
@@ -63,8 +71,28 @@ def plan(
         raise InputError(
             f"--plot {plot.name}: plots are drawn as .svg. Name a file ending in .svg."
         )
-    num_users, typical = _counts(store, users, records_per_user)
+    if model is not None and (store is None or gradient_norms is not None):
+        raise InputError(
+            "--model estimates gradient norms on a store's users: give the store, and not "
+            "--gradient-norms as well."
+        )
+    opened = UserStore.open(store) if store is not None else None
+    num_users, typical, peeked = _counts(opened, users, records_per_user)
     norms, source = _norms(gradient_norms, assume)
+    found_norms: dict[int, float] | None = None
+    if model is not None and opened is not None:
+        found_norms = _estimated_norms(
+            model,
+            opened,
+            largest_group=typical,
+            sample_users=sample_users,
+            sequence_length=sequence_length,
+        )
+        norms, source = planner.estimated(found_norms), f"estimated, at most {sample_users} users"
+        peeked.append(
+            "gradient norms, estimated on users of the store (or use public data and "
+            "--gradient-norms)"
+        )
     setting = Setting(
         num_users=num_users,
         group_size_els=typical,
@@ -78,7 +106,7 @@ def plan(
     found = planner.recommend(setting, norms, user_factors=tuple(times_users or ()))
     noise_multiplier, reached, by = _certified(setting, found.best)
     stddev = found.best.noise_stddev * noise_multiplier / found.best.noise_multiplier
-    not_covered = _not_covered(store, gradient_norms)
+    not_covered = _not_covered(peeked, gradient_norms)
     if plot is not None:
         plot.write_text(charts.plan_svg(_by_compute(setting, norms), found), encoding="utf-8")
         common.say(f"wrote {plot}")
@@ -96,39 +124,60 @@ def plan(
             "steps": steps,
             "certified_by": by,
             "gradient_norms": source,
+            "norms": found_norms,
             "reasons": list(found.reasons),
             "strategies": {name: list(split) for name, split in found.strategies.items()},
             "candidates": [candidate.to_json() for candidate in found.candidates],
             "other_steps": [candidate.to_json() for candidate in found.other_steps],
             "hypothetical": [candidate.to_json() for candidate in found.hypothetical],
+            "peeked": peeked,
             "not_covered": not_covered,
         },
         _in_words(setting, found, noise_multiplier, stddev, reached, by, source, not_covered),
     )
 
 
-def records_per_user(store: Path) -> tuple[int, int]:
-    """Users, and mean records a user rounded up, of a store: private numbers, both."""
-    path = store / "manifest.json"
-    try:
-        manifest: dict[str, Any] = json_module.loads(path.read_text(encoding="utf-8"))
-        users, records = int(manifest["users"]), int(manifest["records"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise InputError(
-            f"{store} is not a user store: it has no readable manifest.json."
-        ) from None
-    if users < 1 or records < 1:
-        raise InputError(f"{store} holds no users or no records: there is nothing to plan.")
-    return users, math.ceil(records / users)
+def _counts(
+    store: UserStore | None, users: int | None, per_user: int | None
+) -> tuple[int, int, list[str]]:
+    """Users, median records of a user, and which of the two were read from the private store."""
+    if store is None:
+        if users is None or per_user is None:
+            raise InputError("give a store, or --users N and --records-per-user K.")
+        return users, per_user, []
+    peeked: list[str] = []
+    if users is None:
+        users = store.num_users
+        peeked.append("number of users, counted in the store (or declare --users)")
+    if per_user is None:
+        # The median rule for G_ELS (Charles et al. 2024), by the users there really are.
+        per_user = math.ceil(np.median(store.records_per_user()))
+        peeked.append(
+            "median records of a user, read from the store (or pay for it with `userdp quantile` "
+            "and give --records-per-user)"
+        )
+    return users, per_user, peeked
 
 
-def _counts(store: Path | None, users: int | None, per_user: int | None) -> tuple[int, int]:
-    if store is not None:
-        counted, mean = records_per_user(store)
-        return users or counted, per_user or mean
-    if users is None or per_user is None:
-        raise InputError("give a store, or --users N and --records-per-user K.")
-    return users, per_user
+def _estimated_norms(
+    model: str, store: UserStore, *, largest_group: int, sample_users: int, sequence_length: int
+) -> dict[int, float]:
+    """L(G) of a real model on users of the store: needs torch, and is not private."""
+    common.quiet_transformers()
+    from userdp.data.tokens import tokenise
+    from userdp.gradient_norms import median_norms
+    from userdp.models.load import load_model
+
+    loaded, tokenizer = load_model(model)
+    return median_norms(
+        loaded,
+        tokenise(store, tokenizer, sequence_length=sequence_length),
+        pad_token=tokenizer.pad_token_id,
+        largest_group=largest_group,
+        sample_users=sample_users,
+        # The same users each time: planning twice looks at no more of them than planning once.
+        rng=np.random.default_rng(0),
+    )
 
 
 def _norms(path: Path | None, assume: Assumed) -> tuple[Norms, str]:
@@ -169,10 +218,8 @@ def _certified(setting: Setting, best: Candidate) -> tuple[float, float, str]:
     return sigma, told.epsilon, told.certified_by
 
 
-def _not_covered(store: Path | None, norms: Path | None) -> list[str]:
-    found: list[str] = []
-    if store is not None:
-        found.append("the numbers of users and records, read from the store: declare them public")
+def _not_covered(peeked: list[str], norms: Path | None) -> list[str]:
+    found = [f"looked at private data for free: {what}" for what in peeked]
     if norms is not None:
         found.append("the gradient norms, unless from public data or paid for in the ledger")
     return found

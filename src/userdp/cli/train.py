@@ -19,6 +19,8 @@ def train(
     """Train a model with user-level privacy and leave it with its ledger and statement."""
     settings = load_config(config)
     plan = settings.plan()
+    paid = settings.load_paid()
+    plan.check_paid(paid)
     for caution in plan.cautions():
         common.say(f"caution: {caution}")
 
@@ -32,7 +34,7 @@ def train(
     if settings.data.evaluation is not None:
         held_out = UserStore.open(settings.data.evaluation)
         common.refuse_overlap(UserStore.open(settings.data.store), held_out)
-    with common.training_progress(plan) as on_step:
+    with common.training_progress(plan, paid=paid) as on_step:
         run = runs.train_from_config(config, settings, plan, out, on_step=on_step)
     loss = None
     if held_out is not None:

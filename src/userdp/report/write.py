@@ -53,12 +53,12 @@ def write_report(
                     "No test for whether a given user's records were used, with this model or any "
                     "of its intermediate versions in hand, can lie above the red line."
                 ],
-                picture=pictures.best_attack(ledger.plan, ledger.steps),
+                picture=pictures.best_attack(ledger.plan, ledger.steps, paid=ledger.paid),
             ),
             Section(
                 heading="Epsilon as it was spent",
                 paragraphs=["Each step adds to the cost; the ledger holds one row for each."],
-                picture=pictures.epsilon_spent(ledger.plan, ledger.steps),
+                picture=pictures.epsilon_spent(ledger.plan, ledger.steps, paid=ledger.paid),
             ),
         ]
     values = {

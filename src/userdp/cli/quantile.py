@@ -1,0 +1,104 @@
+"""`userdp quantile`: a quantile over users, for a price that the run's ledger is charged."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from dp_accounting import dp_event
+
+from userdp.accounting import accountant
+from userdp.accounting.quantile import private_quantile
+from userdp.cli import common
+from userdp.data.store import UserStore
+from userdp.errors import InputError
+from userdp.noise.secret import RunSecret
+from userdp.paid import Paid, write_paid
+from userdp.units import Adjacency
+
+
+class Of(StrEnum):
+    """What each user has one of."""
+
+    RECORDS_PER_USER = "records-per-user"
+
+
+def quantile(
+    store: Annotated[Path, typer.Argument(help="Directory of a user store.")],
+    epsilon: Annotated[float, typer.Option(help="What this look may cost alone, at --delta.")],
+    of: Annotated[Of, typer.Option(help="The number of each user.")] = Of.RECORDS_PER_USER,
+    quantile: Annotated[float, typer.Option(help="Share of users below; 0.5: the median.")] = 0.5,
+    delta: Annotated[
+        float, typer.Option(help="Delta of --epsilon; the run prices the look at its own.")
+    ] = 1e-6,
+    largest: Annotated[
+        int, typer.Option(help="Largest answer, chosen without the data; steps of 1, 1.5, 2, ...")
+    ] = 1024,
+    adjacency: common.AdjacencyOption = Adjacency.ADD_REMOVE,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the price here, for [privacy] paid of a run.")
+    ] = None,
+    json: common.Json = False,
+) -> None:
+    """Say a quantile over the users privately, and what it cost: nothing peeks for free."""
+    if out is not None and out.exists():
+        raise InputError(f"{out} is there already: name another file, each look is paid for.")
+    if not 0 < quantile < 1:
+        raise InputError(f"--quantile {quantile} must lie strictly between 0 and 1.")
+    thresholds = answers(largest)
+    opened = UserStore.open(store)
+    noise_multiplier = accountant.calibrate(
+        dp_event.GaussianDpEvent, target=epsilon, delta=delta, adjacency=adjacency
+    )
+    found = private_quantile(
+        opened.records_per_user().astype(np.float64),
+        thresholds=thresholds,
+        quantile=quantile,
+        noise_multiplier=noise_multiplier,
+        # A fresh secret each time: two looks never share their noise.
+        rng=RunSecret.from_system().rng("quantile", 0),
+    )
+    paid = Paid(
+        what=f"{of.value.replace('-', ' ')}, private {quantile:g} quantile", event=found.event
+    )
+    told = accountant.evaluate(found.event, delta=delta, adjacency=adjacency)
+    if out is not None:
+        # Before the value is shown: an answer that is known but not paid for must not exist.
+        write_paid(out, paid, value=found.value)
+        common.say(f"wrote {out}: name it under [privacy] paid")
+    common.emit(
+        json,
+        {
+            "of": of.value,
+            "quantile": quantile,
+            "value": int(found.value),
+            "epsilon": told.epsilon,
+            "delta": delta,
+            "adjacency": adjacency.value,
+            "certified_by": told.certified_by,
+            **paid.to_json(),
+        },
+        f"{paid.what}: at most {found.value:g}\n"
+        f"cost alone: (epsilon={told.epsilon:.4g}, delta={delta:g}), user-level, "
+        f"{adjacency.value}; noise_multiplier={noise_multiplier:.5g}\n"
+        f"certified by {told.certified_by}"
+        + ("" if out else "\nnot written down: with --out FILE a run's ledger can be charged"),
+    )
+
+
+def answers(largest: int) -> list[float]:
+    """The possible answers: 1, 2, 3, 4, 6, 8, 12, ... up to `largest`, which is always one.
+
+    Few, because every bin of the histogram gets its own noise.
+
+    >>> answers(10)
+    [1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0]
+    """
+    if largest < 1:
+        raise InputError(f"--largest {largest}: a user has at least one record.")
+    powers = [1 << power for power in range(largest.bit_length())]
+    halves = [3 * power // 2 for power in powers[1:]]
+    return sorted(float(value) for value in {*powers, *halves, largest} if value <= largest)

@@ -1,0 +1,92 @@
+"""How long a user's mean gradient is, by group size: what the planner needs to know of a model.
+
+L(G) is the median over users of the norm of the mean gradient over at most G of a user's records.
+If it falls like 1 / sqrt(G), large groups are worth their compute; if it stays, more users are.
+Reference: Charles et al. 2024, Sec. 6: Eq. 8 and Alg. 3.
+
+Not private: the medians are exact, of the users sampled. Whoever plans with them has looked at
+those users' data for free, and `userdp plan` says so. Users of public data cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from userdp.data.tokens import TokenRows
+from userdp.errors import InputError
+from userdp.index import Rows
+from userdp.models.checks import refuse_mixing, trainable_parameters
+from userdp.updates import Batch, mean_gradient
+
+MICROBATCH_RECORDS = 16
+
+
+def median_norms(
+    model: nn.Module,
+    rows: TokenRows,
+    *,
+    pad_token: int,
+    largest_group: int,
+    sample_users: int = 32,
+    rng: np.random.Generator,
+) -> dict[int, float]:
+    """L(G) for G = 1, 2, 4, ... up to `largest_group`, from `sample_users` users drawn by `rng`.
+
+    One random order of a user's rows serves all G, so that a user's norms differ by the group size
+    and not by the draw. A user with fewer than G rows gives all of them, as in training.
+    """
+    if sample_users < 1 or largest_group < 1:
+        raise InputError(
+            f"sample_users={sample_users}, largest_group={largest_group}: both must be 1 or more."
+        )
+    refuse_mixing(model)
+    model.eval()
+    index = rows.index()
+    with_rows = np.unique(np.asarray(rows.owners))
+    sampled = rng.choice(with_rows, size=min(sample_users, len(with_rows)), replace=False)
+    sizes = [1 << power for power in range(largest_group.bit_length())]
+    norms = [
+        list(_norms(model, rows, rng.permutation(index.rows_of(int(user))), sizes, pad_token))
+        for user in sampled
+    ]
+    medians = np.median(np.asarray(norms, dtype=np.float64), axis=0)
+    return dict(zip(sizes, medians.tolist(), strict=True))
+
+
+def _norms(
+    model: nn.Module, rows: TokenRows, own: Rows, sizes: list[int], pad_token: int
+) -> Iterator[float]:
+    """The norm of the mean gradient over the first G of one user's rows, for each G."""
+    parameters = list(trainable_parameters(model).values())
+    total = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
+    done = 0
+    for size in sizes:
+        # Each row once: what the smaller groups summed is the beginning of the larger one.
+        fresh = own[done:size]
+        if len(fresh):
+            mean = mean_gradient(
+                model,
+                parameters,
+                _batch(rows, fresh, pad_token=pad_token, device=parameters[0].device),
+                microbatch_records=MICROBATCH_RECORDS,
+            )
+            for tensor, gradient in zip(total, mean, strict=True):
+                tensor += gradient.double() * len(fresh)
+            done += len(fresh)
+        yield _norm(total) / done
+
+
+def _batch(rows: TokenRows, wanted: Rows, *, pad_token: int, device: torch.device) -> Batch:
+    input_ids, labels = rows.padded(wanted, pad_token=pad_token)
+    return {
+        "input_ids": torch.from_numpy(input_ids).to(device),
+        "labels": torch.from_numpy(labels).to(device),
+    }
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return float(torch.stack([tensor.square().sum() for tensor in tensors]).sum().sqrt())

@@ -1,0 +1,131 @@
+"""A look at the users' data beside the steps, and its price: a phrase and an event.
+
+Group size by a private quantile, a sweep, a count: each look is written down as what was learnt
+(public, a short phrase) and the event that prices it. A ledger is charged for them before the first
+step, and the statement's epsilon is that of all of them and the steps together.
+
+Public: everything here. The event's noise hides what the look read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from userdp.accounting import events
+from userdp.errors import InputError, LedgerError
+
+FORMAT = 1
+
+# A phrase for a table, not a place to leave data.
+LONGEST_PHRASE = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paid:
+    """One look at the data: `what` was learnt, in a public phrase, and the `event` it cost.
+
+    >>> from userdp.accounting.quantile import private_quantile
+    >>> import numpy as np
+    >>> found = private_quantile([3.0] * 90, thresholds=[1, 2, 4], quantile=0.5,
+    ...                          noise_multiplier=5.0, rng=np.random.default_rng(0))
+    >>> Paid(what="group size by private quantile", event=found.event).to_json()["event"]
+    {'type': 'GaussianDpEvent', 'noise_multiplier': 5.0}
+    """
+
+    what: str
+    event: events.DpEvent
+
+    def __post_init__(self) -> None:
+        if not self.what.strip() or len(self.what) > LONGEST_PHRASE or not self.what.isprintable():
+            raise InputError(
+                f"what was paid for must be one printable line of 1 to {LONGEST_PHRASE} "
+                "characters: it is shown in the statement."
+            )
+        _check_numbers(events.to_json(self.event))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, for a ledger or a file."""
+        return {"what": self.what, "event": events.to_json(self.event)}
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Paid:
+        """What `to_json` wrote; anything that would be priced as something else is refused."""
+        try:
+            what, written = data["what"], dict[str, Any](data["event"].items())
+            event = events.from_json(written)
+            same = events.to_json(event) == written
+        except (KeyError, TypeError, AttributeError):
+            raise LedgerError("a paid item needs `what` and an `event` with its fields.") from None
+        if not isinstance(what, str) or not same:
+            raise LedgerError("a paid item's phrase or event is not as it was written.")
+        return Paid(what=what, event=event)
+
+
+def write_paid(path: Path, paid: Paid, *, value: float) -> None:
+    """Write a paid item and the value it bought; refuses to overwrite: each look is paid."""
+    data = {"format": FORMAT, **paid.to_json(), "value": value}
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(data, indent=1) + "\n")
+    except FileExistsError:
+        raise InputError(
+            f"{path} is there already, and a look it pays for must not be forgotten: name another "
+            "file."
+        ) from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}.") from None
+
+
+def read_paid(path: Path) -> Paid:
+    """The item that `write_paid` left."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise InputError(f"{path}: no such file; `userdp quantile --out` writes it.") from None
+    except ValueError:
+        raise InputError(f"{path}: not a paid item; `userdp quantile --out` writes one.") from None
+    if not isinstance(data, dict) or cast("dict[str, Any]", data).get("format") != FORMAT:
+        raise InputError(f"{path}: not a paid item; `userdp quantile --out` writes one.")
+    try:
+        return Paid.from_json(cast("dict[str, Any]", data))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def all_events(paid: Sequence[Paid]) -> list[events.DpEvent]:
+    """The events alone."""
+    return [item.event for item in paid]
+
+
+def _check_numbers(data: Any) -> None:
+    """Refuse numbers no mechanism has: the accountants would take them, and price too little."""
+    if isinstance(data, list):
+        for entry in cast("list[Any]", data):
+            _check_numbers(entry)
+    elif isinstance(data, dict):
+        for name, value in cast("dict[str, Any]", data).items():
+            largest = 1.0 if name.startswith("sampling_prob") else math.inf
+            # A probability may be zero, and so may a shift of the sum; counts and noise may not.
+            above_zero = name in ("count", "noise_multiplier", "standard_deviation")
+            for number in cast("list[Any]", value) if isinstance(value, list) else [value]:
+                if isinstance(number, (dict, list)):
+                    _check_numbers(number)
+                elif name != "type" and not _is_sound(number, above_zero, largest):
+                    raise LedgerError(
+                        f"{name}={number!r} in a paid event is not a number a mechanism can have."
+                    )
+            if name == "count" and not isinstance(value, int):
+                raise LedgerError(f"count={value!r} in a paid event is not a whole number.")
+
+
+def _is_sound(number: Any, above_zero: bool, largest: float) -> bool:
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return False
+    if not math.isfinite(number) or number > largest:
+        return False
+    return number > 0 if above_zero else number >= 0
