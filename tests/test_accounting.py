@@ -236,6 +236,11 @@ def test_row_16_calibrated_epsilon_is_at_most_the_target_and_close_to_it(number:
     assert epsilon(uls(rate, noise * 0.995, steps), delta) > target
 
 
+def test_epsilon_is_next_to_nothing_where_delta_alone_covers_everything() -> None:
+    # The total variation of 9 such steps is below 9 * 0.004 * 0.12 = 0.0045 < delta: epsilon is 0.
+    assert 0 <= epsilon(uls(0.0040908, 3.39512, 9), 0.0052443) <= 1e-5
+
+
 def test_group_size_one_record_sampling_equals_user_sampling_epsilon() -> None:
     for rate, noise, steps in [(0.01, 2.0, 2000), (0.3, 1.0, 10)]:
         assert epsilon(els(rate, 1, noise, steps), 1e-6) == epsilon(uls(rate, noise, steps), 1e-6)
