@@ -27,16 +27,18 @@ PART_ARROWS = {
 ABOVE = {
     "accounting": GROUND,
     "statement": GROUND,
-    "plan": GROUND | {"accounting", "statement", "sampling", "clipping", "noise"},
+    "paid": GROUND | {"accounting"},
+    "plan": GROUND | {"accounting", "paid", "statement", "sampling", "clipping", "noise"},
     "planner": GROUND | {"accounting", "statement", "sampling", "clipping", "noise", "plan"},
-    "ledger": GROUND | {"accounting", "statement", "plan"},
-    "config": GROUND | {"bounding", "plan"},
-    "report": GROUND | {"config", "ledger", "plan", "statement", "accounting"},
+    "ledger": GROUND | {"accounting", "paid", "statement", "plan"},
+    "config": GROUND | {"bounding", "paid", "plan"},
+    "report": GROUND | {"config", "ledger", "paid", "plan", "statement", "accounting"},
+    "gradient_norms": GROUND | {"data", "models", "updates"},
     "step": GROUND
     | {"clipping", "ledger", "models", "noise", "plan", "sampling", "statement", "updates"},
     "training": GROUND
     | {"bounding", "data", "ledger", "models", "noise", "plan", "sampling", "statement"}
-    | {"step", "updates"},
+    | {"paid", "step", "updates"},
     "runs": GROUND | {"config", "data", "models", "noise", "plan", "training"},
 }
 TOP = {"cli", "quickstart"}
@@ -52,6 +54,7 @@ TORCH_FREE = [
     "noise.gaussian",
     "noise.secret",
     "statement",
+    "paid",
     "plan",
     "planner",
     "ledger",
