@@ -33,12 +33,12 @@ ABOVE = {
     "ledger": GROUND | {"accounting", "paid", "statement", "plan"},
     "config": GROUND | {"bounding", "paid", "plan"},
     "report": GROUND | {"config", "ledger", "paid", "plan", "statement", "accounting"},
-    "gradient_norms": GROUND | {"data", "models", "updates"},
     "step": GROUND
     | {"clipping", "ledger", "models", "noise", "plan", "sampling", "statement", "updates"},
     "training": GROUND
-    | {"bounding", "data", "ledger", "models", "noise", "plan", "sampling", "statement"}
-    | {"paid", "step", "updates"},
+    | {"bounding", "data", "ledger", "models", "noise", "paid", "plan", "sampling", "statement"}
+    | {"step", "updates"},
+    "gradient_norms": GROUND | {"data", "models", "updates"},
     "runs": GROUND | {"config", "data", "models", "noise", "plan", "training"},
 }
 TOP = {"cli", "quickstart"}

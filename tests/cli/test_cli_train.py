@@ -101,6 +101,7 @@ def test_ledger_and_statement_hold_no_loss_norm_or_cohort(run: Path) -> None:
         "unit",
         "assumptions",
         "not_covered",
+        "paid",
         "cautions",
     }
     assert statement["epsilon"] <= 8.0
