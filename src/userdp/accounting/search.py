@@ -286,7 +286,8 @@ def _epsilon_of(
     """The bound in one direction: composed where epsilon is thought to be, until it is there."""
     epsilon = _renyi_epsilon(prepared, direction, delta)
     if epsilon <= NOTHING:
-        return NOTHING if _delta_at(prepared, direction, NOTHING, tolerance) <= delta else epsilon
+        # A bound already; of exactly zero the grids below would have no spacing.
+        return NOTHING
     solved, allowed = epsilon, COARSE_TOLERANCE
     for _ in range(40):
         tilt, _ = _saddle(prepared, direction, epsilon, 1.0)
