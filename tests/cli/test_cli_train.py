@@ -92,7 +92,6 @@ def test_ledger_and_statement_hold_no_loss_norm_or_cohort(run: Path) -> None:
         "adjacency",
         "neighbours",
         "promise",
-        "paid",
         "sampler",
         "mechanism",
         "steps",
