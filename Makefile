@@ -20,10 +20,10 @@ demo-llm: $(LLM)
 	$(BIN)/userdp quickstart --model smollm2 --out runs/quickstart-llm
 
 test: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-all: $(LLM)
-	$(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

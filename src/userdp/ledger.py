@@ -2,8 +2,9 @@
 
 One JSON object a line. The first holds the plan and what it was bound to; then come the looks at
 the users' data that were paid for before training, then one row for each step. A row's hash covers
-its content and the hash before it, so a deleted, edited or reordered row is found. Everything in a
-ledger is public: no loss, no norm, no cohort ever enters it.
+its content and the hash before it, so an edited or reordered row, or one removed from the middle,
+is found; rows cut off at the end are not. Everything in a ledger is public: no loss, no norm, no
+cohort ever enters it.
 """
 
 from __future__ import annotations
