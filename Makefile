@@ -37,7 +37,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	$(BIN)/python benchmarks/plain_loop.py
+	$(BIN)/python benchmarks/clipping.py
 
 # torch is named first and everything else is constrained, so that pip never trades the CPU build for
 # gigabytes of CUDA libraries on the way.

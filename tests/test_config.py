@@ -84,7 +84,7 @@ PROBLEMS: dict[str, tuple[str, str]] = {
     "missing delta": (_without("delta"), "key 'privacy.delta' is missing"),
     "missing steps": (_without("steps"), "key 'training.steps' is missing"),
     "missing store": (_without("store"), "key 'data.store' is missing"),
-    "missing clip norm": (_without("clip_norm"), "key 'privacy.clip_norm' is missing"),
+    "missing clip norm": (_without("clip_norm"), "[privacy] clip_norm is missing"),
     "steps in words": (GOOD.replace("steps = 7", 'steps = "many"'), "training.steps = 'many'"),
     "half a step": (GOOD.replace("steps = 7", "steps = 7.5"), "training.steps = 7.5"),
     "unit unknown": (_add("privacy", 'unit = "group"'), "privacy.unit = 'group'"),

@@ -9,7 +9,7 @@ from scipy.stats import kstest
 from torch import nn
 
 from userdp.index import UserIndex
-from userdp.noise.draw import add_gaussian
+from userdp.noise.draw import add_gaussian_
 from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
 from userdp.step import PrivateStep
@@ -21,9 +21,9 @@ pytestmark = [
 
 
 def _noise(step: int, size: int = 1_000_000) -> torch.Tensor:
-    zeros = [torch.zeros(size, device="cuda")]
-    secret = RunSecret.fixed_for_tests(7)
-    return add_gaussian(zeros, noise_stddev=2.0, secret=secret, step=step)[0].cpu()
+    noise = torch.zeros(size, device="cuda")
+    add_gaussian_(noise, noise_stddev=2.0, secret=RunSecret.fixed_for_tests(7), step=step)
+    return noise.cpu()
 
 
 def test_cuda_noise_is_gaussian_of_the_stated_size() -> None:

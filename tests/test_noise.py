@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from userdp.errors import InputError
-from userdp.noise.draw import add_gaussian
+from userdp.noise.draw import add_gaussian_, noisy_number
 from userdp.noise.gaussian import Gaussian
 from userdp.noise.secret import RunSecret
 
@@ -19,9 +19,8 @@ SECRET = RunSecret.fixed_for_tests(12)
 
 
 def draw(secret: RunSecret, step: int, size: int, dtype: torch.dtype = torch.float32) -> np.ndarray:
-    (noise,) = add_gaussian(
-        [torch.zeros(size, dtype=dtype)], noise_stddev=1.0, secret=secret, step=step
-    )
+    noise = torch.zeros(size, dtype=dtype)
+    add_gaussian_(noise, noise_stddev=1.0, secret=secret, step=step)
     return noise.numpy()
 
 
@@ -29,9 +28,9 @@ def draw(secret: RunSecret, step: int, size: int, dtype: torch.dtype = torch.flo
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_noise_is_gaussian_with_the_stated_deviation(dtype: torch.dtype) -> None:
     # 1e6 draws, seed 12. Deviation: 4 standard errors of 1/sqrt(2e6), failure 6e-5. KS: p > 0.001.
-    tensors = [torch.zeros(700, 1000, dtype=dtype), torch.zeros(300_000, dtype=dtype)]
-    noised = add_gaussian(tensors, noise_stddev=2.5, secret=SECRET, step=0)
-    values = torch.cat([value.flatten() for value in noised]).double().numpy() / 2.5
+    noised = torch.zeros(1_000_000, dtype=dtype)
+    add_gaussian_(noised, noise_stddev=2.5, secret=SECRET, step=0)
+    values = noised.double().numpy() / 2.5
     assert values.std() == pytest.approx(1.0, abs=4 / math.sqrt(2e6))
     assert values.mean() == pytest.approx(0.0, abs=4 / math.sqrt(1e6))
     assert stats.kstest(values, "norm").pvalue > 0.001
@@ -54,17 +53,10 @@ def test_streams_differ_by_step_purpose_run_and_secret() -> None:
 
 
 @pytest.mark.statistical
-def test_no_draw_repeats_across_steps_or_tensors() -> None:
+def test_no_draw_repeats_within_or_across_steps() -> None:
     # 300,000 float64 draws: two alike would have probability below 1e-4.
-    tensors = [torch.zeros(50_000, dtype=torch.float64), torch.zeros(50_000, dtype=torch.float64)]
-    values = torch.cat(
-        [
-            value
-            for step in range(3)
-            for value in add_gaussian(tensors, noise_stddev=1.0, secret=SECRET, step=step)
-        ]
-    )
-    assert len(torch.unique(values)) == len(values)
+    values = np.concatenate([draw(SECRET, step, 100_000, torch.float64) for step in range(3)])
+    assert len(np.unique(values)) == len(values)
 
 
 def test_same_stream_gives_the_same_noise_again() -> None:
@@ -80,25 +72,37 @@ def test_system_secrets_differ_and_are_not_called_fixed() -> None:
     assert RunSecret.fixed_for_tests(1).bound_to("x").fixed_seed
 
 
-def test_noise_keeps_dtype_and_shape_and_leaves_its_argument_alone() -> None:
-    tensors = [torch.ones(2, 3), torch.ones(4, dtype=torch.float64)]
-    noised = add_gaussian(tensors, noise_stddev=1.0, secret=SECRET, step=0)
-    assert [(n.dtype, n.shape) for n in noised] == [(t.dtype, t.shape) for t in tensors]
-    assert all(torch.equal(t, torch.ones_like(t)) for t in tensors)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_keeps_dtype_and_shape(dtype: torch.dtype) -> None:
+    values = torch.ones(2, 3, dtype=dtype)
+    add_gaussian_(values, noise_stddev=1.0, secret=SECRET, step=0)
+    assert (values.dtype, values.shape) == (dtype, (2, 3))
+    assert (values != 1).all()
 
 
 def test_noise_is_added_to_the_value() -> None:
-    value = [torch.full((5,), 100.0)]
-    zero = [torch.zeros(5)]
-    a = add_gaussian(value, noise_stddev=1.0, secret=SECRET, step=0)[0]
-    b = add_gaussian(zero, noise_stddev=1.0, secret=SECRET, step=0)[0]
-    torch.testing.assert_close(a - 100.0, b, rtol=0, atol=1e-5)
+    value, zero = torch.full((5,), 100.0), torch.zeros(5)
+    for tensor in (value, zero):
+        add_gaussian_(tensor, noise_stddev=1.0, secret=SECRET, step=0)
+    torch.testing.assert_close(value - 100.0, zero, rtol=0, atol=1e-5)
 
 
 def test_zero_deviation_changes_nothing() -> None:
     value = torch.randn(5)
-    assert torch.equal(add_gaussian([value], noise_stddev=0.0, secret=SECRET, step=0)[0], value)
-    assert add_gaussian([], noise_stddev=1.0, secret=SECRET, step=0) == []
+    before = value.clone()
+    add_gaussian_(value, noise_stddev=0.0, secret=SECRET, step=0)
+    assert torch.equal(value, before)
+
+
+@pytest.mark.statistical
+def test_a_number_gets_noise_of_its_own_stream_and_stated_size() -> None:
+    # 4,000 steps, seed 12. Deviation within 5 standard errors of 1 / sqrt(8000): failure 6e-7.
+    noise = [
+        noisy_number(7.0, noise_stddev=3.0, secret=SECRET, step=step) - 7.0 for step in range(4000)
+    ]
+    assert np.std(noise) / 3 == pytest.approx(1.0, abs=5 / math.sqrt(8000))
+    vector = [float(draw(SECRET, step, 1)[0]) for step in range(4000)]
+    assert abs(np.corrcoef(noise, vector)[0, 1]) < 5 / math.sqrt(4000)
 
 
 @pytest.mark.parametrize("noise_multiplier", [-1.0, math.nan, math.inf])

@@ -90,6 +90,7 @@ def test_infinite_clip_norm_and_zero_noise_is_plain_sgd_bit_for_bit() -> None:
             non_private=True,
         ),
         UserIndex.from_owners(range(4)),
+        clipping="plain",
         secret=SEED,
     )
     for cohort in step.cohorts():

@@ -8,6 +8,7 @@
 
     PrivateStep                              the step alone, for a loop of your own
     UserIndex                                whose rows are whose, for data of your own
+    verify                                   is the fast path exact on your model?
 
 Names load on first use, so that accounting starts without torch.
 """
@@ -18,6 +19,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from userdp.clipping.fast import FastSettings as FastSettings
+    from userdp.clipping.rules import AdaptiveClip as AdaptiveClip
+    from userdp.clipping.rules import AutomaticClip as AutomaticClip
+    from userdp.clipping.rules import FlatClip as FlatClip
+    from userdp.clipping.rules import NormalisedClip as NormalisedClip
+    from userdp.clipping.rules import PerLayerClip as PerLayerClip
+    from userdp.clipping.verify import verify as verify
     from userdp.data.store import UserStore as UserStore
     from userdp.errors import BudgetExhaustedError as BudgetExhaustedError
     from userdp.errors import InputError as InputError
@@ -37,12 +45,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AdaptiveClip": "userdp.clipping.rules",
     "Adjacency": "userdp.units",
+    "AutomaticClip": "userdp.clipping.rules",
     "BudgetExhaustedError": "userdp.errors",
+    "FastSettings": "userdp.clipping.fast",
+    "FlatClip": "userdp.clipping.rules",
     "InputError": "userdp.errors",
     "Ledger": "userdp.ledger",
     "Lora": "userdp.models.load",
     "MixedExamplesError": "userdp.errors",
+    "NormalisedClip": "userdp.clipping.rules",
+    "PerLayerClip": "userdp.clipping.rules",
     "Plan": "userdp.plan",
     "PrivateStep": "userdp.step",
     "Statement": "userdp.statement",
@@ -52,6 +66,7 @@ _HOME = {
     "evaluate": "userdp.evaluation",
     "load_model": "userdp.models.load",
     "train": "userdp.training",
+    "verify": "userdp.clipping.verify",
 }
 __all__ = sorted(_HOME)
 

@@ -13,6 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from userdp.clipping.rules import (
+    AdaptiveClip,
+    AutomaticClip,
+    ClipRule,
+    FlatClip,
+    NormalisedClip,
+    PerLayerClip,
+)
 from userdp.errors import InputError
 from userdp.paid import Paid, read_paid
 from userdp.plan import Plan
@@ -76,7 +84,18 @@ class PrivacySettings(_Section):
         None,
         description="Most records of a user: per step, or at all (record, selection).",
     )
-    clip_norm: float = Field(description="L2 bound on each update.")
+    clip_norm: float | None = Field(
+        None, description="L2 bound on each update; automatic clipping has none to choose."
+    )
+    clipping: Literal["flat", "per-layer", "normalised", "automatic", "adaptive"] = Field(
+        "flat", description="How updates are scaled to their bound."
+    )
+    clip_count_noise: float | None = Field(
+        None, description="clipping = adaptive: noise on the count of unclipped updates."
+    )
+    clip_quantile: float | None = Field(
+        None, description="clipping = adaptive: share of updates to leave unclipped; 0.5."
+    )
     delta: float
     epsilon: float | None = Field(None, description="Target; or give noise_multiplier.")
     noise_multiplier: float | None = None
@@ -95,7 +114,18 @@ class TrainingSettings(_Section):
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
     learning_rate: float = Field(1e-3, gt=0)
     schedule: Literal["constant", "linear"] = "constant"
-    microbatch_records: int | None = Field(None, ge=1, description="Records at a time, for memory.")
+    clipping: Literal["fast", "plain"] = Field(
+        "fast", description="plain: one user at a time, slow; the fast path's oracle."
+    )
+    microbatch_tokens: int | None = Field(
+        None, ge=1, description="Padded tokens in one backward pass, for memory (fast)."
+    )
+    microbatch_records: int | None = Field(
+        None, ge=1, description="Records at a time, for memory (plain)."
+    )
+    compute_dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="Products in this dtype (autocast) while weights stay in theirs."
+    )
     device: str = "cpu"
     fixed_seed: int | None = Field(
         None, description="For tests only: whoever knows it can remove the noise."
@@ -126,7 +156,7 @@ class Config(_Section):
             "num_users": privacy.num_users,
             "group_size": privacy.group_size,
             "steps": self.training.steps,
-            "clip_norm": privacy.clip_norm,
+            "clip": self.clip_rule(),
             "delta": privacy.delta,
             "epsilon": privacy.epsilon,
             "noise_multiplier": privacy.noise_multiplier,
@@ -134,13 +164,13 @@ class Config(_Section):
             "non_private": privacy.non_private,
         }
         if privacy.unit is SamplingUnit.USER:
-            self._refuse("expected_batch_size", "num_records", unit="user")
+            self._refuse("expected_batch_size", "num_records", setting="unit", other="record")
             if privacy.expected_cohort_size is None:
                 raise InputError(
                     "[privacy] expected_cohort_size is missing: unit = 'user' needs it."
                 )
             return Plan.sample_users(expected_cohort_size=privacy.expected_cohort_size, **common)
-        self._refuse("expected_cohort_size", unit="record")
+        self._refuse("expected_cohort_size", setting="unit", other="user")
         if privacy.expected_batch_size is None:
             raise InputError("[privacy] expected_batch_size is missing: unit = 'record' needs it.")
         return Plan.sample_records(
@@ -148,6 +178,30 @@ class Config(_Section):
             num_records=privacy.num_records,
             **common,
         )
+
+    def clip_rule(self) -> ClipRule:
+        """The clip rule these settings describe."""
+        privacy = self.privacy
+        if privacy.clipping != "adaptive":
+            self._refuse("clip_count_noise", "clip_quantile", setting="clipping", other="adaptive")
+        if privacy.clipping == "automatic":
+            self._refuse("clip_norm", setting="clipping", other="flat")
+            return AutomaticClip()
+        if privacy.clip_norm is None:
+            raise InputError("[privacy] clip_norm is missing.")
+        if privacy.clipping == "adaptive":
+            if privacy.clip_count_noise is None:
+                raise InputError(
+                    "[privacy] clip_count_noise is missing: clipping = 'adaptive' needs it. A "
+                    "twentieth of the expected cohort size is common."
+                )
+            return AdaptiveClip(
+                clip_norm=privacy.clip_norm,
+                count_noise=privacy.clip_count_noise,
+                target_quantile=0.5 if privacy.clip_quantile is None else privacy.clip_quantile,
+            )
+        kinds = {"flat": FlatClip, "per-layer": PerLayerClip, "normalised": NormalisedClip}
+        return kinds[privacy.clipping](clip_norm=privacy.clip_norm)
 
     def _bounded(self) -> Config:
         """The settings with what the selection knows: its bound and its size.
@@ -192,11 +246,15 @@ class Config(_Section):
         selection.check(Edges.load(self.data.store))
         return selection
 
-    def _refuse(self, *names: str, unit: str) -> None:
+    def _refuse(self, *names: str, setting: str, other: str) -> None:
+        """Raise if a key is given that only another value of the setting gives a meaning."""
         for name in names:
             if getattr(self.privacy, name) is not None:
+                value = getattr(self.privacy, setting)
+                value = value.value if isinstance(value, SamplingUnit) else value
                 raise InputError(
-                    f"[privacy] {name} has no meaning with unit = {unit!r}: remove it."
+                    f"[privacy] {name} has no meaning with {setting} = {value!r}: remove it, or "
+                    f"set {setting} = {other!r}."
                 )
 
 
@@ -209,9 +267,13 @@ def load_config(path: Path) -> Config:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not valid TOML: {error}") from None
     try:
-        return Config.model_validate(data)
+        config = Config.model_validate(data)
+        config.clip_rule()
     except ValidationError as error:
         raise InputError(f"{path}: {_first_problem(error)}") from None
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return config
 
 
 def _first_problem(error: ValidationError) -> str:

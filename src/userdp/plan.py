@@ -14,9 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from userdp.accounting import accountant, certificate, events
+from userdp.accounting import accountant, certificate, events, quantile
 from userdp.accounting.certificate import Evaluation
-from userdp.clipping.rules import FlatClip
+from userdp.clipping.rules import (
+    AdaptiveClip,
+    AutomaticClip,
+    ClipRule,
+    FlatClip,
+    NormalisedClip,
+    PerLayerClip,
+)
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.noise.gaussian import Gaussian
 from userdp.paid import Paid, all_events
@@ -36,6 +43,11 @@ _RULES: dict[tuple[type, type], Callable[[Any, Any], events.DpEvent]] = {
     ),
 }
 
+_CLIP_RULES: dict[str, type[ClipRule]] = {
+    kind.__name__: kind
+    for kind in (FlatClip, PerLayerClip, NormalisedClip, AutomaticClip, AdaptiveClip)
+}
+
 _SAMPLERS: dict[str, type[PoissonUsers | PoissonRecords]] = {
     kind.__name__: kind for kind in (PoissonUsers, PoissonRecords)
 }
@@ -50,7 +62,7 @@ class Plan:
     """
 
     sampler: PoissonUsers | PoissonRecords
-    clip: FlatClip
+    clip: ClipRule
     noise: Gaussian
     steps: int
     divisor: float
@@ -93,7 +105,8 @@ class Plan:
         expected_cohort_size: float,
         group_size: int,
         steps: int,
-        clip_norm: float,
+        clip_norm: float | None = None,
+        clip: ClipRule | None = None,
         delta: float,
         epsilon: float | None = None,
         noise_multiplier: float | None = None,
@@ -116,7 +129,7 @@ class Plan:
             divisor=expected_cohort_size,
             num_users=num_users,
             steps=steps,
-            clip_norm=clip_norm,
+            clip=_one_clip_rule(clip_norm, clip),
             delta=delta,
             epsilon=epsilon,
             noise_multiplier=noise_multiplier,
@@ -131,7 +144,8 @@ class Plan:
         expected_batch_size: float,
         group_size: int,
         steps: int,
-        clip_norm: float,
+        clip_norm: float | None = None,
+        clip: ClipRule | None = None,
         delta: float,
         epsilon: float | None = None,
         noise_multiplier: float | None = None,
@@ -158,7 +172,7 @@ class Plan:
             divisor=expected_batch_size,
             num_users=num_users,
             steps=steps,
-            clip_norm=clip_norm,
+            clip=_one_clip_rule(clip_norm, clip),
             delta=delta,
             epsilon=epsilon,
             noise_multiplier=noise_multiplier,
@@ -170,7 +184,7 @@ class Plan:
     def _with_noise(
         sampler: PoissonUsers | PoissonRecords,
         *,
-        clip_norm: float,
+        clip: ClipRule,
         epsilon: float | None,
         noise_multiplier: float | None,
         delta: float,
@@ -190,7 +204,7 @@ class Plan:
             )
         return Plan(
             sampler=sampler,
-            clip=FlatClip(clip_norm=clip_norm),
+            clip=clip,
             noise=Gaussian(noise_multiplier=noise_multiplier),
             delta=delta,
             steps=steps,
@@ -203,7 +217,20 @@ class Plan:
         """The noise on each coordinate of the clipped sum, before the division."""
         # The multiplier counts clip norms under every adjacency: how often a neighbour's updates
         # come and go (C24 Thm. 2 and 3), and that replace exchanges +C for -C, is in the event.
-        return self.noise.noise_stddev(self.clip.clip_norm)
+        return self.noise_stddev_of(self.clip)
+
+    def noise_stddev_of(self, clip: ClipRule) -> float:
+        """The noise on the clipped sum of a step whose rule is `clip`: adaptive ones change.
+
+        An adaptive rule's noisy count takes a part of the step's price, so the sum gets more noise
+        (Andrew et al. 2021, Thm. 1).
+        """
+        if isinstance(clip, AdaptiveClip):
+            multiplier = quantile.adaptive_clipping_noise(
+                noise_multiplier=self.noise.noise_multiplier, count_noise=clip.count_noise
+            )
+            return Gaussian(noise_multiplier=multiplier).noise_stddev(clip.bound)
+        return self.noise.noise_stddev(clip.bound)
 
     def step_event(self) -> events.DpEvent:
         """The cost of one step."""
@@ -274,7 +301,7 @@ class Plan:
             promise=self.adjacency.promise,
             sampler=self._sampler_in_words(),
             mechanism=(
-                f"clip_norm={self.clip.clip_norm:g}, noise_multiplier="
+                f"{self._clip_in_words()}, noise_multiplier="
                 f"{self.noise.noise_multiplier:.4g}, divisor={self.divisor:g}"
             ),
             steps=steps,
@@ -308,6 +335,23 @@ class Plan:
         alone = accountant.epsilon(item.event, delta=self.delta, adjacency=self.adjacency)
         return f"{item.what}: alone epsilon={round_up(alone):g}, included in the total"
 
+    def _clip_in_words(self) -> str:
+        match self.clip:
+            case AutomaticClip() as rule:
+                return f"automatic clipping to norm 1, stability={rule.stability:g}"
+            case AdaptiveClip() as rule:
+                return (
+                    f"clip_norm={rule.clip_norm:g} at first, then the {rule.target_quantile:g} "
+                    f"quantile of norms by counts with noise {rule.count_noise:g}, paid for in "
+                    "every step"
+                )
+            case PerLayerClip() as rule:
+                return f"clip_norm={rule.clip_norm:g} split evenly over the layers"
+            case NormalisedClip() as rule:
+                return f"clip_norm={rule.clip_norm:g}, divided by it"
+            case rule:
+                return f"clip_norm={rule.clip_norm:g}"
+
     def _sampler_in_words(self) -> str:
         match self.sampler:
             case PoissonUsers() as users:
@@ -325,7 +369,8 @@ class Plan:
         """Plain data, for the ledger."""
         return {
             "sampler": {"type": type(self.sampler).__name__} | asdict(self.sampler),
-            "clip": {"type": type(self.clip).__name__, "clip_norm": repr(self.clip.clip_norm)},
+            "clip": {"type": type(self.clip).__name__}
+            | {name: repr(value) for name, value in asdict(self.clip).items()},
             "noise": {"type": type(self.noise).__name__} | asdict(self.noise),
             "steps": self.steps,
             "divisor": self.divisor,
@@ -340,14 +385,14 @@ class Plan:
         """The plan that `to_json` wrote."""
         sampler = dict(data["sampler"])
         kind = sampler.pop("type")
-        noise = dict(data["noise"])
+        noise, clip = dict(data["noise"]), dict(data["clip"])
         if kind not in _SAMPLERS or noise.pop("type") != "Gaussian":
             raise UnaccountedPlanError(
                 f"sampler {kind!r} or its noise has no accounting rule here."
             )
         return Plan(
             sampler=_SAMPLERS[kind](**sampler),
-            clip=FlatClip(clip_norm=float(data["clip"]["clip_norm"])),
+            clip=_CLIP_RULES[clip.pop("type")](**{n: float(v) for n, v in clip.items()}),
             noise=Gaussian(**noise),
             steps=data["steps"],
             divisor=data["divisor"],
@@ -391,6 +436,12 @@ def _check_rule(sampler: object, noise: object) -> Callable[[Any, Any], events.D
             f"Known: {known}."
         )
     return rule
+
+
+def _one_clip_rule(clip_norm: float | None, clip: ClipRule | None) -> ClipRule:
+    if (clip_norm is None) == (clip is None):
+        raise InputError("give exactly one of clip_norm and clip: the first means FlatClip.")
+    return FlatClip(clip_norm=clip_norm) if clip_norm is not None else clip  # type: ignore[return-value]
 
 
 def _check_counts(*, num_users: int, steps: int) -> None:

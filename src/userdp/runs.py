@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from userdp.clipping.fast import FastSettings
 from userdp.config import Config, load_config
 from userdp.data.store import UserStore
 from userdp.errors import InputError
@@ -57,6 +58,13 @@ def train_from_config(
         scheduler=make_schedule(optimizer, settings.schedule, settings.steps),
         sequence_length=config.data.sequence_length,
         selection=config.load_selection(),
+        clipping=settings.clipping,
+        settings=FastSettings(
+            microbatch_tokens=settings.microbatch_tokens,
+            compute_dtype=getattr(torch, settings.compute_dtype)
+            if settings.compute_dtype
+            else None,
+        ),
         microbatch_records=settings.microbatch_records,
         out=out,
         bound_to={"config": hashlib.sha256(config_path.read_bytes()).hexdigest()},

@@ -10,11 +10,15 @@ post-processing and costs nothing. Every paper's step is this one with other par
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import torch
 from torch import nn
 
-from userdp.clipping.plain import clipped_sum
+from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.plain import PlainClipping
+from userdp.clipping.rules import AdaptiveClip
+from userdp.clipping.sums import ClippedSum
 from userdp.errors import BudgetExhaustedError, InputError
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
@@ -24,12 +28,12 @@ from userdp.models.checks import (
     refuse_mixing,
     trainable_parameters,
 )
-from userdp.noise.draw import add_gaussian
+from userdp.noise.draw import add_gaussian_, noisy_number
 from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
 from userdp.sampling import Cohort
 from userdp.statement import Statement
-from userdp.updates import Batch, RecordLoss, Update, causal_lm_loss, mean_gradient
+from userdp.updates import Batch, RecordLoss, causal_lm_loss
 
 
 class PrivateStep:
@@ -59,6 +63,8 @@ class PrivateStep:
         index: UserIndex,
         *,
         record_loss: RecordLoss = causal_lm_loss,
+        clipping: Literal["fast", "plain"] = "fast",
+        settings: FastSettings | None = None,
         microbatch_records: int | None = None,
         ledger: Ledger | None = None,
         secret: RunSecret | None = None,
@@ -74,8 +80,21 @@ class PrivateStep:
         if self.ledger.plan != plan or self.ledger.fixed_seed != secret.fixed_seed:
             raise InputError("the ledger was opened for another plan or another kind of seed.")
         self._secret = secret.bound_to(self.ledger.run_digest)
-        self._record_loss = record_loss
-        self._microbatch_records = microbatch_records
+        settings = settings or FastSettings()
+        self._clipping: FastClipping | PlainClipping
+        if clipping == "fast":
+            self._clipping = FastClipping(
+                model, self._parameters, plan.clip, record_loss=record_loss, settings=settings
+            )
+        else:
+            self._clipping = PlainClipping(
+                model,
+                self._parameters,
+                record_loss=record_loss,
+                microbatch_records=microbatch_records,
+                compute_dtype=settings.compute_dtype,
+            )
+        self._clip = plan.clip
         self._index = plan.sampler.limit_contributions(
             index, self._secret.rng("limit contributions", 0)
         )
@@ -117,43 +136,56 @@ class PrivateStep:
             raise InputError("no cohort is drawn: call draw() first, once for every step.")
         cohort, self._drawn = self._drawn, None
         guard = BufferGuard(self.model)
-        total = clipped_sum(
-            self._updates(batches, expected=len(cohort)), self.plan.clip, like=self._parameters
-        )
+        total = self._clipping.clipped_sum(_counted(batches, len(cohort)), self._clip)
         guard.check()
         self._release(total)
 
-    def _updates(self, batches: Iterable[Batch], *, expected: int) -> Iterator[Update]:
-        count = 0
-        for batch in batches:
-            count += 1
-            yield mean_gradient(
-                self.model,
-                self._parameters,
-                batch,
-                record_loss=self._record_loss,
-                microbatch_records=self._microbatch_records,
-            )
-        if count != expected:
-            raise InputError(
-                "the number of batches is not the number of groups drawn: give one batch per group."
-            )
-
-    def _release(self, total: Update) -> None:
+    def _release(self, total: ClippedSum) -> None:
         """Noise the clipped sum, divide, step: everything that leaves the private side."""
         step = self.ledger.steps
-        noised = add_gaussian(
-            total, noise_stddev=self.plan.noise_stddev, secret=self._secret, step=step
+        values = total.total.values
+        add_gaussian_(
+            values,
+            noise_stddev=self.plan.noise_stddev_of(self._clip),
+            secret=self._secret,
+            step=step,
         )
         # On disk before any weight of this step can be seen.
         self.ledger.charge_step()
-        for parameter, value in zip(self._parameters, noised, strict=True):
-            # Divide by E|U|, not |U|: the realised cohort size is secret (C24 Alg. 2).
-            parameter.grad = (value / self.plan.divisor).to(parameter.dtype)
+        # Divide by E|U|, not |U|: the realised cohort size is secret (C24 Alg. 2).
+        values /= self.plan.divisor
+        for parameter, value in zip(self._parameters, total.total.views, strict=True):
+            parameter.grad = value.to(parameter.dtype)
         self.optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
+        if isinstance(self._clip, AdaptiveClip):
+            self._clip = self._adapted(self._clip, total, step)
+
+    def _adapted(self, clip: AdaptiveClip, total: ClippedSum, step: int) -> AdaptiveClip:
+        """The next step's rule, from a noisy count that the step's price includes."""
+        # Centred at half of what is expected: one update then moves the count by 1/2, not 1.
+        centred = float(total.num_within) - 0.5 * total.num_updates
+        noisy = noisy_number(centred, noise_stddev=clip.count_noise, secret=self._secret, step=step)
+        return clip.following(noisy / self.plan.divisor + 0.5)
+
+    @property
+    def clip_norm(self) -> float:
+        """The clip norm of the next step: the plan's, or what an adaptive rule has come to."""
+        return self._clip.clip_norm
 
     def statement(self) -> Statement:
         """What may be said about the model after the steps taken so far."""
         return self.ledger.statement()
+
+
+def _counted(batches: Iterable[Batch], expected: int) -> Iterator[Batch]:
+    """The batches; raises at their end if they are not as many as the groups drawn."""
+    count = 0
+    for batch in batches:
+        count += 1
+        yield batch
+    if count != expected:
+        raise InputError(
+            "the number of batches is not the number of groups drawn: give one batch per group."
+        )

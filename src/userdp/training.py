@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
+from userdp.clipping.fast import FastSettings
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows, tokenise, tokenise_selected
 from userdp.errors import InputError
@@ -54,6 +55,8 @@ def train(
     scheduler: Any = None,
     sequence_length: int = 128,
     selection: Selection | None = None,
+    clipping: Literal["fast", "plain"] = "fast",
+    settings: FastSettings | None = None,
     microbatch_records: int | None = None,
     out: str | Path | None = None,
     bound_to: dict[str, str] | None = None,
@@ -65,6 +68,9 @@ def train(
 
     Records of several owners need a `selection` that bounds what each of them contributes; a long
     record is then cut to one row, so that the bound on records is one on rows.
+
+    `clipping` is "fast" (many users in one backward pass, with `settings`) or "plain" (one user at
+    a time, `microbatch_records` rows of it); both give the same sums.
 
     With `out`, the run's directory gets the ledger (row by row, before each step's weights exist)
     and at the end the model. Looks at the data that were `paid` for are charged before the first
@@ -95,13 +101,14 @@ def train(
         optimizer,
         plan,
         rows.index(),
+        clipping=clipping,
+        settings=settings,
         microbatch_records=microbatch_records,
         ledger=ledger,
         secret=secret,
     )
-    device = next(model.parameters()).device
     for cohort in step.cohorts():
-        step.apply(_batches(rows, cohort, pad_token=tokenizer.pad_token_id, device=device))
+        step.apply(_batches(rows, cohort, pad_token=tokenizer.pad_token_id))
         if scheduler is not None:
             scheduler.step()
         if on_step is not None:
@@ -135,13 +142,8 @@ def _rows(
     return tokenise_selected(store, tokenizer, selection.records(), sequence_length=sequence_length)
 
 
-def _batches(
-    rows: TokenRows, cohort: Cohort, *, pad_token: int, device: torch.device
-) -> Iterator[Batch]:
+def _batches(rows: TokenRows, cohort: Cohort, *, pad_token: int) -> Iterator[Batch]:
     """One batch per group: the group's records, padded on the right."""
     for group in cohort:
         input_ids, labels = rows.padded(group, pad_token=pad_token)
-        yield {
-            "input_ids": torch.from_numpy(input_ids).to(device),
-            "labels": torch.from_numpy(labels).to(device),
-        }
+        yield {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}

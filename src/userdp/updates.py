@@ -10,6 +10,7 @@ Reference: Charles et al. 2024, Alg. 2 (g_u); McMahan et al. 2018, UserUpdateFed
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,30 +21,55 @@ from userdp.errors import MixedExamplesError
 Batch = Mapping[str, Tensor]
 Update = list[Tensor]
 RecordLoss = Callable[[nn.Module, Batch], Tensor]
+TokenMean = Callable[[Tensor, Tensor], Tensor]
 
 IGNORED_LABEL = -100
 
 
-def causal_lm_loss(model: nn.Module, batch: Batch) -> Tensor:
+def causal_lm_loss(
+    model: nn.Module, batch: Batch, *, token_mean: TokenMean | None = None
+) -> Tensor:
     """The loss of each record: mean negative log-likelihood of its own labelled tokens.
 
     `batch` has `input_ids` and `labels`, one record a line; a label of -100 counts for nothing.
     Works on Hugging Face models (whose own loss averages over the whole batch, hence over users)
-    and on any module that maps input ids to logits.
+    and on any module that maps input ids to logits. Records are padded on the right: a causal model
+    never looks there, so no mask is needed.
     """
     # A Hugging Face model would otherwise build a key-value cache that nobody reads.
     options = {"use_cache": False} if hasattr(model, "generation_config") else {}
     output = model(input_ids=batch["input_ids"], **options)
-    logits = output if isinstance(output, Tensor) else output.logits
-    labels = batch["labels"][:, 1:]
+    # The label of a position is the next token; the last one has none.
+    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+    return (token_mean or mean_token_loss)(_logits(output), labels)
+
+
+def masked_lm_loss(
+    model: nn.Module, batch: Batch, *, token_mean: TokenMean | None = None
+) -> Tensor:
+    """The loss of each record for models that fill gaps (BERT): mean over its labelled tokens.
+
+    `batch` has `input_ids` with tokens already masked, `labels` (-100 where nothing is asked) and
+    `attention_mask`, without which padding would be read.
+    """
+    output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    return (token_mean or mean_token_loss)(_logits(output), batch["labels"])
+
+
+def mean_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each record's mean negative log-likelihood over the positions with a label."""
     token_losses = F.cross_entropy(
-        at_least_float32(logits[:, :-1]).transpose(1, 2),
-        labels,
+        at_least_float32(logits).flatten(0, 1),
+        labels.flatten(),
         ignore_index=IGNORED_LABEL,
         reduction="none",
-    )
+    ).view(labels.shape)
     num_labelled = (labels != IGNORED_LABEL).sum(dim=1).clamp(min=1)
     return token_losses.sum(dim=1) / num_labelled
+
+
+def _logits(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output.logits
 
 
 def mean_gradient(
@@ -61,7 +87,7 @@ def mean_gradient(
     like any other.
     """
     num_records = len(next(iter(batch.values())))
-    update = [torch.zeros_like(p, dtype=_accumulator_dtype(p)) for p in parameters]
+    update = [torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for p in parameters]
     size = microbatch_records or max(num_records, 1)
     for start in range(0, num_records, size):
         stop = start + size
@@ -82,8 +108,9 @@ def mean_gradient(
 
 def at_least_float32(tensor: Tensor) -> Tensor:
     """The tensor in float32, or as it is if it is wider."""
-    return tensor.to(_accumulator_dtype(tensor))
+    return tensor.to(wide_dtype(tensor.dtype))
 
 
-def _accumulator_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, or the dtype itself if it is wider."""
+    return torch.promote_types(dtype, torch.float32)

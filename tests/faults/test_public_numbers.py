@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from userdp.clipping.fast import FastClipping
+from userdp.clipping.flat import FlatBuffer
 from userdp.errors import InputError
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
-from userdp.noise.draw import add_gaussian
+from userdp.noise.draw import add_gaussian_
 from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
 from userdp.step import PrivateStep
@@ -188,11 +190,11 @@ def test_row_7_noise_is_drawn_once_a_step_whatever_the_accumulation(
 ) -> None:
     draws: list[int] = []
 
-    def counted(tensors, *, noise_stddev, secret, step):  # type: ignore[no-untyped-def]
+    def counted(values, *, noise_stddev, secret, step):  # type: ignore[no-untyped-def]
         draws.append(step)
-        return add_gaussian(tensors, noise_stddev=noise_stddev, secret=secret, step=step)
+        add_gaussian_(values, noise_stddev=noise_stddev, secret=secret, step=step)
 
-    monkeypatch.setattr("userdp.step.add_gaussian", counted)
+    monkeypatch.setattr("userdp.step.add_gaussian_", counted)
     plan = Plan.sample_users(
         num_users=4,
         expected_cohort_size=4,
@@ -223,20 +225,23 @@ def noise_only_plan(**changes: object) -> Plan:
 def test_row_10_with_the_sum_zeroed_weights_move_by_the_noise_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from userdp.clipping.plain import clipped_sum
+    honest = FastClipping.clipped_sum
 
-    def zeroed(updates, rule, *, like):  # type: ignore[no-untyped-def]
-        return [0.0 * total for total in clipped_sum(updates, rule, like=like)]
+    def zeroed(self, groups, rule):  # type: ignore[no-untyped-def]
+        found = honest(self, groups, rule)
+        assert found.total.values.any()
+        found.total.zero_()
+        return found
 
-    monkeypatch.setattr("userdp.step.clipped_sum", zeroed)
+    monkeypatch.setattr(FastClipping, "clipped_sum", zeroed)
     plan = noise_only_plan()
     step, history = train(plan, UserIndex.from_owners(range(4)), 1e3 * data(4))
     secret = SECRET.bound_to(step.ledger.run_digest)
-    like = [torch.zeros_like(p) for p in step.model.parameters()]
     expected = history[0].clone()
     for number in range(2):
-        noise = add_gaussian(like, noise_stddev=plan.noise_stddev, secret=secret, step=number)
-        expected -= 0.1 * torch.cat([(n / plan.divisor).flatten() for n in noise])
+        noise = FlatBuffer(list(step.model.parameters()))
+        add_gaussian_(noise.values, noise_stddev=plan.noise_stddev, secret=secret, step=number)
+        expected -= 0.1 * torch.cat([(n / plan.divisor).flatten() for n in noise.views])
         torch.testing.assert_close(history[number + 1], expected, rtol=1e-6, atol=1e-7)
 
 

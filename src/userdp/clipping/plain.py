@@ -6,39 +6,54 @@ one part in 128. The sum, not the mean, is what has a sensitivity; dividing come
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from userdp.clipping.rules import FlatClip
-from userdp.updates import Update, at_least_float32
+from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
+from userdp.clipping.flat import FlatBuffer
+from userdp.clipping.rules import ClipRule, PerLayerClip
+from userdp.clipping.sums import ClippedSum
+from userdp.clipping.survey import clip_groups, find_layers
+from userdp.updates import Batch, RecordLoss, Update, at_least_float32, mean_gradient
 
-# Clipped updates aim this many roundings below the bound, so that rounding cannot carry them over:
-# one part in a million in float32.
-ROUNDING_MARGIN = 8
 
+def clip_update(
+    update: Sequence[Tensor], rule: ClipRule, *, layers: Sequence[int] | None = None
+) -> Update:
+    """The update scaled so that its L2 norm over all tensors together is at most the rule's bound.
 
-def clip_update(update: Sequence[Tensor], rule: FlatClip) -> Update:
-    """The update scaled so that its L2 norm over all tensors together is at most the clip norm.
+    `layers` numbers the tensors' layers, for a rule that clips each on its own; without it every
+    tensor is one.
 
-    Guarantee: the norm of what is returned, measured exactly, is at most `rule.clip_norm`; an
-    update with a value that is not finite gives zero, so that nobody can poison the sum.
+    Guarantee: the norm of what is returned, measured exactly, is at most `rule.bound`; an update
+    with a value that is not finite gives zero, so that nobody can poison the sum.
     Reference: McMahan et al. 2018, Eq. 1.
 
+    >>> from userdp import FlatClip
     >>> clip_update([torch.tensor([3.0, 4.0])], FlatClip(clip_norm=1.0))
     [tensor([0.6000, 0.8000])]
     >>> clip_update([torch.tensor([float("nan"), 4.0])], FlatClip(clip_norm=1.0))
     [tensor([0., 0.])]
     """
     wide = [at_least_float32(tensor) for tensor in update]
-    norm = torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in wide])
+    squares = torch.stack(
+        [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in wide]
     )
-    bound = rule.clip_norm * (1 - ROUNDING_MARGIN * max(torch.finfo(t.dtype).eps for t in wide))
-    factor = torch.where(norm <= bound, 1.0, bound / norm)
-    finite = torch.isfinite(norm)
-    return [torch.where(finite, tensor * _rounded_down(factor, tensor), 0.0) for tensor in wide]
+    numbers = list(range(len(wide))) if layers is None else list(layers)
+    if isinstance(rule, PerLayerClip):
+        zeros = squares.new_zeros(max(numbers) + 1)
+        squared = zeros.index_add_(0, torch.tensor(numbers, device=squares.device), squares)
+    else:
+        numbers = [0] * len(wide)
+        squared = squares.sum()[None]
+    margin = ROUNDING_MARGIN * max(torch.finfo(tensor.dtype).eps for tensor in wide)
+    factors = clip_factors(squared[:, None], rule, margin=margin)[:, 0]
+    return [
+        torch.where(factors[number] > 0, tensor * _rounded_down(factors[number], tensor), 0.0)
+        for number, tensor in zip(numbers, wide, strict=True)
+    ]
 
 
 def _rounded_down(factor: Tensor, like: Tensor) -> Tensor:
@@ -47,13 +62,73 @@ def _rounded_down(factor: Tensor, like: Tensor) -> Tensor:
     return torch.where(narrow > factor, torch.nextafter(narrow, torch.zeros_like(narrow)), narrow)
 
 
-def clipped_sum(updates: Iterable[Update], rule: FlatClip, *, like: Sequence[Tensor]) -> Update:
+def clipped_sum(
+    updates: Iterable[Update],
+    rule: ClipRule,
+    *,
+    like: Sequence[Tensor],
+    layers: Sequence[int] | None = None,
+) -> Update:
     """The sum of the clipped updates; of none, zeros shaped `like` the parameters.
 
-    Guarantee: adding or removing one update moves the sum by at most `rule.clip_norm`.
+    Guarantee: adding or removing one update moves the sum by at most `rule.bound`.
     """
     total = [torch.zeros_like(at_least_float32(tensor)) for tensor in like]
     for update in updates:
-        for running, clipped in zip(total, clip_update(update, rule), strict=True):
-            running += clipped
+        clipped = clip_update(update, rule, layers=layers)
+        for running, tensor in zip(total, clipped, strict=True):
+            running += tensor
     return total
+
+
+class PlainClipping:
+    """Clipped sums of cohorts, one group at a time."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        *,
+        record_loss: RecordLoss,
+        microbatch_records: int | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._model = model
+        self._parameters = list(parameters)
+        self._record_loss = record_loss
+        self._microbatch_records = microbatch_records
+        self._compute_dtype = compute_dtype
+        groups = clip_groups(find_layers(model))
+        self._layers = [groups[id(parameter)] for parameter in parameters]
+
+    def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
+        """The sum over the groups, and how many were within the clip norm. Secret."""
+        device = self._parameters[0].device
+        count, within = 0, 0
+
+        def updates() -> Iterator[Update]:
+            nonlocal count, within
+            for group in groups:
+                count += 1
+                update = self._update({name: t.to(device) for name, t in group.items()})
+                squares = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in update]
+                within += int(torch.stack(squares).norm() <= rule.clip_norm)
+                yield update
+
+        total = FlatBuffer(self._parameters)
+        for update in updates():
+            clipped = clip_update(update, rule, layers=self._layers)
+            for running, tensor in zip(total.views, clipped, strict=True):
+                running += tensor
+        return ClippedSum(total=total, num_within=torch.tensor(within), num_updates=count)
+
+    def _update(self, group: Batch) -> Update:
+        dtype, device = self._compute_dtype, self._parameters[0].device.type
+        with torch.autocast(device, dtype, enabled=dtype is not None):
+            return mean_gradient(
+                self._model,
+                self._parameters,
+                group,
+                record_loss=self._record_loss,
+                microbatch_records=self._microbatch_records,
+            )

@@ -2,49 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from userdp.noise.secret import RunSecret
 
 PURPOSE = "noise"
+NUMBER_PURPOSE = "noise on a number"
 
 
-def add_gaussian(
-    tensors: Sequence[Tensor], *, noise_stddev: float, secret: RunSecret, step: int
-) -> list[Tensor]:
-    """The tensors plus N(0, noise_stddev^2) on every coordinate, in their own (wide) dtype.
+def add_gaussian_(values: Tensor, *, noise_stddev: float, secret: RunSecret, step: int) -> None:
+    """Add N(0, noise_stddev^2) to every number, in place and in the tensor's own (wide) dtype.
 
-    One stream serves all tensors of a step in order, so no two coordinates share a draw.
+    A step has one call and one stream: no two coordinates share a draw.
     """
-    if not tensors or noise_stddev == 0:
-        return list(tensors)
-    draw = _cuda_normals if tensors[0].device.type == "cuda" else _cpu_normals
-    normals = draw(tensors, secret, step)
-    return [tensor + noise_stddev * normal for tensor, normal in zip(tensors, normals, strict=True)]
+    if noise_stddev == 0:
+        return
+    draw = _cuda_normals if values.device.type == "cuda" else _cpu_normals
+    values.add_(draw(values, secret, step), alpha=noise_stddev)
 
 
-def _cpu_normals(tensors: Sequence[Tensor], secret: RunSecret, step: int) -> list[Tensor]:
+def noisy_number(value: float, *, noise_stddev: float, secret: RunSecret, step: int) -> float:
+    """One number plus N(0, noise_stddev^2), from a stream of its own."""
+    return value + noise_stddev * float(secret.rng(NUMBER_PURPOSE, step).standard_normal())
+
+
+def _cpu_normals(like: Tensor, secret: RunSecret, step: int) -> Tensor:
     # numpy's Philox takes a 128-bit key. torch's own CPU generator uses 32 bits of its seed, few
     # enough to try them all.
-    rng = secret.rng(PURPOSE, step)
-    return [
-        torch.from_numpy(
-            rng.standard_normal(
-                tuple(tensor.shape), dtype="f8" if tensor.dtype == torch.float64 else "f4"
-            )
-        ).to(tensor.device)
-        for tensor in tensors
-    ]
+    dtype = "f8" if like.dtype == torch.float64 else "f4"
+    normals = secret.rng(PURPOSE, step).standard_normal(tuple(like.shape), dtype=dtype)
+    return torch.from_numpy(normals).to(like.device)
 
 
-def _cuda_normals(tensors: Sequence[Tensor], secret: RunSecret, step: int) -> list[Tensor]:
+def _cuda_normals(like: Tensor, secret: RunSecret, step: int) -> Tensor:
     # torch's CUDA generator is Philox with a 64-bit seed and a 64-bit offset that must be a
     # multiple of four; both come from the stream key.
     key = secret.stream_key(PURPOSE, step)
-    generator = torch.Generator(device=tensors[0].device)
+    generator = torch.Generator(device=like.device)
     generator.manual_seed(int.from_bytes(key[:8], "little"))
     generator.set_offset(int.from_bytes(key[8:], "little") // 8 * 4)
-    return [torch.empty_like(tensor).normal_(generator=generator) for tensor in tensors]
+    return torch.empty_like(like).normal_(generator=generator)

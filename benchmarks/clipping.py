@@ -1,0 +1,508 @@
+"""What private clipping costs: the same tokens, one process, ratio to the best ordinary step.
+
+Methods, all giving gradients of the same 16,384 tokens in bfloat16 (CPU: 4,096 in float32):
+
+    ordinary   the floor: Hugging Face model, blocks compiled, whole step in one CUDA graph
+    eager      ordinary training as most people run it: autocast, the model's own loss, backward
+    userdp     this library's step: gradients, clipped per user, summed
+    plain      one user at a time (the oracle)
+    vmap       per-user gradients by torch.func
+    ghost      two passes: norms first, then the gradient of the reweighted loss
+    opacus, opacus-ghost   Opacus per record, if it is installed (it has no users: group size 1)
+
+Times are CUDA-event medians; peak memory is that of one ungraphed step. Each setting runs in
+processes of its own, which compile side by side and are timed one at a time.
+
+Run: python benchmarks/clipping.py            (CPU: a small version, two minutes)
+     python benchmarks/clipping.py --models gpt2 --finetune full --lengths 128 --json out.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import gc
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from userdp.clipping.compiled import Execution, Graph, pretrained, vocabulary_size
+from userdp.clipping.flat import FlatBuffer
+from userdp.clipping.one_pass import OnePass
+from userdp.clipping.one_user import OneUser
+from userdp.clipping.pack import Users
+from userdp.clipping.plain import clipped_sum
+from userdp.clipping.rules import FlatClip
+from userdp.updates import causal_lm_loss, mean_gradient
+
+Step = Callable[[], Any]
+
+GPT2 = {
+    "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12},
+    "gpt2-medium": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
+    "gpt2-large": {"n_layer": 36, "n_embd": 1280, "n_head": 20},
+    "gpt2-tiny": {"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 2048},
+}
+LLAMA = {
+    "smollm2-135m": {
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+    },
+    "llama-1b": {
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+    },
+}
+RANK = 32
+CLIP = FlatClip(clip_norm=1.0)
+
+
+def build(name: str, finetune: str, device: torch.device) -> nn.Module:
+    """A model of the named shape with random weights."""
+    torch.manual_seed(0)
+    with device:
+        if name in GPT2:
+            # No dropout: Opacus sees activations in training mode only.
+            dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+            config = transformers.GPT2Config(**GPT2[name], **dropout, n_positions=1024)
+            model: Any = transformers.GPT2LMHeadModel(config)
+        else:
+            config = transformers.LlamaConfig(
+                **LLAMA[name], tie_word_embeddings=True, max_position_embeddings=2048
+            )
+            model = transformers.LlamaForCausalLM(config)
+    if finetune == "lora":
+        import peft
+
+        targets = ["c_attn", "c_proj", "c_fc"] if name in GPT2 else "all-linear"
+        model = peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                r=RANK, lora_alpha=2 * RANK, target_modules=targets, init_lora_weights=False
+            ),
+        )
+    return model.to(device).eval()
+
+
+class Setting:
+    """One model, way of fine-tuning and sequence length, and the steps to compare on it."""
+
+    def __init__(self, name: str, finetune: str, length: int, tokens: int) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.on_gpu = self.device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.on_gpu else None
+        self.model = build(name, finetune, self.device)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.length, self.rows = length, max(1, tokens // length)
+        vocabulary = vocabulary_size(self.model)
+        torch.manual_seed(1)
+        self.ids = torch.randint(0, vocabulary, (self.rows, length), device=self.device)
+        self.batch = {"input_ids": self.ids, "labels": self.ids}
+        self.total = FlatBuffer(self.parameters)
+        self.execution = Execution.choose(
+            self.model,
+            causal_lm_loss,
+            length=length,
+            compute_dtype=self.dtype,
+            compile_blocks=self.on_gpu,
+        )
+
+    def autocast(self) -> Any:
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype, cache_enabled=False)
+
+    def ordinary(self) -> Step:
+        def step(*_: Any) -> Tensor:
+            with self.execution.prepared(self.model):
+                loss = self.execution.losses(self.model, self.batch).mean()
+                gradients = torch.autograd.grad(loss, self.parameters)
+            return gradients[0]
+
+        return step
+
+    def eager(self) -> Step:
+        def step(*_: Any) -> None:
+            with torch.autocast(self.device.type, self.dtype or torch.float32, enabled=self.on_gpu):
+                loss = self.model(input_ids=self.ids, labels=self.ids).loss
+            loss.backward()
+            for parameter in self.parameters:
+                parameter.grad = None
+
+        return step
+
+    def userdp(self, group_size: int) -> Step:
+        users = Users(
+            batch=self.batch,
+            weights=torch.full((self.rows,), 1 / group_size, device=self.device),
+            count=self.rows // group_size,
+        )
+        if users.count == 1:
+            alone = OneUser(self.model, self.parameters, CLIP)
+            return lambda *_: alone.add_clipped(
+                alone.gradient(users, self.execution), self.total.views
+            )
+        one_pass = OnePass(self.model, self.parameters, CLIP, users, execution=self.execution)
+        return lambda *_: one_pass(users, self.total.views)
+
+    def by_user(self, group_size: int) -> list[dict[str, Tensor]]:
+        return [{"input_ids": ids, "labels": ids} for ids in self.ids.split(group_size)]
+
+    def plain(self, group_size: int) -> Step:
+        def step(*_: Any) -> None:
+            with self.autocast():
+                clipped_sum(
+                    (
+                        mean_gradient(self.model, self.parameters, b)
+                        for b in self.by_user(group_size)
+                    ),
+                    CLIP,
+                    like=self.parameters,
+                )
+
+        return step
+
+    def vmap(self, group_size: int) -> Step:
+        weights = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
+
+        def loss(trained: dict[str, Tensor], ids: Tensor) -> Tensor:
+            def call(input_ids: Tensor, **options: Any) -> Any:
+                return torch.func.functional_call(
+                    self.model, trained, (), {"input_ids": input_ids, **options}
+                )
+
+            call.generation_config = None  # type: ignore[attr-defined]
+            return causal_lm_loss(call, {"input_ids": ids, "labels": ids}).mean()  # type: ignore[arg-type]
+
+        def step(*_: Any) -> None:
+            ids = self.ids.view(-1, group_size, self.length)
+            with self.autocast():
+                gradients = torch.vmap(torch.func.grad(loss), (None, 0))(weights, ids)
+            squares = torch.stack([g.flatten(1).square().sum(1) for g in gradients.values()])
+            factors = (CLIP.clip_norm / squares.sum(0).sqrt()).clamp(max=1)
+            for gradient in gradients.values():
+                torch.tensordot(factors, gradient, 1)
+
+        return step
+
+    def opacus(self, *, ghost: bool) -> Step:
+        from opacus.grad_sample import GradSampleModule
+        from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
+            GradSampleModuleFastGradientClipping,
+        )
+
+        kind = GradSampleModuleFastGradientClipping if ghost else GradSampleModule
+        options = {"max_grad_norm": CLIP.clip_norm, "use_ghost_clipping": True} if ghost else {}
+        wrapped = kind(self.model, batch_first=True, loss_reduction="sum", strict=False, **options)
+        positions = torch.arange(self.length, device=self.device).expand(self.rows, -1)
+
+        def losses() -> Tensor:
+            with self.autocast():
+                logits = wrapped(input_ids=self.ids, position_ids=positions, use_cache=False).logits
+            token = nn.functional.cross_entropy(
+                logits[:, :-1].float().transpose(1, 2), self.ids[:, 1:], reduction="none"
+            )
+            return token.mean(1)
+
+        def step(*_: Any) -> None:
+            each = losses()
+            if ghost:
+                each.sum().backward(retain_graph=True)
+                factors = wrapped.get_clipping_coef()
+                wrapped.disable_hooks()
+                for parameter in self.parameters:
+                    parameter.grad = None
+                (each * factors).sum().backward()
+                wrapped.enable_hooks()
+            else:
+                each.sum().backward()
+                samples = [p.grad_sample for p in self.parameters]
+                squares = torch.stack([g.flatten(1).square().sum(1) for g in samples])
+                factors = (CLIP.clip_norm / squares.sum(0).sqrt()).clamp(max=1)
+                for sample in samples:
+                    torch.tensordot(factors, sample, 1)
+            for parameter in self.parameters:
+                parameter.grad = None
+                parameter.grad_sample = None
+
+        def cleanup() -> None:
+            wrapped.to_standard_module()
+            self.model.eval()
+
+        self.model.train()
+        self.cleanup = cleanup
+        return step
+
+    def make(self, method: str, group_size: int) -> Step:
+        """The named method's step."""
+        if method == "ordinary":
+            return self.ordinary()
+        if method == "eager":
+            return self.eager()
+        if method.startswith("opacus"):
+            return self.opacus(ghost=method.endswith("ghost"))
+        return {"userdp": self.userdp, "plain": self.plain, "vmap": self.vmap}[method](group_size)
+
+
+GRAPHED = ("ordinary", "userdp")
+
+
+def milliseconds(step: Step, repetitions: int, on_gpu: bool) -> float:
+    """The median time of a step."""
+    times: list[float] = []
+    for _ in range(repetitions + 1):
+        if on_gpu:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            step()
+            stop.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(stop))
+        else:
+            began = time.perf_counter()
+            step()
+            times.append(1000 * (time.perf_counter() - began))
+    return statistics.median(times[1:])
+
+
+def matrix_rate() -> float:
+    """Measured bfloat16 TFLOP/s of one large square product."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    took = milliseconds(lambda: a @ a, 9, True)
+    return 2 * 8192**3 / took / 1e9
+
+
+def flops(setting: Setting) -> float:
+    """Arithmetic of an ordinary full step: 6 per weight in a product and token, and attention."""
+    inner = pretrained(setting.model)
+    assert inner is not None
+    config: Any = inner.config
+    embedding = inner.get_input_embeddings()
+    weights = sum(p.numel() for n, p in setting.model.named_parameters() if p.dim() == 2)
+    positions = getattr(config, "n_positions", 0) * config.hidden_size
+    tied = inner.get_output_embeddings().weight is embedding.weight
+    used = weights - positions - (0 if tied else embedding.weight.numel())
+    tokens = setting.rows * setting.length
+    attention = 6 * config.num_hidden_layers * config.hidden_size * setting.length * tokens
+    return 6.0 * used * tokens + attention
+
+
+def clear() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def variants(methods: list[str], groups: list[int]) -> list[tuple[str, int]]:
+    """Every method with every group size it distinguishes."""
+    found: list[tuple[str, int]] = []
+    for method in methods:
+        if method in ("ordinary", "eager") or method.startswith("opacus"):
+            found.append((method, 1))
+        else:
+            found += [(method, group) for group in groups]
+    return found
+
+
+def work(options: argparse.Namespace) -> None:
+    """One process: compile every variant, wait for the others, then time each alone."""
+    warnings.filterwarnings("ignore")
+    tokens = options.tokens
+    setting = Setting(options.models[0], options.finetune[0], options.lengths[0], tokens)
+    key = {
+        "model": options.models[0],
+        "finetune": options.finetune[0],
+        "sequence_length": options.lengths[0],
+    }
+    failed: dict[tuple[str, int], str] = {}
+    todo = variants(options.methods, options.groups)
+    if setting.on_gpu:
+        for variant in todo:
+            if variant[0] in GRAPHED:
+                began = time.time()
+                try:
+                    setting.make(*variant)()
+                    torch.cuda.synchronize()
+                except Exception as error:
+                    failed[variant] = f"{type(error).__name__}: {error}"[:300]
+                clear()
+                print(
+                    "compiled",
+                    key,
+                    variant,
+                    f"{time.time() - began:.0f} s",
+                    failed.get(variant, ""),
+                    flush=True,
+                )
+        meet(options)
+    with open(options.work_dir / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        rows = [row for row in (timed(setting, v, failed, options) for v in todo) if row]
+    floor = next((row["milliseconds"] for row in rows if row["method"] == "ordinary"), None)
+    rate = matrix_rate() if setting.on_gpu else None
+    for row in rows:
+        row |= key
+        row["unit"] = "record" if row["group_size"] == 1 else "user"
+        row["ratio"] = row["milliseconds"] / floor if floor else None
+        row["tokens_per_second"] = setting.rows * setting.length / row["milliseconds"] * 1000
+        if rate and options.finetune[0] == "full":
+            row["share_of_matrix_rate"] = flops(setting) / row["milliseconds"] / 1e9 / rate
+        print(json.dumps(row), flush=True)
+    with open(options.work_dir / "rows.jsonl", "a") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def timed(
+    setting: Setting, variant: tuple[str, int], failed: dict[Any, str], options: argparse.Namespace
+) -> dict[str, Any] | None:
+    """The time and memory of one variant, or None with the reason printed."""
+    method, group_size = variant
+    if variant in failed:
+        return None
+    setting.cleanup = lambda: None
+    row: dict[str, Any] = {"method": method, "group_size": group_size, "peak_gib": None}
+    try:
+        clear()
+        step = setting.make(method, group_size)
+        step()
+        if setting.on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            torch.cuda.synchronize()
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            if options.profile and method in GRAPHED:
+                profile(
+                    step,
+                    f"{options.models[0]} {options.finetune[0]} {options.lengths[0]} {variant}",
+                )
+            if method in GRAPHED:
+                graph = Graph(lambda _: step(), [], pool=None)
+                step = lambda: graph([])  # noqa: E731
+        row["milliseconds"] = milliseconds(step, options.repetitions, setting.on_gpu)
+        return row
+    except Exception as error:
+        print("failed", variant, f"{type(error).__name__}: {error}"[:300], flush=True)
+        return None
+    finally:
+        setting.cleanup()
+        step = graph = None
+        clear()
+
+
+def profile(step: Step, title: str) -> None:
+    """Print where the GPU's time goes."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as recorded
+
+    with recorded(activities=[ProfilerActivity.CUDA]) as run:
+        step()
+        torch.cuda.synchronize()
+    events = sorted(run.key_averages(), key=lambda e: -e.self_device_time_total)
+    total = sum(e.self_device_time_total for e in events) / 1000
+    path = Path(os.environ.get("OUT", ".")) / "profile.txt"
+    with path.open("a") as out:
+        out.write(f"{title}: {total:.2f} ms in {sum(e.count for e in events)} kernels\n")
+        for event in events[:32]:
+            spent = event.self_device_time_total / 1000
+            out.write(f"  {spent:8.3f} ms x{event.count:4d} {event.key[:110]}\n")
+
+
+def meet(options: argparse.Namespace) -> None:
+    """Wait until every process has compiled."""
+    (options.work_dir / f"ready.{os.getpid()}").touch()
+    began = time.time()
+    while len(list(options.work_dir.glob("ready.*"))) < options.processes:
+        if time.time() - began > options.patience:
+            print("not waiting any longer", flush=True)
+            return
+        time.sleep(0.2)
+
+
+def main() -> None:
+    """Run every setting asked for, each in its own process."""
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    words = lambda text: text.split(",")  # noqa: E731
+    numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
+    parser.add_argument("--models", type=words, default=["gpt2"] if gpu else ["gpt2-tiny"])
+    parser.add_argument("--finetune", type=words, default=["lora", "full"])
+    parser.add_argument("--lengths", type=numbers, default=[128, 1024] if gpu else [64])
+    parser.add_argument("--groups", type=numbers, default=[1, 4, 16])
+    parser.add_argument(
+        "--methods",
+        type=words,
+        default=["ordinary", "eager", "userdp"]
+        + ([] if gpu else ["plain", "vmap", "opacus", "opacus-ghost"]),
+    )
+    parser.add_argument("--tokens", type=int, default=16384 if gpu else 4096)
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=1, help="processes a setting")
+    parser.add_argument("--side-by-side", type=int, default=8, help="processes at once")
+    parser.add_argument("--patience", type=float, default=300)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--work-dir", type=Path)
+    parser.add_argument("--processes", type=int, default=1)
+    options = parser.parse_args()
+    if options.work_dir is not None:
+        work(options)
+        return
+    settings = list(itertools.product(options.models, options.finetune, options.lengths))
+    settings *= options.repeats
+    rows: list[dict[str, Any]] = []
+    width = options.side_by_side if gpu else 1
+    for start in range(0, len(settings), width):
+        part = settings[start : start + width]
+        with tempfile.TemporaryDirectory() as scratch:
+            run_side_by_side(part, Path(scratch), options)
+            result = Path(scratch) / "rows.jsonl"
+            if result.exists():
+                rows += [json.loads(line) for line in result.read_text().splitlines()]
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def run_side_by_side(
+    settings: list[tuple[str, str, int]], scratch: Path, options: argparse.Namespace
+) -> None:
+    """Start one process a setting and wait for all."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--models", model, "--finetune", finetune]
+            + ["--lengths", str(length), "--groups", ",".join(map(str, options.groups))]
+            + ["--methods", ",".join(options.methods), "--tokens", str(options.tokens)]
+            + ["--repetitions", str(options.repetitions), "--patience", str(options.patience)]
+            + ["--work-dir", str(scratch), "--processes", str(len(settings))]
+            + (["--profile"] if options.profile else [])
+        )
+        for model, finetune, length in settings
+    ]
+    for process in running:
+        process.wait()
+
+
+if __name__ == "__main__":
+    main()

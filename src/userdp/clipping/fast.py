@@ -1,0 +1,236 @@
+"""The clipped sum of a cohort, fast: batches of users in one backward pass each, large ones alone.
+
+Everything adds up in one flat float32 buffer (float64 for float64 models) that the noise is added
+to. On CUDA the model's blocks are compiled and each batch shape is captured as a graph, so that no
+step waits for the host; the first batch of every shape is compared with the plain loop before its
+result counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from userdp.clipping.compiled import Execution, Graph
+from userdp.clipping.flat import FlatBuffer
+from userdp.clipping.one_pass import OnePass
+from userdp.clipping.one_user import OneUser
+from userdp.clipping.pack import Users, pack, size_of
+from userdp.clipping.rules import ClipRule, FlatClip
+from userdp.clipping.sums import ClippedSum
+from userdp.clipping.verify import compare_with_plain
+from userdp.updates import Batch, RecordLoss, Update
+
+Step = Callable[[Users], Any]
+
+# Padded tokens in one backward pass: enough to fill the device, few enough to fit.
+CUDA_TOKENS = 16_384
+CPU_TOKENS = 2_048
+# Bytes of stored per-user gradients in one backward pass on the CPU.
+CPU_STORED_BYTES = 1 << 29
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastSettings:
+    """How the fast path runs; None leaves the choice to the device.
+
+    `compute_dtype` is what products are computed in while weights stay as they are.
+    """
+
+    microbatch_tokens: int | None = None
+    compute_dtype: torch.dtype | None = None
+    compile_blocks: bool | None = None
+    check: bool = True
+
+
+class FastClipping:
+    """Clipped sums of cohorts, as the plain loop would give them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        rule: ClipRule,
+        *,
+        record_loss: RecordLoss,
+        settings: FastSettings | None = None,
+    ) -> None:
+        settings = settings or FastSettings()
+        self._model = model
+        self._parameters = list(parameters)
+        self._rule = rule
+        self._record_loss = record_loss
+        self._device = self._parameters[0].device
+        on_cuda = self._device.type == "cuda"
+        self._compile = on_cuda if settings.compile_blocks is None else settings.compile_blocks
+        self._graphs = self._compile and on_cuda
+        self._dtype = settings.compute_dtype
+        self._check = settings.check
+        self._max_tokens = settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS)
+        self._max_users = None if on_cuda else self._stored_users()
+        self._total = FlatBuffer(self._parameters)
+        # On the device, where captured steps read and write them.
+        self._clip_norm = torch.tensor(1.0, dtype=self._total.values.dtype, device=self._device)
+        self._num_within = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._large_total = FlatBuffer(self._parameters)
+        self._large = OneUser(model, parameters, rule)
+        self._steps: dict[Any, Step] = {}
+        self._pool: Any = None
+
+    def _stored_users(self) -> int:
+        """Users whose stored gradients fit the CPU's allowance."""
+        each = sum(p.numel() * p.element_size() for p in self._parameters)
+        return max(1, CPU_STORED_BYTES // each)
+
+    def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
+        """The sum over the groups; overwritten by the next call. Secret.
+
+        `rule` is the one given at first, or that with another clip norm.
+        """
+        assert type(rule) is type(self._rule)
+        self._clip_norm.fill_(rule.clip_norm)
+        self._num_within.zero_()
+        self._total.zero_()
+        listed = list(groups)
+        # A group without records has a zero update, which is within every clip norm.
+        self._num_within += sum(size_of(group).rows == 0 for group in listed)
+        large = [group for group in listed if size_of(group).tokens > self._max_tokens]
+        small = [group for group in listed if size_of(group).tokens <= self._max_tokens]
+        packed = pack(
+            small, max_tokens=self._max_tokens, ladder=self._graphs, max_users=self._max_users
+        )
+        for users in packed:
+            self._run(self._sent(users), self._alone if users.count == 1 else self._together)
+        for group in large:
+            self._add_large(group)
+        return ClippedSum(total=self._total, num_within=self._num_within, num_updates=len(listed))
+
+    def _sent(self, users: Users) -> Users:
+        if users.weights.device == self._device:
+            return users
+
+        def send(tensor: Tensor) -> Tensor:
+            if self._device.type == "cuda":
+                return tensor.pin_memory().to(self._device, non_blocking=True)
+            return tensor.to(self._device)
+
+        batch = {name: send(tensor) for name, tensor in users.batch.items()}
+        return Users(batch=batch, weights=send(users.weights), count=users.count)
+
+    def _pieces(self, group: Batch) -> list[Users]:
+        """The rows of one large user in batches; each row weighs 1 / (all of the user's rows)."""
+        size = size_of(group)
+        step = max(1, self._max_tokens // size.length)
+        pieces: list[Users] = []
+        for start in range(0, size.rows, step):
+            part = {name: tensor[start : start + step] for name, tensor in group.items()}
+            (piece,) = pack([part], max_tokens=1, ladder=self._graphs)
+            share = len(next(iter(part.values()))) / size.rows
+            pieces.append(Users(batch=piece.batch, weights=piece.weights * share, count=1))
+        return pieces
+
+    def _add_large(self, group: Batch) -> None:
+        """A user larger than a batch: its pieces add up before the one clipping."""
+        self._large_total.zero_()
+        for piece in self._pieces(group):
+            self._run(self._sent(piece), self._piece)
+        norm = self._large.add_clipped(self._large_total.views, self._total.views, self._clip_norm)
+        self._num_within += norm <= self._clip_norm
+
+    def _execution(self, users: Users) -> Execution:
+        ids = users.batch.get("input_ids")
+        return Execution.choose(
+            self._model,
+            self._record_loss,
+            length=ids.shape[1] if ids is not None and ids.dim() > 1 else 1,
+            compute_dtype=self._dtype,
+            compile_blocks=self._compile,
+        )
+
+    def _together(self, example: Users) -> Step:
+        one_pass = OnePass(
+            self._model, self._parameters, self._rule, example, execution=self._execution(example)
+        )
+
+        def step(users: Users) -> None:
+            norms = one_pass(users, self._total.views, self._clip_norm)
+            taking_part = users.weights.view(users.count, -1).sum(1) > 0
+            self._num_within += ((norms <= self._clip_norm) & taking_part).sum()
+
+        return step
+
+    def _alone(self, example: Users) -> Step:
+        execution = self._execution(example)
+        one_user = OneUser(self._model, self._parameters, self._rule)
+
+        def step(rows: Users) -> None:
+            gradient = one_user.gradient(rows, execution)
+            norm = one_user.add_clipped(gradient, self._total.views, self._clip_norm)
+            self._num_within += norm <= self._clip_norm
+
+        return step
+
+    def _piece(self, example: Users) -> Step:
+        execution = self._execution(example)
+
+        def step(rows: Users) -> None:
+            gradient = self._large.gradient(rows, execution)
+            for running, part in zip(self._large_total.views, gradient, strict=True):
+                running += part
+
+        return step
+
+    def _run(self, users: Users, make: Callable[[Users], Step]) -> None:
+        key = (make.__name__, users.shape)
+        if key not in self._steps:
+            step = make(users)
+            if self._graphs:
+                step = self._captured(step, users)
+            if self._check and users.count > 1:
+                self._compare(step, users)
+            self._steps[key] = step
+        self._steps[key](users)
+
+    def _captured(self, step: Step, users: Users) -> Step:
+        """The step as a CUDA graph; what its trial runs added is taken away again."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        kept = (self._total.values, self._large_total.values, self._num_within)
+        before = [tensor.clone() for tensor in kept]
+        names = list(users.batch)
+
+        def flat(inputs: list[Tensor]) -> Any:
+            batch = dict(zip(names, inputs[:-1], strict=True))
+            return step(Users(batch=batch, weights=inputs[-1], count=users.count))
+
+        graph = Graph(flat, [*users.batch.values(), users.weights], pool=self._pool)
+        for tensor, value in zip(kept, before, strict=True):
+            tensor.copy_(value)
+        return lambda given: graph([*given.batch.values(), given.weights])
+
+    def _compare(self, step: Step, users: Users) -> None:
+        """Raise if the step and the plain loop differ on the first users of a batch."""
+        before, within = self._total.values.clone(), self._num_within.clone()
+
+        def run(few: Users) -> Update:
+            self._total.zero_()
+            step(few)
+            return [view.clone() for view in self._total.views]
+
+        compare_with_plain(
+            self._model,
+            self._parameters,
+            replace(self._rule, clip_norm=float(self._clip_norm))
+            if isinstance(self._rule, FlatClip)
+            else self._rule,
+            users,
+            run,
+            record_loss=self._record_loss,
+            compute_dtype=self._dtype,
+        )
+        self._total.values.copy_(before)
+        self._num_within.copy_(within)

@@ -1,0 +1,135 @@
+"""The arithmetic of per-user gradients on tensors: norms, weighted sums, inner products.
+
+Written once in torch, which is what the CPU runs. On CUDA the element-wise ones are compiled, and
+those that torch cannot fuse come from `triton_kernels`. Sums and norms are taken in float32 at
+least (float64 stays float64), whatever the dtype of what is summed.
+
+Shapes as in `forms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from userdp.updates import at_least_float32, wide_dtype
+
+# A Gram norm is a sum of terms that may cancel: its rounding error is relative to the sum of their
+# sizes, at most ||x||^2 ||y||^2. This many roundings of it are added, so that cancellation cannot
+# make a norm look smaller than it is.
+GRAM_ROUNDINGS = 8
+# One compilation for each shape; torch's default would give up at 8.
+RECOMPILATIONS = 256
+
+
+def run(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """The function's value, by its compiled version on CUDA."""
+    return (_compiled(function) if tensors[0].is_cuda else function)(*tensors)
+
+
+@cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    allow_recompilations()
+    return torch.compile(function, dynamic=False)
+
+
+def allow_recompilations() -> None:
+    """Let torch compile one function for many shapes."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, RECOMPILATIONS)
+    config.accumulated_recompile_limit = max(
+        config.accumulated_recompile_limit, 16 * RECOMPILATIONS
+    )
+
+
+def half_on_cuda(tensor: Tensor) -> bool:
+    """Whether the tensor is one for the CUDA kernels of products."""
+    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def squared_norms(values_U: Tensor) -> Tensor:
+    """The squared L2 norm of every user's values."""
+    flat = values_U.flatten(1)
+    return torch.linalg.vector_norm(flat, dim=1, dtype=wide_dtype(flat.dtype)).square()
+
+
+def add_weighted_sum(total: Tensor, values_U: Tensor, factors_U: Tensor) -> None:
+    """total += sum_u factor_u values_u; a factor of zero silences even an infinite value."""
+    silence_(values_U, factors_U)
+    flat = at_least_float32(values_U.flatten(1))
+    total += (factors_U @ flat).view(values_U.shape[1:])[: len(total)]
+
+
+def scaled(values_U: Tensor, factors_U: Tensor) -> Tensor:
+    """factor_u values_u in the values' dtype; zero where the factor is zero."""
+    factors = factors_U.view(-1, *[1] * (values_U.dim() - 1))
+    wide = torch.where(factors == 0, 0, values_U.to(factors_U.dtype) * factors)
+    return wide.to(values_U.dtype)
+
+
+def silence_(values_U: Tensor, factors_U: Tensor) -> None:
+    """Set to zero, in place, the values of users whose factor is zero: 0 * inf is not 0."""
+    if values_U.is_cuda:
+        from userdp.clipping import triton_kernels
+
+        triton_kernels.silence_(values_U, factors_U)
+    elif not bool(factors_U.all()):
+        values_U[factors_U == 0] = 0
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += the first rows of a @ b, accumulated in the total's own (wide) dtype."""
+    if not (half_on_cuda(a) and total.dtype == torch.float32):
+        total.addmm_(a[: len(total)].to(total.dtype), b.to(total.dtype))
+    elif len(a) == len(total):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        # The product of all rows is the fast one: their number is aligned.
+        total += torch.mm(a, b, out_dtype=torch.float32)[: len(total)]
+
+
+def gram_norms(x_ULI: Tensor, y_ULO: Tensor) -> Tensor:
+    """||y_u^T x_u||^2 from above: sum_st <x_s, x_t> <y_s, y_t> and its rounding error."""
+    x, y = at_least_float32(x_ULI), at_least_float32(y_ULO)
+    terms = torch.bmm(x, x.mT) * torch.bmm(y, y.mT)
+    return raised(terms.sum((1, 2)), squared_norms(x) * squared_norms(y))
+
+
+def raised(squared_norms_U: Tensor, largest_U: Tensor) -> Tensor:
+    """A squared norm raised by the rounding error of terms that add up to `largest_U` at most."""
+    return squared_norms_U + GRAM_ROUNDINGS * torch.finfo(largest_U.dtype).eps * largest_U
+
+
+def rows_squared_norms(ids_UL: Tensor, gradients_ULD: Tensor) -> Tensor:
+    """The squared norm of a user's embedding gradient: rows of equal tokens are summed first."""
+    users, length, width = gradients_ULD.shape
+    order = ids_UL.argsort(1)
+    tokens = ids_UL.gather(1, order)
+    # Number the runs of equal tokens within each user, apart from the runs of all other users.
+    run_UL = F.pad((tokens[:, 1:] != tokens[:, :-1]).cumsum(1), (1, 0))
+    run_UL = run_UL + length * torch.arange(users, device=ids_UL.device)[:, None]
+    rows = gradients_ULD.gather(1, order[..., None].expand(-1, -1, width))
+    rows = at_least_float32(rows).reshape(users * length, width)
+    summed = torch.zeros_like(rows).index_add(0, run_UL.flatten(), rows)
+    return summed.view(users, -1).square().sum(1)
+
+
+def inner_with_stored(ids_UL: Tensor, gradients_ULD: Tensor, stored_UVD: Tensor) -> Tensor:
+    """<e_u, h_u> with h_u stored: only the rows of the user's tokens meet."""
+    users = torch.arange(len(ids_UL), device=ids_UL.device)[:, None]
+    met = at_least_float32(stored_UVD[users, ids_UL]) * at_least_float32(gradients_ULD)
+    return met.sum((1, 2))
+
+
+def inner_with_pair(
+    ids_UL: Tensor, gradients_ULD: Tensor, inputs_ULD: Tensor, output_gradients_ULV: Tensor
+) -> Tensor:
+    """<e_u, h_u> with h_u = y_u^T x_u: sum_st y[s, token_t] <x_s, e_t>."""
+    length = ids_UL.shape[1]
+    picked_ULL = output_gradients_ULV.gather(2, ids_UL[:, None, :].expand(-1, length, -1))
+    products_ULL = torch.bmm(inputs_ULD, gradients_ULD.to(inputs_ULD.dtype).mT)
+    return (at_least_float32(picked_ULL) * at_least_float32(products_ULL)).sum((1, 2))

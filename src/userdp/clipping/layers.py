@@ -1,0 +1,269 @@
+"""What each kind of layer hands out, in the ordinary backward pass, about every user's gradient.
+
+While the fast path runs, a layer with trainable weights computes what it always does, through an
+`autograd.Function` whose backward returns extra "gradients" to *probes*: tensors of zeros that take
+no memory (stride 0) and no part in the arithmetic. Through them leave the users' gradients, in one
+of the `forms`. No hooks, no second pass; it is plain autograd, so it works in
+eager mode, under torch.compile and inside a CUDA graph.
+
+A batch is users x rows: dimension 0 of every activation counts rows, those of a user adjacent and
+equally many for each user.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from userdp.clipping.forms import Form, Pair, Rows, Stored
+from userdp.updates import wide_dtype
+
+
+@dataclass(eq=False, kw_only=True)
+class Tape:
+    """What one layer needs while the fast path runs, and where it leaves what it saw.
+
+    `probes` by name; a probe that is absent is not asked for.
+    """
+
+    users: int
+    rows: int
+    probes: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    ids: Tensor | None = None
+    # Columns added to a head of unaligned width, for speed; they carry nothing.
+    padding: int = 0
+
+
+def per_user(tensor: Tensor, users: int) -> Tensor:
+    """(rows, ..., features) as (users, tokens, features)."""
+    return tensor.reshape(users, -1, tensor.shape[-1])
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What a product of x is computed in: autocast's dtype where that is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class _Product(torch.autograd.Function):
+    """y = x W^T + b, W transposed in Conv1D."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        users: int,
+        transposed: bool,
+        stored: Tensor | None,
+        inputs: Tensor | None,
+        outputs: Tensor | None,
+        bias_gradients: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.users, ctx.transposed = users, transposed
+        ctx.stored, ctx.inputs = stored is not None, inputs is not None
+        ctx.outputs, ctx.bias = outputs is not None, bias_gradients is not None
+        return F.linear(x, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (dy,) = gradients
+        x, weight = ctx.saved_tensors
+        dx = (dy @ (weight.t() if ctx.transposed else weight)) if ctx.needs_input_grad[0] else None
+        x_ULI, y_ULO = per_user(x, ctx.users), per_user(dy, ctx.users)
+        stored, bias = None, None
+        if ctx.stored:
+            stored = torch.bmm(x_ULI.mT, y_ULO) if ctx.transposed else torch.bmm(y_ULO.mT, x_ULI)
+        if ctx.bias:
+            bias = y_ULO.sum(1, dtype=wide_dtype(dy.dtype))
+        inputs, outputs = x_ULI if ctx.inputs else None, y_ULO if ctx.outputs else None
+        return dx, None, None, None, None, stored, inputs, outputs, bias
+
+
+class Product:
+    """nn.Linear and Conv1D; LoRA's two thin layers are of this kind."""
+
+    @staticmethod
+    def forward(module: Any, x: Tensor) -> Tensor:
+        """The layer's own output."""
+        tape: Tape = module.userdp_tape
+        dtype = compute_dtype(x)
+        weight = module.weight.detach().to(dtype)
+        if tape.padding:
+            weight = F.pad(weight, (0, 0, 0, tape.padding))
+        bias = None if module.bias is None else module.bias.detach().to(dtype)
+        probe = tape.probes.get
+        return _Product.apply(
+            x.to(dtype),
+            weight,
+            bias,
+            tape.users,
+            isinstance(module, Conv1D),
+            probe("weight"),
+            probe("inputs"),
+            probe("outputs"),
+            probe("bias"),
+        )
+
+    @staticmethod
+    def forms(module: Any, handed: dict[str, Tensor], inputs: Tensor | None) -> dict[str, Form]:
+        """The weight's and the bias's gradients; `inputs` may have left through another layer."""
+        found: dict[str, Form] = {}
+        if "weight" in handed:
+            found["weight"] = Stored(gradients_U=handed["weight"])
+        if "outputs" in handed:
+            assert inputs is not None
+            found["weight"] = Pair(
+                inputs_ULI=inputs,
+                output_gradients_ULO=handed["outputs"],
+                transposed=isinstance(module, Conv1D),
+            )
+        if "bias" in handed:
+            found["bias"] = Stored(gradients_U=handed["bias"])
+        return found
+
+
+class _Affine(torch.autograd.Function):
+    """h * w (+ b), the trainable end of LayerNorm and RMSNorm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        users: int,
+        weight_gradients: Tensor | None,
+        bias_gradients: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(h, weight)
+        ctx.users = users
+        ctx.weight, ctx.bias = weight_gradients is not None, bias_gradients is not None
+        return h * weight if bias is None else h * weight + bias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (dy,) = gradients
+        h, weight = ctx.saved_tensors
+        dh = dy * weight if ctx.needs_input_grad[0] else None
+        wide = wide_dtype(dy.dtype)
+        by_weight, by_bias = None, None
+        if ctx.weight:
+            by_weight = per_user(dy * h, ctx.users).sum(1, dtype=wide)
+        if ctx.bias:
+            by_bias = per_user(dy, ctx.users).sum(1, dtype=wide)
+        return dh, None, None, None, by_weight, by_bias
+
+
+class StoredForms:
+    """Layers whose every probe is a parameter's stored gradient."""
+
+    @staticmethod
+    def forms(module: Any, handed: dict[str, Tensor], inputs: Tensor | None) -> dict[str, Form]:
+        """The gradients by parameter name."""
+        return {name: Stored(gradients_U=gradients) for name, gradients in handed.items()}
+
+
+class LayerNorm(StoredForms):
+    """nn.LayerNorm over the last dimension."""
+
+    @staticmethod
+    def forward(module: Any, x: Tensor) -> Tensor:
+        """The layer's own output."""
+        h = F.layer_norm(x, module.normalized_shape, None, None, module.eps)
+        return _affine(module, h)
+
+
+class RmsNorm(StoredForms):
+    """w * x / rms(x), the statistics in float32 as Hugging Face models take them."""
+
+    @staticmethod
+    def forward(module: Any, x: Tensor) -> Tensor:
+        """The layer's own output."""
+        return _affine(module, rms_normalised(module, x))
+
+    @staticmethod
+    def describes(module: nn.Module) -> bool:
+        """Whether the module, by attributes and by trial, is this kind of layer.
+
+        Gemma's, for one, has the same attributes and computes (1 + w) * x / rms(x).
+        """
+        weight = getattr(module, "weight", None)
+        if list(module._parameters) != ["weight"] or not hasattr(module, "variance_epsilon"):
+            return False
+        assert isinstance(weight, Tensor)
+        trial = torch.linspace(-2, 3, 2 * 3 * weight.numel(), device=weight.device)
+        x = trial.view(2, 3, -1).to(weight.dtype)
+        with torch.no_grad():
+            return torch.equal(module(x), weight * rms_normalised(module, x))
+
+
+def rms_normalised(module: Any, x: Tensor) -> Tensor:
+    """x divided by its root mean square."""
+    wide = x.to(torch.float32)
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
+    return (wide * scale).to(x.dtype)
+
+
+def _affine(module: Any, h: Tensor) -> Tensor:
+    tape: Tape = module.userdp_tape
+    probe = tape.probes.get
+    bias = getattr(module, "bias", None)
+    return _Affine.apply(
+        h,
+        module.weight.detach(),
+        None if bias is None else bias.detach(),
+        tape.users,
+        probe("weight"),
+        probe("bias"),
+    )
+
+
+class _Tap(torch.autograd.Function):
+    """Identity; what comes back from above leaves through the probe."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, probe: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, gradients[0]
+
+
+class Embedding:
+    """nn.Embedding of ids (rows, tokens), or (1, tokens) for positions shared by all rows."""
+
+    @staticmethod
+    def forward(module: Any, ids: Tensor) -> Tensor:
+        """The layer's own output, repeated for every row."""
+        tape: Tape = module.userdp_tape
+        tape.ids = ids
+        probe = tape.probes["weight"]
+        return _Tap.apply(F.embedding(ids, module.weight.detach()).expand(probe.shape), probe)
+
+    @staticmethod
+    def forms(module: Any, handed: dict[str, Tensor], inputs: Tensor | None) -> dict[str, Form]:
+        """The rows of the weight that the users' tokens touch."""
+        tape: Tape = module.userdp_tape
+        ids, users = tape.ids, tape.users
+        assert ids is not None
+        gradients = handed["weight"]
+        if len(ids) == 1 and tape.rows > 1:
+            # Positions: a user's rows meet in the same rows of the weight.
+            gradients = gradients.view(users, tape.rows // users, *gradients.shape[1:]).sum(1)
+            ids_UL = ids.expand(users, -1)
+        else:
+            ids_UL = ids.reshape(users, -1)
+        gradients_ULD = gradients.reshape(users, -1, gradients.shape[-1])
+        if module.padding_idx is not None:
+            # torch gives this row no gradient.
+            gradients_ULD = gradients_ULD * (ids_UL != module.padding_idx)[..., None]
+        return {"weight": Rows(ids_UL=ids_UL, gradients_ULD=gradients_ULD)}

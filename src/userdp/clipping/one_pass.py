@@ -1,0 +1,285 @@
+"""The sum of clipped per-user gradients of a batch of users, in one backward pass.
+
+    form users' gradients (layers) -> norms -> factors -> sum of factor_u g_u
+
+The model object stays what it is: while the pass runs, the classes of its layers with trainable
+weights are swapped for subclasses with another `forward`, and put back after it.
+
+References: Goodfellow 2015 and Li et al. 2022 (norms without gradients), Bu et al. 2023 (one pass
+by keeping what the sum needs), Lee & Kifer 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from userdp.clipping.any_layer import AnyLayer
+from userdp.clipping.compiled import Execution, pretrained
+from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
+from userdp.clipping.forms import Form, Rows, Stored
+from userdp.clipping.layers import Embedding, Product, Tape
+from userdp.clipping.pack import Users
+from userdp.clipping.recurrent import Lstm
+from userdp.clipping.rules import ClipRule, PerLayerClip
+from userdp.clipping.sums import Sums
+from userdp.clipping.survey import (
+    TRIAL_ROWS,
+    Called,
+    Layer,
+    LayerRule,
+    check_rows,
+    clip_groups,
+    find_layers,
+    look,
+)
+from userdp.updates import wide_dtype
+
+# A kept pair is scaled in its own dtype, one rounding a value: in bfloat16 leave more room.
+PAIR_MARGIN = 2.0**-10
+# Where a Gram norm (L^2 (I + O) products) beats writing and reading back stored gradients (I O
+# values a user): L^2 (1/I + 1/O) below this, the ratio of arithmetic to memory speed, as measured
+# on an H200. Up to twice that, a pair that takes half the memory is preferred.
+PAIR_BALANCE = 350.0
+PAIR_MEMORY = 0.55
+
+
+class OnePass:
+    """Clipped sums for batches of one shape."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        rule: ClipRule,
+        example: Users,
+        *,
+        execution: Execution,
+    ) -> None:
+        self._model = model
+        self._parameters = list(parameters)
+        self._rule = rule
+        self._execution = execution
+        self._users = example.count
+        self._rows = len(example.weights)
+        layers = find_layers(model)
+        trial = {
+            name: tensor[:1].repeat_interleave(TRIAL_ROWS, 0)
+            for name, tensor in example.batch.items()
+        }
+        called = look(layers, lambda: execution.losses(model, trial))
+        self._layers = [layer for layer in layers if layer.module in called]
+        self._called = called
+        for layer in self._layers:
+            check_rows(layer, called[layer.module])
+        self._ties = _ties(self._layers, called)
+        self._layers = [self._for_shared_weights(layer) for layer in self._layers]
+        self._group = clip_groups(layers)
+        self._giver: dict[int, nn.Module] = {}
+        self._inputs_from: dict[nn.Module, nn.Module] = {}
+        self._tapes = self._make_tapes()
+        self._sums = Sums(max(self._group.values()) + 1 if isinstance(rule, PerLayerClip) else 1)
+        self.margin = ROUNDING_MARGIN * torch.finfo(wide_dtype(self._parameters[0].dtype)).eps
+        if any("outputs" in tape.probes for tape in self._tapes.values()):
+            half = self._product_dtype(self._parameters[0])
+            self.margin = max(self.margin, PAIR_MARGIN if half.itemsize < 4 else 0.0)
+
+    # ---- set-up
+
+    def _product_dtype(self, weight: Tensor) -> torch.dtype:
+        return self._execution.compute_dtype or weight.dtype
+
+    def _times_used(self, parameter: nn.Parameter) -> int:
+        return sum(
+            self._called[layer.module].times
+            for layer in self._layers
+            for own in layer.parameters.values()
+            if own is parameter
+        )
+
+    def _used_once(self, layer: Layer) -> bool:
+        """Whether the layer alone sees the whole gradient of its weights (ties counted apart)."""
+        tied = any(layer in tie for tie in self._ties)
+        uses = {name: self._times_used(p) for name, p in layer.parameters.items()}
+        return all(
+            times == 1 or (tied and name == "weight" and times == 2) for name, times in uses.items()
+        )
+
+    def _for_shared_weights(self, layer: Layer) -> Layer:
+        """Uses of a shared weight must be stored, to add up before their norm is taken."""
+        if layer.rule is Embedding and not self._used_once(layer):
+            return Layer(
+                name=layer.name, module=layer.module, rule=AnyLayer, parameters=layer.parameters
+            )
+        return layer
+
+    def _make_tapes(self) -> dict[nn.Module, Tape]:
+        stored: dict[int, Tensor] = {}
+        tapes: dict[nn.Module, Tape] = {}
+        for layer in self._layers:
+            tape = Tape(users=self._users, rows=self._rows)
+            tapes[layer.module] = tape
+            if layer.rule is Embedding:
+                weight = layer.parameters["weight"]
+                shape = self._called[layer.module].input_shape[1:]
+                tape.probes["weight"] = _probe(
+                    weight, weight.dtype, self._rows, *shape, weight.shape[1]
+                )
+                continue
+            if layer.rule is Product and self._is_head(layer):
+                tape.padding = self._execution.head_padding
+            for name, parameter in layer.parameters.items():
+                if layer.rule is Product and name == "weight" and self._prefers_pair(layer):
+                    self._probe_pair(layer, tape)
+                    continue
+                # Layers that share a weight share its probe: autograd adds up what they hand out.
+                if id(parameter) not in stored:
+                    padding = tape.padding if name == "weight" else 0
+                    shape = (parameter.shape[0] + padding, *parameter.shape[1:])
+                    dtype = self._stored_dtype(layer.rule, name, parameter)
+                    stored[id(parameter)] = _probe(parameter, dtype, self._users, *shape)
+                tape.probes[name] = stored[id(parameter)]
+        return tapes
+
+    def _probe_pair(self, layer: Layer, tape: Tape) -> None:
+        """Ask a product for its output gradients, and for its input if no layer has given it."""
+        weight, called = layer.parameters["weight"], self._called[layer.module]
+        tokens, dtype = self._tokens(called), self._product_dtype(weight)
+        inputs, outputs = _widths(layer.module, weight)
+        tape.probes["outputs"] = _probe(weight, dtype, self._users, tokens, outputs + tape.padding)
+        source = self._giver.setdefault(called.same_input, layer.module)
+        self._inputs_from[layer.module] = source
+        if source is layer.module:
+            tape.probes["inputs"] = _probe(weight, dtype, self._users, tokens, inputs)
+
+    def _stored_dtype(self, rule: LayerRule, name: str, parameter: Tensor) -> torch.dtype:
+        if rule is Product and name == "weight":
+            return self._product_dtype(parameter)
+        return parameter.dtype if rule in (AnyLayer, Lstm) else wide_dtype(parameter.dtype)
+
+    def _tokens(self, called: Called) -> int:
+        """Tokens of one user at a layer, from how it was called on the trial's rows."""
+        positions = 1
+        for size in called.input_shape[:-1]:
+            positions *= size
+        return positions // TRIAL_ROWS * (self._rows // self._users)
+
+    def _prefers_pair(self, layer: Layer) -> bool:
+        weight = layer.parameters["weight"]
+        # On the CPU products cost more than memory: a stored gradient is the product that an
+        # ordinary backward pass does anyway.
+        if not weight.is_cuda or not self._used_once(layer):
+            return False
+        tokens = self._tokens(self._called[layer.module])
+        density = tokens * (1 / weight.shape[0] + 1 / weight.shape[1])
+        balance = tokens * density
+        if density > 1:
+            return False
+        return balance < PAIR_BALANCE or (density < PAIR_MEMORY and balance < 2 * PAIR_BALANCE)
+
+    def _is_head(self, layer: Layer) -> bool:
+        inner = pretrained(self._model)
+        return inner is not None and inner.get_output_embeddings() is layer.module
+
+    # ---- one batch
+
+    def __call__(
+        self, users: Users, total: Sequence[Tensor], clip_norm: Tensor | float | None = None
+    ) -> Tensor:
+        """Add the clipped sum to `total`, one tensor a parameter; return the norms. All secret.
+
+        `clip_norm` as in `clip_factors`.
+        """
+        assert (users.count, len(users.weights)) == (self._users, self._rows)
+        layers = [(layer.module, layer.rule) for layer in self._layers]
+        with self._execution.prepared(self._model, layers, self._tapes):
+            losses = self._execution.losses(self._model, users.batch)
+            loss = (losses * users.weights.to(losses.dtype)).sum()
+            handed = self._hand_out(loss)
+            forms = self._forms(handed)
+        with torch.no_grad():
+            grouped = [(self._group[id(parameter)], form) for parameter, form in forms]
+            squared = self._sums.squared_norms(grouped, self._tied_places(forms))
+            factors = clip_factors(squared, self._rule, margin=self.margin, clip_norm=clip_norm)
+            place = {id(p): tensor for p, tensor in zip(self._parameters, total, strict=True)}
+            self._sums.add(grouped, [place[id(parameter)] for parameter, _ in forms], factors)
+        return squared.sum(0).sqrt()
+
+    def _hand_out(self, loss: Tensor) -> dict[nn.Module, dict[str, Tensor]]:
+        probes: dict[int, Tensor] = {
+            id(probe): probe for tape in self._tapes.values() for probe in tape.probes.values()
+        }
+        gradients = torch.autograd.grad(loss, list(probes.values()), allow_unused=True)
+        # What compiled blocks return still hangs on their graph.
+        detached = [None if g is None else g.detach() for g in gradients]
+        by_probe = dict(zip(probes, detached, strict=True))
+        return {
+            module: {
+                name: gradient
+                for name, probe in tape.probes.items()
+                if (gradient := by_probe[id(probe)]) is not None
+            }
+            for module, tape in self._tapes.items()
+        }
+
+    def _forms(self, handed: dict[nn.Module, dict[str, Tensor]]) -> list[tuple[nn.Parameter, Form]]:
+        found: list[tuple[nn.Parameter, Form]] = []
+        seen: set[int] = set()
+        for layer in self._layers:
+            gradients = handed[layer.module]
+            if not gradients:
+                continue
+            source = self._inputs_from.get(layer.module)
+            inputs = handed[source].get("inputs") if source is not None else None
+            for name, form in layer.rule.forms(layer.module, gradients, inputs).items():
+                # A stored gradient that several layers added to is one form.
+                key = id(form.gradients_U) if isinstance(form, Stored) else id(form)
+                if key not in seen:
+                    seen.add(key)
+                    found.append((layer.parameters[name], form))
+        return found
+
+    def _tied_places(self, forms: list[tuple[nn.Parameter, Form]]) -> list[tuple[int, int]]:
+        """Where in `forms` an embedding and the head that shares its weight are."""
+        found: list[tuple[int, int]] = []
+        for embedding, _ in self._ties:
+            weight = embedding.parameters["weight"]
+            places = [i for i, (parameter, _) in enumerate(forms) if parameter is weight]
+            if len(places) == 2:
+                first, second = places
+                rows_first = isinstance(forms[first][1], Rows)
+                found.append((first, second) if rows_first else (second, first))
+        return found
+
+
+def _ties(layers: list[Layer], called: dict[nn.Module, Called]) -> list[tuple[Layer, Layer]]:
+    """Pairs (embedding, head) that share their weight and are each called once."""
+    embeddings = {
+        id(layer.parameters["weight"]): layer for layer in layers if layer.rule is Embedding
+    }
+    uses: dict[int, int] = {}
+    for layer in layers:
+        for parameter in layer.parameters.values():
+            uses[id(parameter)] = uses.get(id(parameter), 0) + called[layer.module].times
+    return [
+        (embeddings[id(weight)], layer)
+        for layer in layers
+        if layer.rule is Product
+        and type(layer.module) is nn.Linear
+        and (weight := layer.parameters.get("weight")) is not None
+        and id(weight) in embeddings
+        and uses[id(weight)] == 2
+    ]
+
+
+def _probe(like: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Zeros of any shape in the memory of one number."""
+    return torch.zeros((), dtype=dtype, device=like.device).expand(shape).detach().requires_grad_()
+
+
+def _widths(module: nn.Module, weight: Tensor) -> tuple[int, int]:
+    """(inputs, outputs) of a product."""
+    first, second = weight.shape
+    return (second, first) if type(module) is nn.Linear else (first, second)

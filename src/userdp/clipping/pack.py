@@ -1,0 +1,141 @@
+"""A cohort's ragged groups as few batches of few shapes, padded so that padding counts for nothing.
+
+Users differ in records and records in length. Groups of like size share a batch; each gets as many
+rows as the largest needs. A padded token has no label, a padded row and a padded user weight zero:
+their gradient is exactly zero.
+
+Compiled steps want shapes that come back: then rows and lengths are rounded up to a ladder, and so
+is the number of users. Groups left over from one shape go into the next larger one.
+
+Secret: everything here but the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from userdp.updates import IGNORED_LABEL, Batch
+
+# What is put where a record has ended. Other tensors are not padded, only batched with their like.
+PADDING = {"input_ids": 0, "labels": IGNORED_LABEL, "attention_mask": 0, "token_type_ids": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Users:
+    """Several users' rows as one batch, equally many rows each, those of a user adjacent.
+
+    `weights` is 1 / (the user's records) for a record and 0 for a row of padding.
+    """
+
+    batch: dict[str, Tensor]
+    weights: Tensor
+    count: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of each user."""
+        return len(self.weights) // self.count
+
+    @property
+    def shape(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """What a step captured for one batch needs to be the same in the next."""
+        return ("users", (self.count,)), *((n, tuple(t.shape)) for n, t in self.batch.items())
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Size:
+    """Rows of a group, tokens of its longest row, and the shapes of what cannot be padded."""
+
+    rows: int
+    length: int
+    rest: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a group padded to this size."""
+        return self.rows * self.length
+
+    def holds(self, other: Size) -> bool:
+        """Whether a group of the other size fits."""
+        return self.rows >= other.rows and self.length >= other.length and self.rest == other.rest
+
+
+def size_of(group: Batch) -> Size:
+    """A group's own size."""
+    lengths = [tensor.shape[1] for name, tensor in group.items() if name in PADDING]
+    rest = tuple(
+        (name, tuple(tensor.shape[1:])) for name, tensor in group.items() if name not in PADDING
+    )
+    return Size(rows=len(next(iter(group.values()))), length=max(lengths, default=1), rest=rest)
+
+
+def pack(
+    groups: Sequence[Batch], *, max_tokens: int, ladder: bool, max_users: int | None = None
+) -> Iterator[Users]:
+    """Batches of at most `max_tokens` padded tokens (or of one group) that hold all the groups.
+
+    Groups without a record are left out: their update is zero. With `ladder`, sizes come from a
+    short list.
+    """
+    members: dict[Size, list[int]] = {}
+    for place, group in enumerate(groups):
+        size = size_of(group)
+        if size.rows:
+            members.setdefault(_rounded(size) if ladder else size, []).append(place)
+    waiting = sorted(members)
+    for position, size in enumerate(waiting):
+        places = members[size]
+        limit = max(1, max_tokens // size.tokens)
+        limit = limit if max_users is None else min(limit, max_users)
+        full = len(places) // limit * limit
+        for start in range(0, full, limit):
+            yield _together([groups[i] for i in places[start : start + limit]], size, limit)
+        left = places[full:]
+        larger = next((other for other in waiting[position + 1 :] if other.holds(size)), None)
+        if left and larger is not None and larger.tokens <= max_tokens:
+            members[larger] += left
+        elif left:
+            count = min(limit, _power_of_two(len(left))) if ladder else len(left)
+            yield _together([groups[i] for i in left], size, count)
+
+
+def _rounded(size: Size) -> Size:
+    return Size(
+        rows=_power_of_two(size.rows),
+        length=max(16, _power_of_two(size.length)) if size.length > 1 else 1,
+        rest=size.rest,
+    )
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest power of two that is not below the number."""
+    return 1 << (number - 1).bit_length()
+
+
+def _together(groups: Sequence[Batch], size: Size, count: int) -> Users:
+    """The groups padded to one size, and empty users up to the count."""
+    first = groups[0]
+    device = next(iter(first.values())).device
+    batch: dict[str, Tensor] = {}
+    for name, tensor in first.items():
+        shape = (count * size.rows, *tensor.shape[1:])
+        if name in PADDING:
+            whole = tensor.new_full((shape[0], size.length, *shape[2:]), PADDING[name])
+        else:
+            # A padded row must be one that the model can read: a copy, with weight zero.
+            whole = tensor[:1].expand(shape).clone()
+        for user, group in enumerate(groups):
+            part = group[name]
+            start = user * size.rows
+            where = whole[start : start + len(part)]
+            (where[:, : part.shape[1]] if name in PADDING else where).copy_(part)
+        batch[name] = whole
+    weights = torch.zeros(count * size.rows, dtype=torch.float64, device=device)
+    for user, group in enumerate(groups):
+        num_records = len(next(iter(group.values())))
+        weights[user * size.rows : user * size.rows + num_records] = 1 / num_records
+    return Users(batch=batch, weights=weights, count=count)

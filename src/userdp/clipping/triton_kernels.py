@@ -1,0 +1,367 @@
+"""CUDA kernels that torch cannot fuse for us: all Gram norms, all stored gradients in one launch.
+
+Hundreds of small tensors would otherwise cost hundreds of launches. The tensors' addresses travel
+to the device in a table; sizes are counted in units, so that the compiler knows what is aligned.
+
+Imported on CUDA machines only; `kernels` holds the same arithmetic in plain torch, and the tests
+compare the two.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from userdp.clipping import kernels
+
+_TILE = 128
+_SLICE = 64
+_BLOCK = 1024
+_BLOCKS_A_NORM = 16
+_SILENCE_BLOCK = 4096
+_SILENCE_PROGRAMS = 8
+
+
+class Addresses:
+    """A table of numbers that the device reads: tensors' addresses, and what goes with them.
+
+    In a captured graph its host copy is read again at every replay: it is kept here, and is not
+    written to after the capture.
+    """
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._host = torch.zeros(rows, columns, dtype=torch.int64, pin_memory=on_cuda)
+        self._device = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+
+    def send(self, *rows: Sequence[int]) -> tuple[Tensor, ...]:
+        """The rows on the device."""
+        self._host.copy_(torch.tensor(rows))
+        capturing = self._device.is_cuda and torch.cuda.is_current_stream_capturing()
+        self._device.copy_(self._host, non_blocking=capturing)
+        return self._device.unbind(0)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check_aligned(tensors: Sequence[Tensor]) -> None:
+    assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
+
+
+@triton.jit
+def _typed(address, DTYPE: tl.constexpr):
+    if DTYPE == "bfloat16":
+        pointer = address.to(tl.pointer_type(tl.bfloat16))
+    elif DTYPE == "float16":
+        pointer = address.to(tl.pointer_type(tl.float16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.float32))
+    return tl.multiple_of(pointer, 16)
+
+
+# ---- Gram norms
+
+
+@triton.jit
+def _add_gram(
+    gram,
+    base,
+    width,
+    rows_i,
+    rows_j,
+    length,
+    SLICE: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+):
+    # gram += a b^T over all columns, a and b the rows i and j of one user's matrix.
+    columns = tl.arange(0, SLICE)
+    inside_i = rows_i[:, None] < length
+    inside_j = rows_j[:, None] < length
+    for start in range(0, width, SLICE):
+        column = start + columns[None, :]
+        here = column < width
+        a = tl.load(base + rows_i[:, None] * width + column, inside_i & here, 0.0)
+        if ONE_TILE:
+            gram = tl.dot(a, tl.trans(a), gram)
+        else:
+            b = tl.load(base + rows_j[:, None] * width + column, inside_j & here, 0.0)
+            gram = tl.dot(a, tl.trans(b), gram)
+    return gram
+
+
+@triton.jit
+def _gram_kernel(
+    x_addresses,
+    x_widths,
+    first_y,
+    last_y,
+    y_addresses,
+    y_widths,
+    sums_pointer,
+    length,
+    num_users,
+    num_pairs,
+    num_tiles,
+    TILE: tl.constexpr,
+    SLICE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    # One program: one input x with the outputs y that were computed from it, one user, and one pair
+    # of token tiles (i, j), j <= i; the mirror image counts too.
+    entry = tl.program_id(0) // num_pairs
+    pair = tl.program_id(0) % num_pairs
+    user = tl.program_id(1).to(tl.int64)
+    i = ((tl.sqrt(8.0 * pair.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    i += ((i + 1) * (i + 2) // 2 <= pair).to(tl.int32)
+    i -= (i * (i + 1) // 2 > pair).to(tl.int32)
+    j = pair - i * (i + 1) // 2
+    rows_i = i * TILE + tl.arange(0, TILE)
+    rows_j = j * TILE + tl.arange(0, TILE)
+
+    x_width = tl.load(x_widths + entry).to(tl.int32) * UNIT
+    x = _typed(tl.load(x_addresses + entry), DTYPE) + user * length * x_width
+    gram_x = tl.zeros((TILE, TILE), tl.float32)
+    gram_x = _add_gram(gram_x, x, x_width, rows_i, rows_j, length, SLICE, ONE_TILE)
+
+    gram_y = tl.zeros((TILE, TILE), tl.float32)
+    for k in range(tl.load(first_y + entry), tl.load(last_y + entry)):
+        y_width = tl.load(y_widths + k).to(tl.int32) * UNIT
+        y = _typed(tl.load(y_addresses + k), DTYPE) + user * length * y_width
+        gram_y = _add_gram(gram_y, y, y_width, rows_i, rows_j, length, SLICE, ONE_TILE)
+
+    terms = tl.sum(gram_x * gram_y)
+    sums = sums_pointer + (entry * num_users + user) * (num_pairs + 2 * num_tiles)
+    tl.store(sums + pair, tl.where(i == j, terms, 2 * terms))
+    if i == j:
+        diagonal = rows_i[:, None] == rows_j[None, :]
+        tl.store(sums + num_pairs + i, tl.sum(tl.where(diagonal, gram_x, 0.0)))
+        tl.store(sums + num_pairs + num_tiles + i, tl.sum(tl.where(diagonal, gram_y, 0.0)))
+
+
+class GramTable:
+    """||y^T x||^2 of every user, from above, summed over the outputs y of each input x.
+
+    All in one launch, by tiles of tokens; nothing of size L x L is written.
+    """
+
+    def __init__(self, inputs: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> None:
+        device = inputs[0][0].device
+        self._users, self._length, _ = inputs[0][0].shape
+        widths = [t.shape[2] for x, ys in inputs for t in (x, *ys)]
+        self._unit = math.gcd(8, *widths)
+        self._x = Addresses(4, len(inputs), device)
+        self._y = Addresses(2, sum(len(ys) for _, ys in inputs), device)
+
+    def squared_norms(self, inputs: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Tensor:
+        """(inputs, users); each `inputs` is x_ULI and its y_ULO."""
+        tensors = [t for x, ys in inputs for t in (x, *ys)]
+        _check_aligned(tensors)
+        ends = [0]
+        for _, ys in inputs:
+            ends.append(ends[-1] + len(ys))
+        x_rows = self._x.send(
+            [x.data_ptr() for x, _ in inputs],
+            [x.shape[2] // self._unit for x, _ in inputs],
+            ends[:-1],
+            ends[1:],
+        )
+        outputs = [y for _, ys in inputs for y in ys]
+        y_rows = self._y.send(
+            [y.data_ptr() for y in outputs], [y.shape[2] // self._unit for y in outputs]
+        )
+        tile = max(16, min(_TILE, triton.next_power_of_2(self._length)))
+        num_tiles = triton.cdiv(self._length, tile)
+        num_pairs = num_tiles * (num_tiles + 1) // 2
+        sums = torch.empty(
+            len(inputs),
+            self._users,
+            num_pairs + 2 * num_tiles,
+            dtype=torch.float32,
+            device=tensors[0].device,
+        )
+        _gram_kernel[(len(inputs) * num_pairs, self._users)](
+            *x_rows,
+            *y_rows,
+            sums,
+            self._length,
+            self._users,
+            num_pairs,
+            num_tiles,
+            TILE=tile,
+            SLICE=_SLICE,
+            UNIT=self._unit,
+            ONE_TILE=num_tiles == 1,
+            DTYPE=_dtype_name(tensors[0]),
+            num_warps=8 if tile == _TILE else 4,
+            num_stages=3,
+        )
+        squares_x, squares_y = sums[..., num_pairs:].unflatten(-1, (2, -1)).sum(-1).unbind(-1)
+        return kernels.raised(sums[..., :num_pairs].sum(-1), squares_x * squares_y)
+
+
+# ---- stored gradients
+
+
+@triton.jit
+def _stored_norms_kernel(
+    addresses,
+    tensor_of_block,
+    start_of_block,
+    sizes,
+    out_pointer,
+    num_users,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    UNIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    block = tl.program_id(0)
+    user = tl.program_id(1).to(tl.int64)
+    tensor = tl.load(tensor_of_block + block)
+    start = tl.load(start_of_block + block) * BLOCK
+    size = tl.load(sizes + tensor) * UNIT
+    values = _typed(tl.load(addresses + tensor), DTYPE) + user * size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in range(BLOCKS):
+        offsets = start + i * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(values + offsets, offsets < size, 0.0).to(tl.float32)
+        total += value * value
+    tl.store(out_pointer + block * num_users + user, tl.sum(total))
+
+
+@triton.jit
+def _stored_sums_kernel(
+    addresses,
+    out_addresses,
+    out_sizes,
+    tensor_of_block,
+    start_of_block,
+    sizes,
+    groups,
+    factors_pointer,
+    num_users,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    block = tl.program_id(0)
+    tensor = tl.load(tensor_of_block + block)
+    offsets = tl.load(start_of_block + block) * BLOCK + tl.arange(0, BLOCK)
+    size = tl.load(sizes + tensor) * UNIT
+    inside = offsets < size
+    place = _typed(tl.load(addresses + tensor), DTYPE) + offsets
+    factors = factors_pointer + tl.load(groups + tensor) * num_users
+    total = tl.zeros((BLOCK,), tl.float32)
+    for user in range(num_users):
+        factor = tl.load(factors + user)
+        value = tl.load(place, inside, 0.0).to(tl.float32)
+        # A factor of zero silences even a value that is not finite.
+        total += tl.where(factor == 0.0, 0.0, factor * value)
+        place += size
+    out = _typed(tl.load(out_addresses + tensor), "float32")
+    kept = offsets < tl.load(out_sizes + tensor)
+    tl.store(out + offsets, tl.load(out + offsets, kept, 0.0) + total, kept)
+
+
+class StoredTable:
+    """Norms and weighted sums of a fixed list of (users, ...) tensors, each in one launch."""
+
+    def __init__(self, gradients: Sequence[Tensor], groups: Sequence[int]) -> None:
+        device = gradients[0].device
+        self._users = len(gradients[0])
+        sizes = [gradient[0].numel() for gradient in gradients]
+        self._unit = math.gcd(8, *sizes)
+        self._sizes = torch.tensor([size // self._unit for size in sizes], device=device)
+        self._groups = torch.tensor(groups, device=device)
+        self._norm_blocks = _blocks(sizes, _BLOCKS_A_NORM, device)
+        self._sum_blocks = _blocks(sizes, 1, device)
+        self.block_groups = [groups[tensor] for tensor in self._norm_blocks[0].tolist()]
+        self._for_norms = Addresses(1, len(sizes), device)
+        self._for_sums = Addresses(3, len(sizes), device)
+
+    def squared_norms(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Partial squared norms (blocks, users); `block_groups` says whose."""
+        _check_aligned(gradients)
+        (addresses,) = self._for_norms.send([g.data_ptr() for g in gradients])
+        tensors, starts = self._norm_blocks
+        out = torch.empty(len(tensors), self._users, dtype=torch.float32, device=tensors.device)
+        _stored_norms_kernel[(len(tensors), self._users)](
+            addresses,
+            tensors,
+            starts,
+            self._sizes,
+            out,
+            self._users,
+            BLOCK=_BLOCK,
+            BLOCKS=_BLOCKS_A_NORM,
+            UNIT=self._unit,
+            DTYPE=_dtype_name(gradients[0]),
+        )
+        return out
+
+    def add_weighted_sums(
+        self, gradients: Sequence[Tensor], totals: Sequence[Tensor], factors: Tensor
+    ) -> None:
+        """totals[i] += sum_u factors[group_i, u] gradients[i][u]; totals may be cut short."""
+        _check_aligned([*gradients, *totals])
+        addresses = self._for_sums.send(
+            [g.data_ptr() for g in gradients],
+            [total.data_ptr() for total in totals],
+            [total.numel() for total in totals],
+        )
+        tensors, starts = self._sum_blocks
+        _stored_sums_kernel[(len(tensors),)](
+            *addresses,
+            tensors,
+            starts,
+            self._sizes,
+            self._groups,
+            factors.contiguous(),
+            self._users,
+            BLOCK=_BLOCK,
+            UNIT=self._unit,
+            DTYPE=_dtype_name(gradients[0]),
+        )
+
+
+def _blocks(sizes: Sequence[int], step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Every block's tensor, and its start there in blocks; a program takes `step` blocks."""
+    counts = [-(-size // (_BLOCK * step)) for size in sizes]
+    tensors = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(counts))
+    starts = torch.cat([torch.arange(count) * step for count in counts])
+    return tensors.to(device), starts.to(device)
+
+
+# ---- single users
+
+
+@triton.jit
+def _silence_kernel(values_pointer, factors_pointer, size, BLOCK: tl.constexpr):
+    user = tl.program_id(1).to(tl.int64)
+    # Almost always leaves here, having read one number.
+    if tl.load(factors_pointer + user) == 0.0:
+        first = tl.program_id(0) * BLOCK
+        for start in range(first, size, tl.num_programs(0) * BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            tl.store(values_pointer + user * size + offsets, 0.0, mask=offsets < size)
+
+
+def silence_(values_U: Tensor, factors_U: Tensor) -> None:
+    """Set to zero, in place, the values of users whose factor is zero."""
+    if not values_U.is_contiguous():
+        values_U.masked_fill_((factors_U == 0).view(-1, *[1] * (values_U.dim() - 1)), 0)
+        return
+    _silence_kernel[(_SILENCE_PROGRAMS, len(values_U))](
+        values_U, factors_U, values_U[0].numel(), BLOCK=_SILENCE_BLOCK
+    )
