@@ -132,3 +132,20 @@ def test_replacing_a_user_chains_both_directions(monkeypatch: pytest.MonkeyPatch
     joins = search.epsilon_in(steps, Direction.ADD, DELTA / 2 * math.exp(-leaves))
     assert min(leaves, joins) > 0
     assert found == pytest.approx(leaves + joins, rel=1e-9)
+
+
+def test_the_curve_of_replacing_a_user_chains_both_directions():
+    step = events.poisson_records_gaussian(
+        record_sampling_prob=0.02, group_size=4, noise_multiplier=1.5
+    )
+    event = events.repeated(step, 30)
+    epsilons = [0.5, 1.0, 4.0, 1500.0]
+    found = certificate.deltas(event, epsilons=epsilons, adjacency=Adjacency.REPLACE)
+    steps = certificate.mixtures(event)
+    assert steps is not None
+    for epsilon, delta in zip(epsilons[:3], found, strict=False):
+        one_way = search.delta_bound(steps, epsilon / 2, hint=1e-4)
+        assert delta == pytest.approx(min(1.0, one_way * (1 + math.exp(epsilon / 2))), rel=0.02)
+        told = certificate.evaluate(event, delta=min(delta, 0.5), adjacency=Adjacency.REPLACE)
+        assert told.epsilon <= 1.5 * epsilon
+    assert found[3] <= 1
