@@ -97,12 +97,14 @@ class PrivacySettings(_Section):
         None, description="clipping = adaptive: share of updates to leave unclipped; 0.5."
     )
     delta: float
-    epsilon: float | None = Field(None, description="Target; or give noise_multiplier.")
+    epsilon: float | None = Field(
+        None, description="Target of the steps and all that is paid; or give noise_multiplier."
+    )
     noise_multiplier: float | None = None
     adjacency: Adjacency = Adjacency.ADD_REMOVE
     paid: list[Path] = Field(
         default_factory=list[Path],
-        description="Files of `userdp quantile --out`: added to what the steps cost.",
+        description="Files of `userdp quantile --out`: part of what epsilon is the target of.",
     )
     non_private: bool = Field(False, description="Train without any guarantee, and say so.")
 
@@ -141,7 +143,10 @@ class Config(_Section):
     training: TrainingSettings
 
     def plan(self) -> Plan:
-        """The plan these settings describe; calibrates the noise if epsilon is given."""
+        """The plan these settings describe; calibrates the noise if epsilon is given.
+
+        Epsilon is the target of the whole: the looks listed under `paid`, and the steps.
+        """
         if self.data.selection is not None:
             return self._bounded().plan()
         privacy = self.privacy
@@ -162,6 +167,7 @@ class Config(_Section):
             "noise_multiplier": privacy.noise_multiplier,
             "adjacency": privacy.adjacency,
             "non_private": privacy.non_private,
+            "paid": self.load_paid(),
         }
         if privacy.unit is SamplingUnit.USER:
             self._refuse("expected_batch_size", "num_records", setting="unit", other="record")
