@@ -14,15 +14,20 @@ are taken at once, and the result is that of Algorithm 2, record by record:
   no longer fits.
 
 The first waiting record of all is decided in every round, so the rounds end; on real graphs after 1
-to 15 of them, the undecided part shrinking several times a round. The tail is finished by the
-compiled sequential pass, which changes nothing but the time.
+to 15 of them, the undecided part shrinking several times a round. Once what is left fits a stated
+budget it is fetched and decided by the compiled sequential pass. That changes nothing but the time:
+by the three points above Algorithm 2 agrees with every decision so far, and what it does to a later
+record depends on them through the free places alone. So it treats the undecided records, in their
+order, as a graph of their own with that many places a user, and the pass is Algorithm 2 on it. A
+round may stop for this between taking and refusing: the pass refuses as well.
 
 Lining up a user's records is a sort, the dearest step of a round. The first round, the only one
 over all records, makes do with a sketch: the priorities are cut into 62 slots of equal numbers of
-records, and two bit sets per user say which slots hold any of its records and which hold an odd
-number. That bounds from above how many stand up to a slot's end, so what the sketch lets stand does
-stand; what it leaves open waits for the next round. It needs a few bytes per user whatever the
-number of records, and an engine may add up parts of it before it exchanges them.
+records, and a count and a bit set per user say how many records it has and which slots hold any.
+Every such slot behind a record's own holds at least one record behind it, which bounds from above
+how many stand up to it: what the sketch lets stand does stand, what it leaves open waits. It needs
+a few bytes per user whatever the number of records, and an engine may add up parts of it before it
+exchanges them.
 
 "Scalable contribution bounding to achieve privacy" (arXiv 2507.23432) lets users propose records
 and takes those that all owners propose. Ordering every user's proposals by one common priority, as
@@ -48,7 +53,7 @@ import numpy as np
 import pyarrow as pa
 
 from userdp.bounding.compiled import compiled
-from userdp.bounding.edges import Edges, Ints
+from userdp.bounding.edges import Edges, Ints, Owners
 from userdp.bounding.engines import Database, Engine, connect
 from userdp.bounding.greedy import Order, by_cardinality, check_bound, take_in_order
 
@@ -58,24 +63,27 @@ _RECORD_BITS = 40
 # Slots of the sketch: the bits of a signed 64-bit number, less the sign and one for the mask.
 _SLOTS = 62
 
-# Exchanges of data by key in one round: the line-up by user; the late records, and the join with
-# them; the places left, by user, and the join with them; the refused records, and the join.
-SHUFFLES_PER_ROUND = 7
+# Exchanges of data by key to take: the line-up by user; the late records, and the join with them.
+SHUFFLES_TO_TAKE = 3
 
 # A sketch instead of a line-up: its bit sets by user, and two joins with them.
-SHUFFLES_OF_SKETCH = SHUFFLES_PER_ROUND + 2
+SHUFFLES_TO_SKETCH = SHUFFLES_TO_TAKE + 2
 
-# Undecided incidences that are finished in memory instead of by further rounds.
-FINISH_BELOW = 125_000
+# To refuse: the places left, by user, and the join with them; the refused records, and the join.
+SHUFFLES_TO_REFUSE = 4
+
+# Undecided incidences that are finished in memory instead of by further rounds: 0.5 GiB at most.
+FINISH_BELOW = 1 << 23
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rounds:
     """The greedy selection, and what it took.
 
-    `undecided[r]` is the number of incidences still undecided after round r; `finished` the number
-    that the sequential pass decided in the end; `shuffles` the number of exchanges of data by key;
-    `held_bytes` the most that the engine's tables took at the end of a round's queries.
+    `undecided[r]` is the number of incidences still undecided after round r, of users who may run
+    out of places; `finished` the number that the sequential pass decided in the end; `shuffles` the
+    number of exchanges of data by key; `held_bytes` the most that the engine's tables took at the
+    end of a round's queries.
     """
 
     multiplicity: Ints
@@ -100,7 +108,9 @@ def greedy_rounds(
 ) -> Rounds:
     """Algorithm 2 in parallel rounds: bit-identical to `greedy`.
 
-    `memory_limit` is what DuckDB may use before it goes to disk; Spark has its own settings.
+    After the first round, at most `finish_below` undecided incidences are finished in memory; with
+    0 everything is decided on the engine. `memory_limit` is what DuckDB may use before it goes to
+    disk; Spark has its own settings.
 
     Guarantee: no user owns more than k selected records, and no further record could be added.
     Reference: Ganesh et al. 2025, Alg. 2; the rounds are explained at the top of this file.
@@ -176,31 +186,35 @@ def refuse_in_rounds(
         waiting = database.store(source, prioritised)
     left = database.count(waiting)
     undecided: list[int] = []
-    refused: list[Ints] = []
+    refused: list[Ints] = [np.zeros(0, dtype=np.int64)]
     held = shuffles = 0
-    while left > finish_below:
-        first = not undecided
-        shuffles += SHUFFLES_OF_SKETCH if "bit" in waiting.columns else SHUFFLES_PER_ROUND
-        steps = _steps(
+    # The first round is the engine's whatever is left: it was asked to work, and it counts.
+    while left > (finish_below if undecided else 0):
+        sketched = "bit" in waiting.columns
+        to_take, to_refuse = _steps(
             waiting.get_name(),
             tuple(waiting.schema().items()),
-            max_records_per_user if first else None,
+            None if undecided else max_records_per_user,
             # Two names in turn, so that the queries of all rounds are translated once.
-            f"userdp_round_waiting_{len(undecided) % 2}",
+            len(undecided) % 2,
         )
-        *made, following = [database.store(name, rows) for name, rows in steps]
-        refused.extend(database.fetch(made[-1]))
+        made = [database.store(name, rows) for name, rows in to_take]
+        left = database.count(made[-1])
+        shuffles += SHUFFLES_TO_SKETCH if sketched else SHUFFLES_TO_TAKE
+        if left > finish_below:
+            made += [database.store(name, rows) for name, rows in to_refuse]
+            refused.extend(database.fetch(made[-2]))
+            left = database.count(made[-1])
+            shuffles += SHUFFLES_TO_REFUSE
         held = max(held, database.held_bytes())
-        done = [table.get_name() for table in made]
-        database.drop(*done, *([] if first else [waiting.get_name()]))
+        *done, following = made
+        database.drop(*(table.get_name() for table in done))
+        if undecided:
+            database.drop(waiting.get_name())
         waiting = following
-        left = database.count(waiting)
         undecided.append(left)
-    if not undecided:
-        free = ibis.literal(max_records_per_user, "int64")
-        waiting = waiting.select("priority", "user", free=free)
-    refused.append(_finish(*database.fetch(waiting)))
     if undecided:
+        refused.append(_finish(**dict(zip(waiting.columns, database.fetch(waiting), strict=True))))
         database.drop(waiting.get_name())
     if source is not None:
         database.drop(source)
@@ -238,23 +252,23 @@ def bit_or(bits: int) -> int:  # pyright: ignore[reportReturnType]
     """The bits set in any row: engines have it, Ibis does not translate it for all of them."""
 
 
-@ibis.udf.agg.builtin
-def bit_xor(bits: int) -> int:  # pyright: ignore[reportReturnType]
-    """The bits set in an odd number of rows."""
-
-
 @ibis.udf.scalar.builtin
 def bit_count(bits: int) -> int:  # pyright: ignore[reportReturnType]
     """The number of bits set."""
 
 
+Steps = tuple[tuple[str, Any], ...]
+
+
 @lru_cache(maxsize=64)
 def _steps(
-    name: str, columns: tuple[tuple[str, Any], ...], free: int | None, following: str
-) -> tuple[tuple[str, Any], ...]:
-    """The tables of one round in the order they are made: the refused records, what waits, last.
+    name: str, columns: tuple[tuple[str, Any], ...], free: int | None, turn: int
+) -> tuple[Steps, Steps]:
+    """The tables of one round in the order they are made, to take records and then to refuse some.
 
-    `free` are everyone's free places in the first round; later, `free` is a column.
+    The last of the first part is what was not taken, with `spare` places a user; the last two of
+    the second the refused records, and what still waits, with `free` places. `free` are everyone's
+    places in the first round; later it is a column.
     """
     steps: list[tuple[str, Any]] = []
 
@@ -267,16 +281,18 @@ def _steps(
         assert free is not None
         sketch = add("sketch", _sketch(waiting, free))
         late = add("late", _late_by_sketch(waiting, sketch))
+        # Joining again is cheaper than keeping the first join, most of which is not late.
         left = waiting.inner_join(late, "priority").inner_join(sketch, "user")
     else:
         line = add("line", _line_up(waiting, free))
         late = add("late", _once(line.filter(line.late)))
         left = line.inner_join(late, "priority")
-    left = add("left", left.select("priority", "user", "spare"))
+    left = add(f"left_{turn}", left.select("priority", "user", "spare"))
+    to_take = tuple(steps)
     served = add("served", _serve(left))
     refused = add("refused", _once(served.filter(served.free == 0)))
-    steps.append((following, served.anti_join(refused, "priority")))
-    return tuple(steps)
+    add(f"waiting_{turn}", served.anti_join(refused, "priority"))
+    return to_take, tuple(steps[len(to_take) :])
 
 
 def _once(rows: Any) -> Any:
@@ -285,23 +301,16 @@ def _once(rows: Any) -> Any:
 
 
 def _sketch(waiting: Any, free: int) -> Any:
-    """Of each user without room for its whole line: the slots of its records.
+    """Of each user without room for its whole line: which slots hold any of its records.
 
-    A slot with an odd number of records counts once, one with an even number twice, and the records
-    that this leaves out may be anywhere: `reach` is how far one may count without exceeding `free`.
+    Each counts one record, and those that this leaves out may be anywhere: `reach` is how far one
+    may count without exceeding `free`.
     """
-    bits = waiting.group_by("user").aggregate(
-        length=waiting.count(), some=bit_or(waiting.bit), odd=bit_xor(waiting.bit)
-    )
+    bits = waiting.group_by("user").aggregate(length=waiting.count(), some=bit_or(waiting.bit))
     bits = bits.filter(bits.length > free)
-    even = bits.some - bits.odd
-    spare = free - bits.length
+    spare = (free - bits.length).cast("int32")
     return bits.select(
-        "user",
-        "some",
-        even=even,
-        reach=(spare + bit_count(bits.some) + bit_count(even)).cast("int32"),
-        spare=spare.cast("int32"),
+        "user", "some", reach=(spare + bit_count(bits.some)).cast("int32"), spare=spare
     )
 
 
@@ -309,9 +318,7 @@ def _late_by_sketch(waiting: Any, sketch: Any) -> Any:
     """The records that may stand beyond the free places of some owner: not taken in this round."""
     joined = waiting.inner_join(sketch, "user")
     upto = joined.bit + (joined.bit - 1)
-    once: Any = bit_count(joined.some & upto)
-    twice: Any = bit_count(joined.even & upto)
-    return _once(joined.filter(once + twice > joined.reach))
+    return _once(joined.filter(bit_count(joined.some & upto) > joined.reach))
 
 
 def _line_up(waiting: Any, free: int | None) -> Any:
@@ -346,24 +353,68 @@ def _serve(left: Any) -> Any:
     return left.inner_join(users, "user").select("priority", "user", "free")
 
 
-def _finish(priority: Ints, user: Ints, free: Ints) -> Ints:
-    """The priorities that the sequential pass refuses among what is still undecided."""
-    order = np.argsort(priority)
-    priority, user, free = priority[order], user[order], free[order]
-    first = np.flatnonzero(np.r_[True, priority[1:] != priority[:-1]][: len(priority)])
-    records = priority[first]
-    number, num_users = _small_numbers(user)
-    room = np.zeros(num_users, dtype=np.int64)
-    room[number] = free
-    taken = np.zeros(len(records), dtype=np.int64)
-    indptr = np.append(first, len(priority)).astype(np.int64)
-    take_in_order(indptr, number, np.arange(len(records)), room, taken)
-    return records[taken == 0]
+def _finish(
+    *, priority: Order, user: Owners, free: Order | None = None, spare: Order | None = None
+) -> Ints:
+    """The priorities that the sequential pass refuses among what is still undecided.
+
+    A user has `free` places, or `spare` more than undecided records (fewer, if negative).
+    """
+    place, priorities = _small_numbers(priority)
+    number, _ = _small_numbers(user)
+    room = np.zeros(int(number.max(initial=-1)) + 1, dtype=np.int64)
+    indptr = np.zeros(int(place.max(initial=-1)) + 2, dtype=np.int64)
+    owners = np.empty_like(number)
+    _group(place, number, indptr, owners)
+    if free is not None:
+        _set_room(number, free, room)
+    else:
+        assert spare is not None
+        _set_room_by_length(number, spare, room)
+    # A place that no record has counts as taken: a record of nobody always fits.
+    taken = np.zeros(len(indptr) - 1, dtype=np.int64)
+    take_in_order(indptr, owners, np.arange(len(taken)), room, taken)
+    refused = np.flatnonzero(taken == 0)
+    return refused if priorities is None else priorities[refused].astype(np.int64)
 
 
-def _small_numbers(user: Ints) -> tuple[Ints, int]:
-    """Numbers for the users, and a bound on them; the users' own if an array by them is small."""
-    if len(user) and user.min() >= 0 and user.max() < 16 * len(user):
-        return user, int(user.max()) + 1
-    users, number = np.unique(user, return_inverse=True)
-    return number.reshape(-1), len(users)
+@compiled
+def _group(place: Order, number: Owners, indptr: Ints, owners: Owners) -> None:
+    """Write the owners of each place side by side, those of place i from `indptr[i]` on."""
+    for at in range(len(place)):
+        indptr[place[at] + 1] += 1
+    for following in range(1, len(indptr)):
+        indptr[following] += indptr[following - 1]
+    # Each start moves to its end, which is the next one's start: shifted back below.
+    for at in range(len(place)):
+        owners[indptr[place[at]]] = number[at]
+        indptr[place[at]] += 1
+    for following in range(len(indptr) - 1, 0, -1):
+        indptr[following] = indptr[following - 1]
+    indptr[0] = 0
+
+
+@compiled
+def _set_room(number: Owners, free: Order, room: Ints) -> None:
+    for at in range(len(number)):
+        room[number[at]] = free[at]
+
+
+@compiled
+def _set_room_by_length(number: Owners, spare: Order, room: Ints) -> None:
+    length = np.zeros_like(room)
+    for at in range(len(number)):
+        length[number[at]] += 1
+    for at in range(len(number)):
+        room[number[at]] = spare[at] + length[number[at]]
+
+
+def _small_numbers(values: Order) -> tuple[Order, Order | None]:
+    """Numbers from zero in the values' order, and the value of each number.
+
+    None: the values themselves, if they are small enough for an array by them to be small.
+    """
+    if len(values) == 0 or (values.min() >= 0 and values.max() < 4 * len(values)):
+        return values, None
+    names, numbers = np.unique(values, return_inverse=True)
+    return numbers.reshape(-1), names
