@@ -46,7 +46,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ibis
 import numpy as np
@@ -55,7 +55,14 @@ import pyarrow as pa
 from userdp.bounding.compiled import compiled
 from userdp.bounding.edges import Edges, Ints, Owners
 from userdp.bounding.engines import Database, Engine, connect
-from userdp.bounding.greedy import Order, by_cardinality, check_bound, take_in_order
+from userdp.bounding.greedy import (
+    Order,
+    Room,
+    by_cardinality,
+    check_bound,
+    full_room,
+    take_in_order,
+)
 
 # `with_priority`: the number of owners, then the record number; 2^22 owners, 2^40 records at most.
 _RECORD_BITS = 40
@@ -66,15 +73,15 @@ _SLOTS = 62
 # Exchanges of data by key to take: the line-up by user; the late records, and the join with them.
 SHUFFLES_TO_TAKE = 3
 
-# A sketch instead of a line-up: its bit sets by user, and two joins with them.
-SHUFFLES_TO_SKETCH = SHUFFLES_TO_TAKE + 2
-
 # To refuse: the places left, by user, and the join with them; the refused records, and the join.
 SHUFFLES_TO_REFUSE = 4
 
-# Undecided incidences that are finished in memory instead of by further rounds: 0.34 GiB for them
-# all, or 0.85 GiB if priorities or user numbers have wide gaps.
-FINISH_BELOW = 1 << 23
+# A sketch instead of a line-up takes one more for either: a join with it by user.
+SHUFFLES_OF_SKETCH = 1
+
+# Undecided incidences that are finished in memory instead of by further rounds: 0.4 GiB for them
+# all, or 0.9 GiB if priorities or user numbers have wide gaps.
+FINISH_BELOW = 10_000_000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -144,19 +151,32 @@ def _with_slots(edges: Edges, order: Order) -> pa.Table:
     # Consecutive numbers from zero, and narrow: engines count and join those fastest.
     priority = np.empty(edges.num_incidences, dtype=order.dtype)
     bit = np.empty(edges.num_incidences, dtype=np.int64)
-    _spread(edges.indptr, order, -(-edges.num_records // _SLOTS), priority, bit)
-    return pa.table({"priority": priority, "bit": bit, "user": edges.owners})
+    user = np.empty_like(edges.owners)
+    width = -(-edges.num_records // _SLOTS)
+    _spread(edges.indptr, edges.owners, order, width, priority, bit, user)
+    return pa.table({"priority": priority, "bit": bit, "user": user})
 
 
 @compiled
-def _spread(indptr: Ints, order: Order, width: int, priority: Order, bit: Ints) -> None:
-    """Write each record's place and slot to its incidences; a slot has `width` places."""
+def _spread(
+    indptr: Ints,
+    owners: Owners,
+    order: Order,
+    width: int,
+    priority: Order,
+    bit: Ints,
+    user: Owners,
+) -> None:
+    """Write the incidences by place, each with its place and slot; a slot has `width` places."""
+    row = 0
     for place in range(len(order)):
         record = order[place]
         slot = np.int64(1) << (place // width)
         for at in range(indptr[record], indptr[record + 1]):
-            priority[at] = place
-            bit[at] = slot
+            priority[row] = place
+            bit[row] = slot
+            user[row] = owners[at]
+            row += 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -177,8 +197,8 @@ def refuse_in_rounds(
 
     `prioritised` is an Ibis table of `database` with integer columns `priority` and `user`: see
     `with_priority` and `records_of`. With a column `bit`, a power of two below 2^62 that never
-    falls as the priority rises, the first round takes the sketch. Tables named userdp_round_* are
-    made and dropped.
+    falls as the priority rises, the first round takes the sketch; priorities and users are then
+    numbered from zero without wide gaps. Tables named userdp_round_* are made and dropped.
     """
     source, waiting = None, prioritised
     if not isinstance(prioritised.op(), ibis.expr.operations.UnboundTable):
@@ -198,16 +218,20 @@ def refuse_in_rounds(
             None if undecided else max_records_per_user,
             # Two names in turn, so that the queries of all rounds are translated once.
             len(undecided) % 2,
+            _ranges(database, waiting) if sketched else (),
         )
-        made = [database.store(name, rows) for name, rows in to_take]
+        made = [database.store(*step) for step in to_take]
         left = database.count(made[-1])
-        shuffles += SHUFFLES_TO_SKETCH if sketched else SHUFFLES_TO_TAKE
+        shuffles += SHUFFLES_TO_TAKE + SHUFFLES_OF_SKETCH * sketched
         if left > finish_below:
-            made += [database.store(name, rows) for name, rows in to_refuse]
+            made += [database.store(*step) for step in to_refuse]
             refused.extend(database.fetch(made[-2]))
             left = database.count(made[-1])
-            shuffles += SHUFFLES_TO_REFUSE
+            shuffles += SHUFFLES_TO_REFUSE + SHUFFLES_OF_SKETCH * sketched
         held = max(held, database.held_bytes())
+        if left <= finish_below:
+            sketch = made[0].select("user", "spare") if sketched else None
+            refused.append(_finish(database, made[-1], sketch, max_records_per_user))
         *done, following = made
         database.drop(*(table.get_name() for table in done))
         if undecided:
@@ -215,7 +239,6 @@ def refuse_in_rounds(
         waiting = following
         undecided.append(left)
     if undecided:
-        refused.append(_finish(**dict(zip(waiting.columns, database.fetch(waiting), strict=True))))
         database.drop(waiting.get_name())
     if source is not None:
         database.drop(source)
@@ -258,42 +281,76 @@ def bit_count(bits: int) -> int:  # pyright: ignore[reportReturnType]
     """The number of bits set."""
 
 
-Steps = tuple[tuple[str, Any], ...]
+class Step(NamedTuple):
+    """A table to be made; `filter_last` as `Database.store` takes it."""
+
+    name: str
+    rows: Any
+    filter_last: bool = False
+
+
+def _ranges(database: Database, waiting: Any) -> tuple[tuple[int, int], ...]:
+    """Ranges of priorities, all of them together, that the engine joins best one by one."""
+    (last,) = database.fetch(waiting.aggregate(last=waiting.priority.max()))
+    width = database.join_range or int(last[0]) + 1
+    return tuple((start, start + width) for start in range(0, int(last[0]) + 1, width))
 
 
 @lru_cache(maxsize=64)
 def _steps(
-    name: str, columns: tuple[tuple[str, Any], ...], free: int | None, turn: int
-) -> tuple[Steps, Steps]:
+    name: str,
+    columns: tuple[tuple[str, Any], ...],
+    free: int | None,
+    turn: int,
+    ranges: tuple[tuple[int, int], ...],
+) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """The tables of one round in the order they are made, to take records and then to refuse some.
 
-    The last of the first part is what was not taken, with `spare` places a user; the last two of
-    the second the refused records, and what still waits, with `free` places. `free` are everyone's
-    places in the first round; later it is a column.
+    The last of the first part is what was not taken; a user has `spare` more places than such
+    records (fewer, if negative), which the sketch says or a column. The last two of the second part
+    are the refused records, and what still waits, with `free` places. `free` are everyone's places
+    in the first round; later it is a column.
     """
-    steps: list[tuple[str, Any]] = []
+    steps: list[Step] = []
 
-    def add(step: str, rows: Any) -> Any:
-        steps.append((f"userdp_round_{step}", rows))
-        return ibis.table(rows.schema(), name=steps[-1][0])
+    def add(step: str, rows: Any, *, filter_last: bool = False) -> Any:
+        steps.append(Step(f"userdp_round_{step}", rows, filter_last))
+        return ibis.table(rows.schema(), name=steps[-1].name)
 
     waiting = ibis.table(dict(columns), name=name)
     if "bit" in waiting.columns:
         assert free is not None
         sketch = add("sketch", _sketch(waiting, free))
-        late = add("late", _late_by_sketch(waiting, sketch))
-        # Joining again is cheaper than keeping the first join, most of which is not late.
-        left = waiting.inner_join(late, "priority").inner_join(sketch, "user")
+        late = add("late", _late_by_sketch(waiting, sketch), filter_last=True)
+        left = add(f"left_{turn}", _join_in_ranges(waiting.drop("bit"), late, ranges))
+        users = left.group_by("user").aggregate(length=left.count()).inner_join(sketch, "user")
+        users = users.select("user", free=(users.spare + users.length).cast("int32"))
     else:
         line = add("line", _line_up(waiting, free))
         late = add("late", _once(line.filter(line.late)))
-        left = line.inner_join(late, "priority")
-    left = add(f"left_{turn}", left.select("priority", "user", "spare"))
-    to_take = tuple(steps)
-    served = add("served", _serve(left))
+        left = add(f"left_{turn}", line.drop("late").inner_join(late, "priority"))
+        free_places = (left.spare.max() + left.count()).cast("int32")
+        users = left.group_by("user").aggregate(free=free_places)
+    num_to_take = len(steps)
+    # A user's line less what is left of it was taken: f - (n - l) places of f are free.
+    served = left.inner_join(users, "user").select("priority", "user", "free")
+    served = add("served", served)
     refused = add("refused", _once(served.filter(served.free == 0)))
     add(f"waiting_{turn}", served.anti_join(refused, "priority"))
-    return to_take, tuple(steps[len(to_take) :])
+    return tuple(steps[:num_to_take]), tuple(steps[num_to_take:])
+
+
+def _join_in_ranges(rows: Any, late: Any, ranges: tuple[tuple[int, int], ...]) -> Any:
+    """The rows of late records, joined range by range of their priorities."""
+    if len(ranges) == 1:
+        return rows.inner_join(late, "priority")
+    parts: list[Any] = []
+    for start, stop in ranges:
+        inside: list[Any] = [
+            table.filter(table.priority >= start, table.priority < stop) for table in (rows, late)
+        ]
+        parts.append(inside[0].inner_join(inside[1], "priority"))
+    return ibis.union(*parts)
 
 
 def _once(rows: Any) -> Any:
@@ -345,33 +402,30 @@ def _line_up(waiting: Any, free: int | None) -> Any:
     )
 
 
-def _serve(left: Any) -> Any:
-    """The records that were not taken, with the free places that the taken ones leave.
-
-    A user's line less what is left of it was taken: f - (n - l) places of f are free.
-    """
-    users = left.group_by("user").aggregate(free=(left.spare.max() + left.count()).cast("int32"))
-    return left.inner_join(users, "user").select("priority", "user", "free")
-
-
-def _finish(
-    *, priority: Order, user: Owners, free: Order | None = None, spare: Order | None = None
-) -> Ints:
+def _finish(database: Database, left: Any, places: Any | None, max_records_per_user: int) -> Ints:
     """The priorities that the sequential pass refuses among what is still undecided.
 
-    A user has `free` places, or `spare` more than undecided records (fewer, if negative).
+    A user has as many places as the column `free` says, or `spare` more than records that are left
+    (fewer, if negative): the column `spare`, or the table `places`, which has room for the others.
     """
-    place, priorities = _small_numbers(priority)
+    columns = dict(zip(left.columns, database.fetch(left), strict=True))
+    place, priorities = _small_numbers(columns["priority"])
+    user = columns["user"]
     number, _ = _small_numbers(user)
-    room = np.zeros(int(number.max(initial=-1)) + 1, dtype=np.int64)
+    room = full_room(int(number.max(initial=-1)) + 1, max_records_per_user)
+    if "free" in columns:
+        _set_room(number, columns["free"], room)
+    elif "spare" in columns:
+        _set_room_by_length(number, columns["spare"], room, max_records_per_user)
+    else:
+        assert places is not None
+        known, spare = database.fetch(places)
+        spare_of_user = np.zeros(int(max(user.max(initial=0), known.max(initial=0))) + 1, np.int32)
+        spare_of_user[known] = spare
+        _set_room_by_length(number, spare_of_user[user], room, max_records_per_user)
     indptr = np.zeros(int(place.max(initial=-1)) + 2, dtype=np.int64)
     owners = np.empty_like(number)
     _group(place, number, indptr, owners)
-    if free is not None:
-        _set_room(number, free, room)
-    else:
-        assert spare is not None
-        _set_room_by_length(number, spare, room)
     # A place that no record has counts as taken: a record of nobody always fits.
     taken = np.zeros(len(indptr) - 1, dtype=np.int64)
     take_in_order(indptr, owners, np.arange(len(taken)), room, taken)
@@ -396,18 +450,19 @@ def _group(place: Order, number: Owners, indptr: Ints, owners: Owners) -> None:
 
 
 @compiled
-def _set_room(number: Owners, free: Order, room: Ints) -> None:
+def _set_room(number: Owners, free: Order, room: Room) -> None:
     for at in range(len(number)):
         room[number[at]] = free[at]
 
 
 @compiled
-def _set_room_by_length(number: Owners, spare: Order, room: Ints) -> None:
-    length = np.zeros_like(room)
+def _set_room_by_length(number: Owners, spare: Order, room: Room, most: int) -> None:
+    length = np.zeros(len(room), dtype=np.int32)
     for at in range(len(number)):
         length[number[at]] += 1
     for at in range(len(number)):
-        room[number[at]] = spare[at] + length[number[at]]
+        # A user whose line fits may have room for more than `room` can count: the bound will do.
+        room[number[at]] = min(spare[at] + length[number[at]], most)
 
 
 def _small_numbers(values: Order) -> tuple[Order, Order | None]:
