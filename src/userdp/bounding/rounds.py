@@ -88,10 +88,10 @@ FINISH_BELOW = 10_000_000
 class Rounds:
     """The greedy selection, and what it took.
 
-    `undecided[r]` is the number of incidences still undecided after round r, of users who may run
-    out of places; `finished` the number that the sequential pass decided in the end; `shuffles` the
-    number of exchanges of data by key; `held_bytes` the most that the engine's tables took at the
-    end of a round's queries.
+    `undecided[r]` is the number of incidences still undecided after round r, less those of users
+    known to have room for all; `finished` the number that the sequential pass decided in the end;
+    `shuffles` the number of exchanges of data by key; `held_bytes` the most that the engine's
+    tables took at the end of a round's queries.
     """
 
     multiplicity: Ints
