@@ -12,7 +12,7 @@ from bounding import graphs
 from shared import SHARED, needs_shared
 from userdp.bounding import generators, greedy, rounds
 from userdp.bounding.edges import Edges
-from userdp.bounding.engines import Engine, connect
+from userdp.bounding.engines import DuckDB, Engine, connect
 from userdp.errors import InputError
 
 HAS_SPARK = importlib.util.find_spec("pyspark") is not None
@@ -67,6 +67,23 @@ def test_priorities_with_gaps_are_finished_as_well(tmp_path) -> None:
         for finish_below in (0, 100):
             done = rounds.refuse_in_rounds(database, owners, 1, finish_below=finish_below)
             assert done.refused.tolist() == [1 << 50]
+
+
+@pytest.mark.parametrize("join_range", [1, 7, 399, 400, None])
+def test_joining_range_by_range_changes_nothing(
+    join_range: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DuckDB, "join_range", join_range)
+    graph = generators.skewed_graph(num_records=400, mean_records=8.0, rng=np.random.default_rng(4))
+    for finish_below in (0, 10**9):
+        found = rounds.greedy_rounds(graph, 2, finish_below=finish_below)
+        assert found.multiplicity.tolist() == greedy.greedy(graph, 2).tolist()
+
+
+def test_a_negative_tail_is_refused() -> None:
+    graph = Edges.from_lists([[0]], num_users=1)
+    with pytest.raises(InputError, match="finish_below=-1"):
+        rounds.greedy_rounds(graph, 1, finish_below=-1)
 
 
 def test_a_long_chain_of_conflicts_takes_many_rounds_and_is_still_right() -> None:

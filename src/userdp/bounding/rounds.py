@@ -63,6 +63,7 @@ from userdp.bounding.greedy import (
     full_room,
     take_in_order,
 )
+from userdp.errors import InputError
 
 # `with_priority`: the number of owners, then the record number; 2^22 owners, 2^40 records at most.
 _RECORD_BITS = 40
@@ -200,6 +201,11 @@ def refuse_in_rounds(
     falls as the priority rises, the first round takes the sketch; priorities and users are then
     numbered from zero without wide gaps. Tables named userdp_round_* are made and dropped.
     """
+    if finish_below < 0:
+        raise InputError(
+            f"finish_below={finish_below}: give a number of incidences, or 0 to decide all of them "
+            "on the engine."
+        )
     source, waiting = None, prioritised
     if not isinstance(prioritised.op(), ibis.expr.operations.UnboundTable):
         # It is read several times.
