@@ -210,32 +210,53 @@ class Config(_Section):
         return kinds[privacy.clipping](clip_norm=privacy.clip_norm)
 
     def _bounded(self) -> Config:
-        """The settings with what the selection knows: its bound and its size.
+        """The settings with what is public about the selection."""
+        selection = self.load_selection()
+        assert selection is not None
+        if self.privacy.adjacency.fixed_graph:
+            known = self._known_of_fixed_graph(selection)
+        else:
+            known = self._known_of_single_owners(selection)
+        return self.model_copy(
+            update={
+                "privacy": self.privacy.model_copy(update=known),
+                "data": self.data.model_copy(update={"selection": None}),
+            }
+        )
+
+    def _known_of_fixed_graph(self, selection: Selection) -> dict[str, int]:
+        """Its realised bound and its size.
 
         Both depend on who owns what alone, which fixed-graph privacy treats as public.
         """
         privacy = self.privacy
-        if privacy.unit is not SamplingUnit.RECORD or not privacy.adjacency.fixed_graph:
+        if privacy.unit is not SamplingUnit.RECORD:
             raise InputError(
-                "[data] selection needs [privacy] unit = 'record' and adjacency = "
-                f"{Adjacency.FIXED_GRAPH_ZERO_OUT.value!r}: records of several owners are sampled "
-                "one by one, and their owners are treated as public."
+                f"[data] selection with adjacency = {privacy.adjacency.value!r} needs [privacy] "
+                "unit = 'record': records of several owners are sampled one by one."
             )
-        selection = self.load_selection()
-        assert selection is not None
         group_size = privacy.group_size or selection.realised_bound
         if group_size < selection.realised_bound:
             raise InputError(
                 f"[privacy] group_size = {group_size} is below the {selection.realised_bound} "
                 "records a user has in the selection: leave it out, or bound again."
             )
-        known = {"group_size": group_size, "num_records": privacy.num_records or selection.size}
-        return self.model_copy(
-            update={
-                "privacy": privacy.model_copy(update=known),
-                "data": self.data.model_copy(update={"selection": None}),
-            }
-        )
+        return {"group_size": group_size, "num_records": privacy.num_records or selection.size}
+
+    def _known_of_single_owners(self, selection: Selection) -> dict[str, int]:
+        """The bound that was asked for; what was realised and the size are secret here."""
+        from userdp.bounding.edges import Edges
+
+        privacy = self.privacy
+        selection.check_user_by_user(Edges.load(self.data.store))
+        group_size = privacy.group_size or selection.max_records_per_user
+        if privacy.unit is SamplingUnit.RECORD and group_size < selection.max_records_per_user:
+            raise InputError(
+                f"[privacy] group_size = {group_size} is below the selection's bound of "
+                f"{selection.max_records_per_user}, so that some of its records would be left out "
+                "at random: leave group_size out, or bound again."
+            )
+        return {"group_size": group_size}
 
     def load_paid(self) -> list[Paid]:
         """The looks at the data that the ledger is charged for before the first step."""
