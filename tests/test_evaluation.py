@@ -11,7 +11,7 @@ import torch
 import models_zoo
 from userdp.data.tokens import TokenRows
 from userdp.errors import InputError
-from userdp.evaluation import evaluate
+from userdp.evaluation import evaluate, mean_losses
 
 
 def rows(lengths: list[int], owners: list[int]) -> TokenRows:
@@ -46,6 +46,43 @@ def test_loss_and_accuracy_match_brute_force(architecture: str, batch_tokens: in
     assert found.accuracy_top1 == pytest.approx(correct / count)
     assert found.users == 3
     assert found.perplexity == pytest.approx(math.exp(loss / count), rel=1e-5)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 8192])
+def test_losses_of_records_match_brute_force(batch_tokens: int) -> None:
+    model = models_zoo.build("gpt2 tied").train()
+    data = rows([5, 2, 11, 7, 2, 3], [0, 0, 1, 3, 1, 0])
+    record_of_row = np.array([0, 0, 1, 4, 2, 3])
+    found = mean_losses(
+        model, data, record_of_row, num_records=6, pad_token=0, batch_tokens=batch_tokens
+    )
+    assert model.training
+    model.eval()
+    losses: list[list[float]] = [[] for _ in range(6)]
+    with torch.no_grad():
+        for row, record in enumerate(record_of_row.tolist()):
+            tokens = data.tokens[data.indptr[row] : data.indptr[row + 1]].tolist()
+            for position in range(1, len(tokens)):
+                logits = model(input_ids=torch.tensor([tokens[:position]])).logits[0, -1]
+                losses[record].append(-torch.log_softmax(logits, dim=-1)[tokens[position]].item())
+    assert found[:5] == pytest.approx([np.mean(one) for one in losses[:5]], rel=1e-5)
+    assert np.isnan(found[5])
+
+
+def test_losses_of_a_users_records_do_not_depend_on_other_users_to_the_last_bit() -> None:
+    model = models_zoo.build("gpt2 tied")
+    lengths, owners = [5, 9, 3, 11, 7, 2, 3], [0, 1, 0, 1, 0, 2, 0]
+    data = rows(lengths, owners)
+    own = np.flatnonzero(np.array(owners) == 0)
+    alone = TokenRows(
+        tokens=np.concatenate([data.tokens[data.indptr[i] : data.indptr[i + 1]] for i in own]),
+        indptr=np.concatenate([[0], np.cumsum(np.array(lengths)[own])]).astype(np.int64),
+        owners=np.zeros(len(own), dtype=np.int64),
+        num_users=1,
+    )
+    together = mean_losses(model, data, np.arange(7), num_records=7, pad_token=0)
+    by_itself = mean_losses(model, alone, np.arange(len(own)), num_records=len(own), pad_token=0)
+    assert together[own].tolist() == by_itself.tolist()
 
 
 def test_evaluation_leaves_the_model_as_it_was() -> None:

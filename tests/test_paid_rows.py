@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
 from typer.testing import CliRunner
 
 from tiny import make_model, make_store
-from userdp.accounting import selection
+from userdp.accounting import gaussian, selection
 from userdp.cli import app
 from userdp.cli.quantile import answers
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.ledger import Ledger
 from userdp.paid import Paid, read_paid, write_paid
 from userdp.plan import Plan
+from userdp.statement import round_up
 from userdp.units import Adjacency
 
 LOOKS = {
@@ -157,10 +159,112 @@ def test_numbers_no_mechanism_has_are_refused(event):
     assert len(ledger.paid) == len(LOOKS)
 
 
-def test_what_has_no_privacy_loss_distribution_is_refused_before_training():
-    tuned = selection.randomly_stopped(dp_event.GaussianDpEvent(4.0), mean_runs=10.0)
+def tuned(plan: Plan, mean_runs: float = 5.0, **others) -> dp_event.DpEvent:
+    return selection.randomly_stopped(plan.run_event(), mean_runs=mean_runs, **others)
+
+
+def test_tuning_that_nothing_prices_is_refused_before_training():
+    records = Plan.sample_records(
+        num_users=200,
+        expected_batch_size=20,
+        group_size=4,
+        steps=50,
+        clip_norm=1.0,
+        noise_multiplier=1.5,
+        delta=1e-4,
+    )
     with pytest.raises(UnaccountedPlanError, match="RepeatAndSelect"):
-        charged(the_plan(), steps=0).charge(tuned, what="learning rate")
+        charged(the_plan(), steps=0).charge(tuned(records), what="learning rate")
+
+
+@pytest.mark.parametrize("shape", [selection.GEOMETRIC, selection.POISSON])
+def test_paid_tuning_enters_the_ledger_and_the_statement_says_how_it_is_priced(tmp_path, shape):
+    plan, path = the_plan(noise_multiplier=3.0), tmp_path / "ledger.jsonl"
+    tuning = tuned(the_plan(noise_multiplier=6.0, steps=10), shape=shape)
+    ledger = Ledger.create(plan, path=path, bound_to={}, fixed_seed=False)
+    ledger.charge(tuning, what="learning rate, best of a random number of runs")
+    for _ in range(plan.steps):
+        ledger.charge_step()
+    ledger.close()
+    read = Ledger.read(path)
+    assert [item.event for item in read.paid] == [tuning]
+    statement = read.statement()
+
+    def library(accountant, *parts: dp_event.DpEvent, delta: float) -> float:
+        for part in parts:
+            accountant.compose(part)
+        return float(accountant.get_epsilon(delta))
+
+    steps, half = plan.run_event(), plan.delta / 2
+    alone = library(RdpAccountant(), tuning, delta=plan.delta)
+    assert statement.epsilon > max(alone, plan.epsilon())
+    whole = library(RdpAccountant(), tuning, steps, delta=plan.delta)
+    added = library(RdpAccountant(), tuning, delta=half)
+    added += library(PLDAccountant(value_discretization_interval=1e-4), steps, delta=half)
+    assert statement.epsilon == pytest.approx(min(whole, added), rel=1e-3)
+    how = "RDP for everything" if whole < added else "basic composition, half of delta each"
+    assert how in statement.certified_by
+    assert statement.paid == (
+        "learning rate, best of a random number of runs: alone epsilon="
+        f"{round_up(alone):g}, included in the total",
+    )
+    assert statement.not_covered[0].endswith("except as listed under paid for")
+    json.loads(path.read_text().splitlines()[1], parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("change", [{"mean": 0.5}, {"mean": "many"}, {"shape": -1.0}])
+def test_numbers_of_runs_that_nobody_can_draw_are_refused(change):
+    item = Paid(what="learning rate", event=tuned(the_plan())).to_json()
+    with pytest.raises(LedgerError, match="paid event"):
+        Paid.from_json(item | {"event": item["event"] | change})
+
+
+def plans(kind: str, **others) -> Plan:
+    """Users or records sampled, or everybody in every step."""
+    common = {"num_users": 200, "group_size": 4, "steps": 50, "clip_norm": 1.0, "delta": 1e-4}
+    if kind == "records":
+        return Plan.sample_records(**common | {"expected_batch_size": 20} | others)
+    cohort = 200 if kind == "everybody" else 20
+    return Plan.sample_users(**common | {"expected_cohort_size": cohort} | others)
+
+
+@pytest.mark.parametrize("adjacency", [Adjacency.ADD_REMOVE, Adjacency.REPLACE])
+@pytest.mark.parametrize("kind", ["users", "records", "everybody"])
+@pytest.mark.parametrize("target", [3.0, 8.0])
+def test_noise_is_calibrated_for_the_steps_and_what_was_paid(kind, adjacency, target):
+    paid = [Paid(what=what, event=event) for what, event in LOOKS.items()]
+    plan = plans(kind, epsilon=target, paid=paid, adjacency=adjacency)
+    reached = plan.statement(paid=paid).epsilon
+    assert 0.999 * target <= reached <= target
+    assert plan.epsilon() < plans(kind, epsilon=target, adjacency=adjacency).epsilon() <= target
+
+
+@pytest.mark.parametrize("kind", ["users", "records"])
+def test_noise_is_calibrated_for_the_steps_and_paid_tuning(kind):
+    paid = [Paid(what="learning rate", event=tuned(the_plan(noise_multiplier=6.0, steps=10)))]
+    plan = plans(kind, epsilon=2.0, paid=paid)
+    assert 0.999 * 2.0 <= plan.statement(paid=paid).epsilon <= 2.0
+
+
+@pytest.mark.parametrize("share", [0.9, 0.99, 0.999])
+def test_little_left_for_the_steps_is_used_up_too(share):
+    # The look alone costs this share of the target: most of the noise does not move epsilon.
+    target = 2.0
+    look = Paid(
+        what="dear",
+        event=dp_event.GaussianDpEvent(1 / gaussian.sensitivity(share * target, 1e-4)),
+    )
+    plan = plans("users", epsilon=target, paid=[look])
+    assert 0.999 * target <= plan.epsilon(paid=[look]) <= target
+
+
+def test_looks_that_leave_nothing_for_the_steps_say_what_they_cost():
+    with pytest.raises(InputError, match=r"epsilon=0\.5 leaves nothing .* costs 1\.\d+ alone"):
+        the_plan(
+            noise_multiplier=None,
+            epsilon=0.5,
+            paid=[Paid(what=what, event=event) for what, event in LOOKS.items()],
+        )
 
 
 @pytest.mark.parametrize("what", ["", "two\nlines", "x" * 200])
@@ -303,6 +407,33 @@ def test_a_configured_run_charges_its_ledger_first_and_says_so(tmp_path):
     found = json.loads(invoke("account", out, "--json").stdout)
     assert found["paid"][0].startswith(phrase)
     assert found["epsilon"] == epsilon
+
+
+def test_a_run_configured_with_epsilon_meets_it_with_all_that_was_paid(tmp_path):
+    make_store(tmp_path / "store", [2] * 12)
+    make_model(tmp_path / "model")
+    tried = Plan.sample_users(
+        num_users=12, expected_cohort_size=4, group_size=2, steps=3, clip_norm=1.0,
+        noise_multiplier=6.0, delta=1e-2,
+    )  # fmt: skip
+    items = {
+        "tuned": Paid(what="learning rate, random stopping", event=tuned(tried)),
+        "look": Paid(what="group size", event=dp_event.GaussianDpEvent(4.0)),
+    }
+    for name, item in items.items():
+        write_paid(tmp_path / f"{name}.json", item, value=0.001)
+    text = CONFIG.format(
+        root=tmp_path, paid=json.dumps([str(tmp_path / f"{name}.json") for name in items])
+    )
+    config, out = tmp_path / "run.toml", tmp_path / "run"
+    config.write_text(text.replace("noise_multiplier = 1.0", "epsilon = 4.0"))
+    result = invoke("train", config, "--out", out, "--json")
+    assert result.exception is None, result.stderr
+    epsilon = json.loads(result.stdout)["epsilon"]
+    assert 0.999 * 4.0 <= epsilon <= 4.0
+    assert json.loads(invoke("account", out, "--json").stdout)["epsilon"] == epsilon
+    assert invoke("report", out).exit_code == 0
+    assert "RDP" in (out / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

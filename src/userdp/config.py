@@ -97,12 +97,14 @@ class PrivacySettings(_Section):
         None, description="clipping = adaptive: share of updates to leave unclipped; 0.5."
     )
     delta: float
-    epsilon: float | None = Field(None, description="Target; or give noise_multiplier.")
+    epsilon: float | None = Field(
+        None, description="Target of the steps and all that is paid; or give noise_multiplier."
+    )
     noise_multiplier: float | None = None
     adjacency: Adjacency = Adjacency.ADD_REMOVE
     paid: list[Path] = Field(
         default_factory=list[Path],
-        description="Files of `userdp quantile --out`: added to what the steps cost.",
+        description="Files of `userdp quantile --out`: part of what epsilon is the target of.",
     )
     non_private: bool = Field(False, description="Train without any guarantee, and say so.")
 
@@ -141,7 +143,10 @@ class Config(_Section):
     training: TrainingSettings
 
     def plan(self) -> Plan:
-        """The plan these settings describe; calibrates the noise if epsilon is given."""
+        """The plan these settings describe; calibrates the noise if epsilon is given.
+
+        Epsilon is the target of the whole: the looks listed under `paid`, and the steps.
+        """
         if self.data.selection is not None:
             return self._bounded().plan()
         privacy = self.privacy
@@ -162,6 +167,7 @@ class Config(_Section):
             "noise_multiplier": privacy.noise_multiplier,
             "adjacency": privacy.adjacency,
             "non_private": privacy.non_private,
+            "paid": self.load_paid(),
         }
         if privacy.unit is SamplingUnit.USER:
             self._refuse("expected_batch_size", "num_records", setting="unit", other="record")
@@ -204,32 +210,53 @@ class Config(_Section):
         return kinds[privacy.clipping](clip_norm=privacy.clip_norm)
 
     def _bounded(self) -> Config:
-        """The settings with what the selection knows: its bound and its size.
+        """The settings with what is public about the selection."""
+        selection = self.load_selection()
+        assert selection is not None
+        if self.privacy.adjacency.fixed_graph:
+            known = self._known_of_fixed_graph(selection)
+        else:
+            known = self._known_of_single_owners(selection)
+        return self.model_copy(
+            update={
+                "privacy": self.privacy.model_copy(update=known),
+                "data": self.data.model_copy(update={"selection": None}),
+            }
+        )
+
+    def _known_of_fixed_graph(self, selection: Selection) -> dict[str, int]:
+        """Its realised bound and its size.
 
         Both depend on who owns what alone, which fixed-graph privacy treats as public.
         """
         privacy = self.privacy
-        if privacy.unit is not SamplingUnit.RECORD or not privacy.adjacency.fixed_graph:
+        if privacy.unit is not SamplingUnit.RECORD:
             raise InputError(
-                "[data] selection needs [privacy] unit = 'record' and adjacency = "
-                f"{Adjacency.FIXED_GRAPH_ZERO_OUT.value!r}: records of several owners are sampled "
-                "one by one, and their owners are treated as public."
+                f"[data] selection with adjacency = {privacy.adjacency.value!r} needs [privacy] "
+                "unit = 'record': records of several owners are sampled one by one."
             )
-        selection = self.load_selection()
-        assert selection is not None
         group_size = privacy.group_size or selection.realised_bound
         if group_size < selection.realised_bound:
             raise InputError(
                 f"[privacy] group_size = {group_size} is below the {selection.realised_bound} "
                 "records a user has in the selection: leave it out, or bound again."
             )
-        known = {"group_size": group_size, "num_records": privacy.num_records or selection.size}
-        return self.model_copy(
-            update={
-                "privacy": privacy.model_copy(update=known),
-                "data": self.data.model_copy(update={"selection": None}),
-            }
-        )
+        return {"group_size": group_size, "num_records": privacy.num_records or selection.size}
+
+    def _known_of_single_owners(self, selection: Selection) -> dict[str, int]:
+        """The bound that was asked for; what was realised and the size are secret here."""
+        from userdp.bounding.edges import Edges
+
+        privacy = self.privacy
+        selection.check_user_by_user(Edges.load(self.data.store))
+        group_size = privacy.group_size or selection.max_records_per_user
+        if privacy.unit is SamplingUnit.RECORD and group_size < selection.max_records_per_user:
+            raise InputError(
+                f"[privacy] group_size = {group_size} is below the selection's bound of "
+                f"{selection.max_records_per_user}, so that some of its records would be left out "
+                "at random: leave group_size out, or bound again."
+            )
+        return {"group_size": group_size}
 
     def load_paid(self) -> list[Paid]:
         """The looks at the data that the ledger is charged for before the first step."""

@@ -43,13 +43,8 @@ def evaluate(
     was_training = model.training
     model.eval()
     total_loss, correct, tokens = 0.0, 0, 0
-    for chosen in _batches(rows, batch_tokens):
-        input_ids, labels = rows.padded(chosen, pad_token=pad_token)
-        ids = torch.from_numpy(input_ids).to(device)
-        targets = torch.from_numpy(labels)[:, 1:].to(device)
-        output = model(input_ids=ids)
-        logits = at_least_float32(output if isinstance(output, torch.Tensor) else output.logits)
-        logits = logits[:, :-1]
+    for chosen in _batches(np.diff(rows.indptr), batch_tokens):
+        logits, targets = _predict(model, rows, chosen, pad_token, device)
         losses = F.cross_entropy(
             logits.transpose(1, 2), targets, ignore_index=IGNORED_LABEL, reduction="sum"
         )
@@ -67,8 +62,55 @@ def evaluate(
     )
 
 
-def _batches(rows: TokenRows, batch_tokens: int) -> list[np.ndarray]:
+@torch.no_grad()
+def mean_losses(
+    model: nn.Module,
+    rows: TokenRows,
+    record_of_row: np.ndarray,
+    *,
+    num_records: int,
+    pad_token: int,
+    batch_tokens: int = 8192,
+) -> np.ndarray:
+    """The loss of each record, over all its rows and predicted tokens; NaN where there is none.
+
+    exp of it is the record's perplexity. A user's rows are never in one batch with another's: how a
+    product rounds may depend on the batch's shape, and a user's losses must depend on that user's
+    records to the last bit if records are chosen by them.
+    """
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    loss = np.zeros(num_records)
+    tokens = np.zeros(num_records, dtype=np.int64)
     lengths = np.diff(rows.indptr)
+    index = rows.index()
+    for user in range(index.num_users):
+        own = index.rows_of(user)
+        for batch in _batches(lengths[own], batch_tokens):
+            chosen = own[batch]
+            logits, targets = _predict(model, rows, chosen, pad_token, device)
+            losses = F.cross_entropy(
+                logits.transpose(1, 2), targets, ignore_index=IGNORED_LABEL, reduction="none"
+            )
+            records = record_of_row[chosen]
+            np.add.at(loss, records, losses.double().sum(1).cpu().numpy())
+            np.add.at(tokens, records, (targets != IGNORED_LABEL).sum(1).cpu().numpy())
+    model.train(was_training)
+    return np.divide(loss, tokens, out=np.full(num_records, np.nan), where=tokens > 0)
+
+
+def _predict(
+    model: nn.Module, rows: TokenRows, chosen: np.ndarray, pad_token: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and the tokens they should predict, one line a row."""
+    input_ids, labels = rows.padded(chosen, pad_token=pad_token)
+    output = model(input_ids=torch.from_numpy(input_ids).to(device))
+    logits = at_least_float32(output if isinstance(output, torch.Tensor) else output.logits)
+    return logits[:, :-1], torch.from_numpy(labels)[:, 1:].to(device)
+
+
+def _batches(lengths: np.ndarray, batch_tokens: int) -> list[np.ndarray]:
     order = np.argsort(lengths, kind="stable")
     batches: list[np.ndarray] = []
     start = 0

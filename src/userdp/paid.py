@@ -115,10 +115,14 @@ def _check_numbers(data: Any) -> None:
             for number in cast("list[Any]", value) if isinstance(value, list) else [value]:
                 if isinstance(number, (dict, list)):
                     _check_numbers(number)
+                elif name == "shape" and number == "inf":
+                    continue  # a Poisson number of runs
                 elif name != "type" and not _is_sound(number, above_zero, largest):
                     raise LedgerError(
                         f"{name}={number!r} in a paid event is not a number a mechanism can have."
                     )
+            if name == "mean" and not (isinstance(value, (int, float)) and value >= 1):
+                raise LedgerError(f"mean={value!r} runs in a paid event: at least one is needed.")
             if name == "count" and not isinstance(value, int):
                 raise LedgerError(f"count={value!r} in a paid event is not a whole number.")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from userdp.accounting import accountant, certificate, events, quantile
+from userdp.accounting import accountant, events, quantile
 from userdp.accounting.certificate import Evaluation
 from userdp.clipping.rules import (
     AdaptiveClip,
@@ -112,11 +112,13 @@ class Plan:
         noise_multiplier: float | None = None,
         adjacency: Adjacency = Adjacency.ADD_REMOVE,
         non_private: bool = False,
+        paid: Sequence[Paid] = (),
     ) -> Plan:
         """User-level sampling (ULS): one clipped mean gradient per sampled user.
 
         Each of `num_users` takes part with probability expected_cohort_size / num_users, with at
-        most `group_size` records. Exactly one of `epsilon` and `noise_multiplier` is given.
+        most `group_size` records. Exactly one of `epsilon` and `noise_multiplier` is given;
+        `epsilon` is the target of the steps and of what was `paid` before them together.
         Reference: Charles et al. 2024, Alg. 2.
         """
         _check_counts(num_users=num_users, steps=steps)
@@ -135,6 +137,7 @@ class Plan:
             noise_multiplier=noise_multiplier,
             adjacency=adjacency,
             non_private=non_private,
+            paid=paid,
         )
 
     @staticmethod
@@ -152,12 +155,14 @@ class Plan:
         num_records: int | None = None,
         adjacency: Adjacency = Adjacency.ADD_REMOVE,
         non_private: bool = False,
+        paid: Sequence[Paid] = (),
     ) -> Plan:
         """Example-level sampling (ELS): one clipped gradient per sampled record.
 
         Every user keeps at most `group_size` records; each takes part with probability
         expected_batch_size / num_records, where `num_records` is a public estimate of how many are
-        kept (by default num_users * group_size, the most there can be).
+        kept (by default num_users * group_size, the most there can be). `epsilon` is the target of
+        the steps and of what was `paid` before them together.
         Reference: Charles et al. 2024, Alg. 1.
         """
         _check_counts(num_users=num_users, steps=steps)
@@ -178,6 +183,7 @@ class Plan:
             noise_multiplier=noise_multiplier,
             adjacency=adjacency,
             non_private=non_private,
+            paid=paid,
         )
 
     @staticmethod
@@ -190,6 +196,7 @@ class Plan:
         delta: float,
         steps: int,
         adjacency: Adjacency,
+        paid: Sequence[Paid],
         **public: Any,
     ) -> Plan:
         """The plan with the given noise, or with the least noise that meets `epsilon`."""
@@ -200,7 +207,7 @@ class Plan:
         if noise_multiplier is None:
             assert epsilon is not None
             noise_multiplier = calibrate(
-                sampler, steps=steps, epsilon=epsilon, delta=delta, adjacency=adjacency
+                sampler, steps=steps, epsilon=epsilon, delta=delta, adjacency=adjacency, paid=paid
             )
         return Plan(
             sampler=sampler,
@@ -259,14 +266,19 @@ class Plan:
             parts.append(events.repeated(self.step_event(), steps))
         return events.combined(parts) if parts else None
 
+    def run_event(self) -> events.DpEvent:
+        """The cost of all steps: what one run of a sweep costs (`accounting.selection`)."""
+        return events.repeated(self.step_event(), self.steps)
+
     def check_paid(self, paid: Sequence[Paid]) -> None:
         """Refuse paid items that cannot be priced together with this plan's steps."""
         parts = all_events(paid) if self.non_private else [*all_events(paid), self.step_event()]
-        if parts and not certificate.can_price(events.combined(parts), self.adjacency):
+        if parts and not accountant.can_price(events.combined(parts), self.adjacency):
             raise UnaccountedPlanError(
                 f"{', '.join(sorted({type(item.event).__name__ for item in paid}))} cannot be "
                 f"priced together with these steps under {self.adjacency.value} adjacency. Pay "
-                "with an event that has a privacy loss distribution, such as a Gaussian one."
+                "with an event that has a privacy loss distribution, such as a Gaussian one, or "
+                "with a tuning of runs that sample users."
             )
 
     def deltas(
@@ -275,7 +287,9 @@ class Plan:
         """The delta that goes with each epsilon after `steps` steps: the whole curve."""
         event = self._total_event(steps, paid)
         assert event is not None
-        return certificate.deltas(event, epsilons=epsilons, adjacency=self.adjacency)
+        return accountant.deltas(
+            event, epsilons=epsilons, delta=self.delta, adjacency=self.adjacency
+        )
 
     def cautions(self) -> list[str]:
         """What a careful reader would ask about, in words."""
@@ -324,7 +338,8 @@ class Plan:
                 "every intermediate model may be seen; the sampled cohorts may not",
             ),
             not_covered=(
-                "hyper-parameters tuned on the same users",
+                "hyper-parameters tuned on the same users"
+                + (", except as listed under paid for" if paid else ""),
                 "what others wrote about a user, and copies of a user's text under another id",
                 "attacks on floating-point noise (Mironov 2012) and on timing",
                 "anything released beside the model, such as losses on the training users",
@@ -415,11 +430,29 @@ def calibrate(
     epsilon: float,
     delta: float,
     adjacency: Adjacency,
+    paid: Sequence[Paid] = (),
 ) -> float:
-    """The least noise multiplier at which `steps` steps cost at most `epsilon`."""
+    """The least noise multiplier at which `steps` steps and what was `paid` cost at most `epsilon`.
+
+    Only the noise of the steps is free: what was paid for has been looked at already.
+    """
+    if paid:
+        accountant.check_epsilon(epsilon)
+        looks = events.combined(all_events(paid))
+        spent = accountant.epsilon(looks, delta=delta, adjacency=adjacency)
+        if not spent < epsilon:
+            raise InputError(
+                f"epsilon={epsilon:g} leaves nothing for the steps: what was paid for costs "
+                f"{round_up(spent):g} alone at delta={delta:g}. Use a larger epsilon."
+            )
     return accountant.calibrate(
-        lambda noise_multiplier: events.repeated(
-            step_event(sampler, Gaussian(noise_multiplier=noise_multiplier)), steps
+        lambda noise_multiplier: events.combined(
+            [
+                *all_events(paid),
+                events.repeated(
+                    step_event(sampler, Gaussian(noise_multiplier=noise_multiplier)), steps
+                ),
+            ]
         ),
         target=epsilon,
         delta=delta,

@@ -108,7 +108,7 @@ def train(
         secret=secret,
     )
     for cohort in step.cohorts():
-        step.apply(_batches(rows, cohort, pad_token=tokenizer.pad_token_id))
+        step.apply(cohort_batches(rows, cohort, pad_token=tokenizer.pad_token_id))
         if scheduler is not None:
             scheduler.step()
         if on_step is not None:
@@ -142,7 +142,7 @@ def _rows(
     return tokenise_selected(store, tokenizer, selection.records(), sequence_length=sequence_length)
 
 
-def _batches(rows: TokenRows, cohort: Cohort, *, pad_token: int) -> Iterator[Batch]:
+def cohort_batches(rows: TokenRows, cohort: Cohort, *, pad_token: int) -> Iterator[Batch]:
     """One batch per group: the group's records, padded on the right."""
     for group in cohort:
         input_ids, labels = rows.padded(group, pad_token=pad_token)

@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 
+import mcmahan
 import pytest
 from typer.testing import CliRunner
 
 from tiny import make_store
 from userdp.cli import app
 from userdp.errors import InputError
+from userdp.statement import round_up
 
 RUN = "--rate 0.01 --steps 200 --noise-multiplier 2 --delta 1e-6"
 TARGET = "--rate 0.01 --steps 200 --epsilon 2 --delta 1e-6"
@@ -46,12 +48,24 @@ def test_account_and_calibrate_take_every_option(options: str):
     assert 0.99 * 2 <= found["epsilon"] <= 2
 
 
-def test_table_2_of_mcmahan_2018_by_the_command_line():
-    numbers = "--rate 0.0065493889 --steps 5000 --noise-multiplier 1 --delta 1e-9"
-    assert run(f"account {numbers} --accountant moments")["epsilon"] == pytest.approx(
-        4.634, abs=5e-4
-    )
-    assert run(f"account {numbers}")["epsilon"] == pytest.approx(3.899, rel=1e-3)
+@pytest.mark.parametrize("entry", [mcmahan.table_1()[3][3], *mcmahan.table_2()[:2]])
+def test_moments_of_mcmahan_2018_stand_beside_pld_on_the_command_line(entry: mcmahan.Entry):
+    found = run(f"account {entry.options} --accountant moments")
+    assert entry.as_printed(found["epsilon"]) == entry.printed
+    exact = run(f"account {entry.options}")
+    assert found["epsilon_pld"] == exact["epsilon"] == exact["epsilon_pld"] < found["epsilon"]
+    text = CliRunner().invoke(app, f"account {entry.options} --accountant moments".split()).stdout
+    assert f"by PLD epsilon={round_up(exact['epsilon']):g}, certified by dp_accounting" in text
+
+
+@pytest.mark.parametrize(
+    "options", ["--accountant rdp", "--unit record --group-size 4 --accountant group-privacy"]
+)
+def test_beside_every_looser_accountant_stands_pld(options: str):
+    found = run(f"account {RUN} {options}")
+    assert 0 < found["epsilon_pld"] < found["epsilon"]
+    found = run(f"calibrate {TARGET} --accountant rdp")
+    assert 0 < found["epsilon_pld"] < found["epsilon"]
 
 
 def test_banded_noise_needs_only_participations():

@@ -195,6 +195,23 @@ def test_calibration_of_random_settings_is_tight_and_fast():
         assert 0.999 * target <= reached <= 1.0001 * target
 
 
+def test_noise_beside_a_release_of_fixed_noise_is_the_closed_form():
+    # Two Gaussians compose to one: 1/sigma^2 is what the release leaves of mu^2.
+    one = np.array([1.0])
+    release = Mixture(noise=4.0, shifts=one, weights=one, count=1)
+
+    def beside(sigma: float) -> list[Mixture]:
+        return [release, Mixture(noise=sigma, shifts=one, weights=one, count=9)]
+
+    found = least_noise(beside, epsilon=2.0, delta=1e-6)
+    assert found is not None
+    assert found.noise_multiplier == pytest.approx(
+        3 / math.sqrt(gaussian.sensitivity(2.0, 1e-6) ** 2 - 1 / 16), rel=1e-9
+    )
+    assert epsilon_bound(beside(found.noise_multiplier), 1e-6) == pytest.approx(2.0, rel=1e-9)
+    assert least_noise(beside, epsilon=1.0, delta=1e-6) is None
+
+
 def test_unreachable_target_is_none():
     one = np.array([1.0])
     found = least_noise(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from bounding import graphs
 from shared import SHARED, needs_shared
 from userdp.bounding import generators, greedy, rounds
 from userdp.bounding.edges import Edges
-from userdp.bounding.engines import Engine, connect
+from userdp.bounding.engines import DuckDB, Engine, connect
 from userdp.errors import InputError
 
 HAS_SPARK = importlib.util.find_spec("pyspark") is not None
@@ -26,21 +27,63 @@ def test_rounds_equal_the_sequential_selection(graph: Edges, bound: int) -> None
     assert found.finished == 0
 
 
+@settings(max_examples=25, deadline=None)
+@given(graphs.edges(max_users=8, max_records=40), st.integers(1, 4), st.integers(1, 60))
+def test_the_residual_finished_in_memory_equals_the_sequential_selection(
+    graph: Edges, bound: int, finish_below: int
+) -> None:
+    found = rounds.greedy_rounds(graph, bound, finish_below=finish_below)
+    assert found.multiplicity.tolist() == greedy.greedy(graph, bound).tolist()
+    assert found.finished <= finish_below
+
+
 @pytest.mark.parametrize("model", [generators.regular_graph, generators.skewed_graph])
 def test_the_tail_may_be_finished_in_memory_at_any_point(model) -> None:
     graph = model(num_records=5000, mean_records=8.0, rng=np.random.default_rng(0))
     expected = greedy.greedy(graph, 3).tolist()
     used = set()
-    for finish_below in (0, 20, 500, 10**9):
+    for finish_below in (0, 20, 500, 3000, 10**9):
         found = rounds.greedy_rounds(graph, 3, finish_below=finish_below)
         assert found.multiplicity.tolist() == expected
-        assert found.finished <= finish_below
-        extra = rounds.SHUFFLES_OF_SKETCH - rounds.SHUFFLES_PER_ROUND if found.rounds else 0
-        assert found.shuffles == rounds.SHUFFLES_PER_ROUND * found.rounds + extra
-        assert (found.held_bytes > 0) == (found.rounds > 0)
-        used.add(found.rounds)
-    assert 0 in used
-    assert len(used) > 2
+        assert found.finished == found.undecided[-1] <= finish_below
+        assert found.held_bytes > 0
+        used.add(found.shuffles)
+        taking = rounds.SHUFFLES_TO_TAKE * found.rounds + rounds.SHUFFLES_OF_SKETCH
+        refusing = rounds.SHUFFLES_TO_REFUSE * found.rounds + rounds.SHUFFLES_OF_SKETCH
+        # The last round may have left refusing to memory.
+        saved = rounds.SHUFFLES_TO_REFUSE + rounds.SHUFFLES_OF_SKETCH * (found.rounds == 1)
+        assert taking + refusing - found.shuffles in (0, saved)
+    # The first round is the engine's, but what it leaves may be refused in memory.
+    assert found.rounds == 1
+    assert found.shuffles == rounds.SHUFFLES_TO_TAKE + rounds.SHUFFLES_OF_SKETCH
+    assert len(used) > 3
+
+
+def test_priorities_with_gaps_are_finished_as_well(tmp_path) -> None:
+    rows = {"priority": [1 << 50, 1 << 50, 7, 9], "user": [1 << 40, 3, 3, 1 << 40]}
+    table = pa.table({name: pa.array(values, pa.int64()) for name, values in rows.items()})
+    with connect(Engine.DUCKDB, tmp_path, memory_limit="1GB") as database:
+        owners = database.load(table, "owners")
+        for finish_below in (0, 100):
+            done = rounds.refuse_in_rounds(database, owners, 1, finish_below=finish_below)
+            assert done.refused.tolist() == [1 << 50]
+
+
+@pytest.mark.parametrize("join_range", [1, 7, 399, 400, None])
+def test_joining_range_by_range_changes_nothing(
+    join_range: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DuckDB, "join_range", join_range)
+    graph = generators.skewed_graph(num_records=400, mean_records=8.0, rng=np.random.default_rng(4))
+    for finish_below in (0, 10**9):
+        found = rounds.greedy_rounds(graph, 2, finish_below=finish_below)
+        assert found.multiplicity.tolist() == greedy.greedy(graph, 2).tolist()
+
+
+def test_a_negative_tail_is_refused() -> None:
+    graph = Edges.from_lists([[0]], num_users=1)
+    with pytest.raises(InputError, match="finish_below=-1"):
+        rounds.greedy_rounds(graph, 1, finish_below=-1)
 
 
 def test_a_long_chain_of_conflicts_takes_many_rounds_and_is_still_right() -> None:

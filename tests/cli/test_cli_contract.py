@@ -62,6 +62,7 @@ OPTIONS = {
         "--steps",
         "--batch-size",
         "--separation",
+        "--model",
         "--seed",
         "--json",
     },

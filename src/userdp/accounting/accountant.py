@@ -1,8 +1,8 @@
 """Epsilon of an event, and the noise multiplier that reaches a target epsilon.
 
-Every number is an upper bound, the worse of the two directions, certified as `certificate` says and
-remembered on disk by its parameters and the versions involved. Reading an epsilon has no side
-effect on any budget.
+Every number is an upper bound, the worse of the two directions, certified as `certificate` says (or
+`mixed`, where a part has no privacy loss distribution) and remembered on disk by its parameters and
+the versions involved. Reading an epsilon has no side effect on any budget.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from userdp.accounting import cache, certificate, search, special
+from userdp.accounting import cache, certificate, mixed, search, special
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.errors import InputError
@@ -55,11 +55,17 @@ def check_epsilon(target: float) -> None:
         raise InputError(f"epsilon={target} is not a positive finite number.")
 
 
+def can_price(event: DpEvent, adjacency: Adjacency) -> bool:
+    """Whether `evaluate` has a rule for the event; takes no evaluation to say."""
+    return certificate.can_price(event, adjacency) or mixed.can_price(event, adjacency)
+
+
 def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
     """The smallest certified epsilon at which `event` is (epsilon, delta)-DP, and who vouches."""
     check_delta(delta)
+    rule = certificate if certificate.can_price(event, adjacency) else mixed
     return cache.remember(
-        lambda: certificate.evaluate(event, delta=delta, adjacency=adjacency),
+        lambda: rule.evaluate(event, delta=delta, adjacency=adjacency),
         event=event,
         delta=delta,
         adjacency=adjacency.value,
@@ -78,6 +84,15 @@ def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency) -> float:
     return evaluate(event, delta=delta, adjacency=adjacency).epsilon
 
 
+def deltas(
+    event: DpEvent, *, epsilons: list[float], delta: float, adjacency: Adjacency
+) -> list[float]:
+    """The delta that goes with each epsilon: the whole trade-off of a run accounted at `delta`."""
+    if certificate.can_price(event, adjacency):
+        return certificate.deltas(event, epsilons=epsilons, adjacency=adjacency)
+    return mixed.deltas(event, epsilons=epsilons, delta=delta, adjacency=adjacency)
+
+
 def calibrate(
     event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
 ) -> float:
@@ -92,12 +107,18 @@ def calibrate(
     noise_multiplier = search_noise(event_of, target=target, delta=delta, adjacency=adjacency)
     if noise_multiplier is None:
         return _calibrate_by_evaluation(event_of, target=target, delta=delta, adjacency=adjacency)
+    aim = target
     for _ in range(8):
         reached = epsilon(event_of(noise_multiplier), delta=delta, adjacency=adjacency)
         if reached <= target:
             return noise_multiplier
-        # Epsilon falls at least as fast as the square root of the noise grows.
-        noise_multiplier *= max(1.0002, (reached / target) ** 1.5)
+        # Aim lower by what the certificate is above the search: where a part has fixed noise, how
+        # much more of the free noise that takes is for the search to say.
+        aim *= target / reached * (1 - 1e-5)
+        searched = _search(event_of, target=aim, delta=delta)
+        if searched is None:
+            break
+        noise_multiplier = searched
     raise _out_of_reach(event_of, target=target, delta=delta, adjacency=adjacency)
 
 
@@ -115,6 +136,14 @@ def search_noise(
         )
     if adjacency is Adjacency.REPLACE or certificate.mixtures(event_of(1.0)) is None:
         return None
+    found = _search(event_of, target=target, delta=delta)
+    if found is None:
+        raise _out_of_reach(event_of, target=target, delta=delta, adjacency=adjacency)
+    return found
+
+
+def _search(event_of: Callable[[float], DpEvent], *, target: float, delta: float) -> float | None:
+    """The noise multiplier the search proposes; None if none is large enough."""
 
     def mechanism(noise_multiplier: float) -> list[search.Mixture]:
         steps = certificate.mixtures(event_of(noise_multiplier))
@@ -125,7 +154,7 @@ def search_noise(
     margin = MARGIN if sampled else 2 * certificate.GAUSSIAN_EXCESS
     found = search.least_noise(mechanism, epsilon=target * (1 - margin), delta=delta)
     if found is None or found.noise_multiplier > LARGEST_NOISE_MULTIPLIER:
-        raise _out_of_reach(event_of, target=target, delta=delta, adjacency=adjacency)
+        return None
     return found.noise_multiplier
 
 

@@ -228,6 +228,14 @@ def _one_evaluation(
 
 def deltas(event: DpEvent, *, epsilons: list[float], adjacency: Adjacency) -> list[float]:
     """The delta that goes with each epsilon: the whole trade-off the event offers."""
+    if adjacency is Adjacency.REPLACE and mixtures(event) is not None and _is_mixture(event):
+        # As in `_replace`, with half of epsilon for leaving and half for joining.
+        halves = [value / 2 for value in epsilons]
+        one_way = deltas(event, epsilons=halves, adjacency=Adjacency.ADD_REMOVE)
+        return [
+            min(1.0, delta * (1 + math.exp(min(half, 700.0))))
+            for half, delta in zip(halves, one_way, strict=True)
+        ]
     accountant = PLDAccountant(relation(adjacency), value_discretization_interval=1e-3)
     accountant.compose(event)
     return [float(accountant.get_delta(value)) for value in epsilons]

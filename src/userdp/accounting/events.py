@@ -19,6 +19,7 @@ An event, once released, never changes its meaning: a new theorem is a new funct
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -135,8 +136,8 @@ def fixed_size_users_gaussian(
 ) -> DpEvent:
     """One step whose cohort is exactly `cohort_size` users, drawn without replacement.
 
-    Priced by RDP under replace adjacency only (`renyi.epsilon`): adding a user changes everybody's
-    chances, and `dp_accounting` has no other rule.
+    Priced by RDP under replace adjacency only (`renyi.evaluation`): adding a user changes
+    everybody's chances, and `dp_accounting` has no other rule.
     Reference: Wang, Balle and Kasiviswanathan 2019, Thm. 27.
     """
     return dp_event.SampledWithoutReplacementDpEvent(
@@ -192,7 +193,8 @@ def _plain(value: Any) -> Any:
         return to_json(value)
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in cast("list[Any]", value)]
-    return value
+    # JSON has no infinity; a Poisson number of runs is that shape.
+    return "inf" if value == math.inf else value
 
 
 def from_json(data: dict[str, Any]) -> DpEvent:
@@ -213,4 +215,4 @@ def _event(value: Any) -> Any:
         return from_json(cast("dict[str, Any]", value))
     if isinstance(value, list):
         return [_event(entry) for entry in cast("list[Any]", value)]
-    return value
+    return math.inf if value == "inf" else value

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from importlib.metadata import version
 
+import attrs
 import numpy as np
+from dp_accounting import dp_event
 from dp_accounting.rdp import RdpAccountant
 
 from userdp.accounting import certificate, search
@@ -22,6 +24,11 @@ from userdp.units import Adjacency
 
 # Abadi et al. 2016 compute log moments of these integer orders.
 MOMENT_ORDERS = range(1, 33)
+
+
+def library() -> str:
+    """The independent RDP accountant, by name and version."""
+    return f"dp_accounting {version('dp-accounting')} RDP"
 
 
 def moments_epsilon(
@@ -79,24 +86,63 @@ def moments_evaluation(event: DpEvent, *, delta: float, adjacency: Adjacency) ->
     )
 
 
+def supports(event: DpEvent, adjacency: Adjacency) -> bool:
+    """Whether `dp_accounting`'s RDP accountant has a rule for the event.
+
+    >>> best_of_ten = dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(1.0), 10.0, 1.0)
+    >>> supports(best_of_ten, Adjacency.ADD_REMOVE)
+    True
+    """
+    return RdpAccountant(neighboring_relation=certificate.relation(adjacency)).supports(event)
+
+
+def composed(event: DpEvent, adjacency: Adjacency) -> RdpAccountant:
+    """`dp_accounting`'s RDP accountant, the event composed; `supports` says whether it can be."""
+    accountant = RdpAccountant(neighboring_relation=certificate.relation(adjacency))
+    accountant.compose(_twice_as_far(event) if adjacency is Adjacency.REPLACE else event)
+    return accountant
+
+
+def _twice_as_far(event: DpEvent) -> DpEvent:
+    """The event with half the noise everywhere: what replacing a user costs.
+
+    The noise counts clip norms and replacing moves the sum by two of them. `dp_accounting`'s PLD
+    takes that into account, its RDP does not: there the noise counts distances between neighbours.
+    """
+    match event:
+        case dp_event.GaussianDpEvent() | dp_event.LaplaceDpEvent():
+            return attrs.evolve(event, noise_multiplier=event.noise_multiplier / 2)
+        case dp_event.ComposedDpEvent():
+            return dp_event.ComposedDpEvent([_twice_as_far(part) for part in event.events])
+        case (
+            dp_event.SelfComposedDpEvent()
+            | dp_event.RepeatAndSelectDpEvent()
+            | dp_event.SampledWithoutReplacementDpEvent()
+        ):
+            return attrs.evolve(event, event=_twice_as_far(event.event))
+        case dp_event.NoOpDpEvent() | dp_event.NonPrivateDpEvent():
+            return event
+        case _:
+            raise UnaccountedPlanError(
+                f"RDP cannot price {type(event).__name__} under replace adjacency."
+            )
+
+
 def evaluation(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
     """Epsilon by Renyi differential privacy.
 
     `dp_accounting`'s RDP accountant where it has a rule; for mixtures of Gaussians, which it
     refuses, the best single moment, integrated numerically.
 
-    >>> from dp_accounting import dp_event
     >>> step = dp_event.PoissonSampledDpEvent(0.01, dp_event.GaussianDpEvent(2.0))
     >>> event = dp_event.SelfComposedDpEvent(step, 2000)
     >>> round(evaluation(event, delta=1e-6, adjacency=Adjacency.ADD_REMOVE).epsilon, 2)
     1.12
     """
-    accountant = RdpAccountant(neighboring_relation=certificate.relation(adjacency))
-    if accountant.supports(event):
-        accountant.compose(event)
+    if supports(event, adjacency):
         return Evaluation(
-            epsilon=max(0.0, float(accountant.get_epsilon(delta))),
-            certified_by=f"dp_accounting {version('dp-accounting')} RDP; looser than PLD",
+            epsilon=max(0.0, float(composed(event, adjacency).get_epsilon(delta))),
+            certified_by=f"{library()}; looser than PLD",
             error_bound=math.inf,
         )
     steps = certificate.mixtures(event)

@@ -401,16 +401,23 @@ def least_noise(
 def _gaussian_noise(
     mechanism_of: Callable[[float], Sequence[Mixture]], epsilon: float, delta: float
 ) -> Found | None:
-    """The exact answer where no step samples and every noise is the multiplier times a constant."""
-    unit, double = mechanism_of(1.0), mechanism_of(2.0)
-    if not all(mixture.is_gaussian for mixture in unit):
+    """The exact answer where no step samples and every noise is fixed or the multiplier's multiple.
+
+    Infinite where the fixed ones alone cost more than epsilon.
+    """
+    pairs = list(zip(mechanism_of(1.0), mechanism_of(2.0), strict=True))
+    if not all(one.is_gaussian for one, _ in pairs):
         return None
-    if any(two.noise != 2 * one.noise for one, two in zip(unit, double, strict=True)):
+    if any(two.noise not in (one.noise, 2 * one.noise) for one, two in pairs):
         return None
-    squares = sum(one.count * (float(one.shifts[0]) / one.noise) ** 2 for one in unit)
-    return Found(
-        noise_multiplier=math.sqrt(squares) / gaussian.sensitivity(epsilon, delta), evaluations=1
-    )
+    fixed = scaled = 0.0
+    for one, two in pairs:
+        square = one.count * (float(one.shifts[0]) / one.noise) ** 2
+        fixed, scaled = (
+            (fixed + square, scaled) if two.noise == one.noise else (fixed, scaled + square)
+        )
+    left = gaussian.sensitivity(epsilon, delta) ** 2 - fixed
+    return Found(noise_multiplier=math.sqrt(scaled / left) if left > 0 else math.inf, evaluations=1)
 
 
 def _bracketed(excess: Callable[[float], float], start: float) -> tuple[float, float] | None:

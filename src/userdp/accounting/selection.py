@@ -2,10 +2,16 @@
 
 Either all runs are composed (`swept`), or their number is random and only the best is looked at
 (`randomly_stopped`), which costs about two to three runs however many there were.
+
+Public: the distribution of the number of runs, and the best run's result. Secret: how many runs
+there were, and what the others gave.
 """
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 from dp_accounting import dp_event
 
 from userdp.accounting.events import DpEvent, repeated
@@ -13,6 +19,9 @@ from userdp.errors import InputError
 
 # Shapes of the number of runs: Papernot and Steinke 2022, Sec. 3.
 GEOMETRIC, LOGARITHMIC, POISSON = 1.0, 0.0, float("inf")
+
+# Chances below this are beyond what a uniform draw of 53 bits can tell.
+_NEVER = 1e-18
 
 
 def swept(run: DpEvent, runs: int) -> DpEvent:
@@ -30,12 +39,65 @@ def randomly_stopped(run: DpEvent, *, mean_runs: float, shape: float = GEOMETRIC
     """The best of a random number of runs, the number drawn from a truncated negative binomial.
 
     Each run draws its hyper-parameters at random; only the best run's result leaves. `shape` 1 is
-    the geometric distribution, 0 the logarithmic, infinity the Poisson. Priced by RDP (`renyi`).
+    the geometric distribution, 0 the logarithmic, infinity the Poisson. `number_of_runs` draws it.
+    Priced by RDP, and together with other mechanisms as `mixed` says.
     Reference: Papernot and Steinke 2022 (arXiv 2110.03620), Thm. 2 and 6.
 
     >>> randomly_stopped(dp_event.GaussianDpEvent(2.0), mean_runs=10.0).mean
     10.0
     """
-    if not mean_runs >= 1:
-        raise InputError(f"mean_runs={mean_runs}: at least one run in expectation.")
+    _check(mean_runs, shape)
     return dp_event.RepeatAndSelectDpEvent(run, mean_runs, shape)
+
+
+def number_of_runs(*, mean_runs: float, shape: float = GEOMETRIC, rng: np.random.Generator) -> int:
+    """How many runs to make: a draw from the distribution that `randomly_stopped` prices.
+
+    With eta = `shape` and gamma such that the mean is `mean_runs`,
+    P(K = k) ~ (1 - gamma)^k prod_{l<k} (l + eta) / (l + 1) for k = 1, 2, ...; the Poisson alone may
+    also give 0, and then nothing is released. Neither the number nor `rng`'s seed may be told.
+    Reference: Papernot and Steinke 2022, Def. 1 and Sec. 3.2.
+
+    >>> number_of_runs(mean_runs=1.0, rng=np.random.default_rng(0))
+    1
+    """
+    _check(mean_runs, shape)
+    if math.isinf(shape):
+        return int(rng.poisson(mean_runs))
+    gamma = _stopping_probability(mean_runs, shape)
+    if shape == LOGARITHMIC:
+        chance = (1 - gamma) / -math.log(gamma)
+    else:
+        chance = shape * (1 - gamma) / math.expm1(-shape * math.log(gamma))
+    # Inversion: walk up the probabilities until they reach a uniform draw.
+    drawn, runs = rng.random(), 1
+    while drawn >= chance > _NEVER:
+        drawn -= chance
+        chance *= (1 - gamma) * (runs + shape) / (runs + 1)
+        runs += 1
+    return runs
+
+
+def _mean_runs(gamma: float, shape: float) -> float:
+    """The mean of the truncated negative binomial: Papernot and Steinke 2022, Def. 1."""
+    if shape == LOGARITHMIC:
+        return (1 / gamma - 1) / -math.log(gamma)
+    return shape * (1 - gamma) / (gamma * -math.expm1(shape * math.log(gamma)))
+
+
+def _stopping_probability(mean_runs: float, shape: float) -> float:
+    """The gamma with this mean, which falls as gamma grows; at most 1 - 1e-9."""
+    low, high = 1e-12, 1 - 1e-9
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if _mean_runs(middle, shape) > mean_runs else (low, middle)
+    return high
+
+
+def _check(mean_runs: float, shape: float) -> None:
+    if not 1 <= mean_runs < math.inf:
+        raise InputError(f"mean_runs={mean_runs}: at least one run in expectation, and finite.")
+    if not shape >= 0:
+        raise InputError(
+            f"shape={shape}: 0 (logarithmic), 1 (geometric), up to infinity (Poisson)."
+        )

@@ -14,15 +14,20 @@ are taken at once, and the result is that of Algorithm 2, record by record:
   no longer fits.
 
 The first waiting record of all is decided in every round, so the rounds end; on real graphs after 1
-to 15 of them, the undecided part shrinking several times a round. The tail is finished by the
-compiled sequential pass, which changes nothing but the time.
+to 15 of them, the undecided part shrinking several times a round. Once what is left fits a stated
+budget it is fetched and decided by the compiled sequential pass. That changes nothing but the time:
+by the three points above Algorithm 2 agrees with every decision so far, and what it does to a later
+record depends on them through the free places alone. So it treats the undecided records, in their
+order, as a graph of their own with that many places a user, and the pass is Algorithm 2 on it. A
+round may stop for this between taking and refusing: the pass refuses as well.
 
 Lining up a user's records is a sort, the dearest step of a round. The first round, the only one
 over all records, makes do with a sketch: the priorities are cut into 62 slots of equal numbers of
-records, and two bit sets per user say which slots hold any of its records and which hold an odd
-number. That bounds from above how many stand up to a slot's end, so what the sketch lets stand does
-stand; what it leaves open waits for the next round. It needs a few bytes per user whatever the
-number of records, and an engine may add up parts of it before it exchanges them.
+records, and a count and a bit set per user say how many records it has and which slots hold any.
+Every such slot behind a record's own holds at least one record behind it, which bounds from above
+how many stand up to it: what the sketch lets stand does stand, what it leaves open waits. It needs
+a few bytes per user whatever the number of records, and an engine may add up parts of it before it
+exchanges them.
 
 "Scalable contribution bounding to achieve privacy" (arXiv 2507.23432) lets users propose records
 and takes those that all owners propose. Ordering every user's proposals by one common priority, as
@@ -41,16 +46,18 @@ import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ibis
 import numpy as np
 import pyarrow as pa
 
 from userdp.bounding.compiled import compiled
-from userdp.bounding.edges import Edges, Ints
+from userdp.bounding.edges import Edges, Ints, Owners
 from userdp.bounding.engines import Database, Engine, connect
-from userdp.bounding.greedy import Order, by_cardinality, check_bound, take_in_order
+from userdp.bounding.greedy import Order, by_cardinality, check_bound
+from userdp.bounding.residual import refuse_rest
+from userdp.errors import InputError
 
 # `with_priority`: the number of owners, then the record number; 2^22 owners, 2^40 records at most.
 _RECORD_BITS = 40
@@ -58,24 +65,28 @@ _RECORD_BITS = 40
 # Slots of the sketch: the bits of a signed 64-bit number, less the sign and one for the mask.
 _SLOTS = 62
 
-# Exchanges of data by key in one round: the line-up by user; the late records, and the join with
-# them; the places left, by user, and the join with them; the refused records, and the join.
-SHUFFLES_PER_ROUND = 7
+# Exchanges of data by key to take: the line-up by user; the late records, and the join with them.
+SHUFFLES_TO_TAKE = 3
 
-# A sketch instead of a line-up: its bit sets by user, and two joins with them.
-SHUFFLES_OF_SKETCH = SHUFFLES_PER_ROUND + 2
+# To refuse: the places left, by user, and the join with them; the refused records, and the join.
+SHUFFLES_TO_REFUSE = 4
 
-# Undecided incidences that are finished in memory instead of by further rounds.
-FINISH_BELOW = 125_000
+# A sketch instead of a line-up takes one more for either: a join with it by user.
+SHUFFLES_OF_SKETCH = 1
+
+# Undecided incidences that are finished in memory instead of by further rounds: 0.4 GiB for them
+# all, or 0.9 GiB if priorities or user numbers have wide gaps.
+FINISH_BELOW = 10_000_000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rounds:
     """The greedy selection, and what it took.
 
-    `undecided[r]` is the number of incidences still undecided after round r; `finished` the number
-    that the sequential pass decided in the end; `shuffles` the number of exchanges of data by key;
-    `held_bytes` the most that the engine's tables took at the end of a round's queries.
+    `undecided[r]` is the number of incidences still undecided after round r, less those of users
+    known to have room for all; `finished` the number that the sequential pass decided in the end;
+    `shuffles` the number of exchanges of data by key; `held_bytes` the most that the engine's
+    tables took at the end of a round's queries.
     """
 
     multiplicity: Ints
@@ -100,7 +111,9 @@ def greedy_rounds(
 ) -> Rounds:
     """Algorithm 2 in parallel rounds: bit-identical to `greedy`.
 
-    `memory_limit` is what DuckDB may use before it goes to disk; Spark has its own settings.
+    After the first round, at most `finish_below` undecided incidences are finished in memory; with
+    0 everything is decided on the engine. `memory_limit` is what DuckDB may use before it goes to
+    disk; Spark has its own settings.
 
     Guarantee: no user owns more than k selected records, and no further record could be added.
     Reference: Ganesh et al. 2025, Alg. 2; the rounds are explained at the top of this file.
@@ -133,19 +146,32 @@ def _with_slots(edges: Edges, order: Order) -> pa.Table:
     # Consecutive numbers from zero, and narrow: engines count and join those fastest.
     priority = np.empty(edges.num_incidences, dtype=order.dtype)
     bit = np.empty(edges.num_incidences, dtype=np.int64)
-    _spread(edges.indptr, order, -(-edges.num_records // _SLOTS), priority, bit)
-    return pa.table({"priority": priority, "bit": bit, "user": edges.owners})
+    user = np.empty_like(edges.owners)
+    width = -(-edges.num_records // _SLOTS)
+    _spread(edges.indptr, edges.owners, order, width, priority, bit, user)
+    return pa.table({"priority": priority, "bit": bit, "user": user})
 
 
 @compiled
-def _spread(indptr: Ints, order: Order, width: int, priority: Order, bit: Ints) -> None:
-    """Write each record's place and slot to its incidences; a slot has `width` places."""
+def _spread(
+    indptr: Ints,
+    owners: Owners,
+    order: Order,
+    width: int,
+    priority: Order,
+    bit: Ints,
+    user: Owners,
+) -> None:
+    """Write the incidences by place, each with its place and slot; a slot has `width` places."""
+    row = 0
     for place in range(len(order)):
         record = order[place]
         slot = np.int64(1) << (place // width)
         for at in range(indptr[record], indptr[record + 1]):
-            priority[at] = place
-            bit[at] = slot
+            priority[row] = place
+            bit[row] = slot
+            user[row] = owners[at]
+            row += 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -166,9 +192,14 @@ def refuse_in_rounds(
 
     `prioritised` is an Ibis table of `database` with integer columns `priority` and `user`: see
     `with_priority` and `records_of`. With a column `bit`, a power of two below 2^62 that never
-    falls as the priority rises, the first round takes the sketch. Tables named userdp_round_* are
-    made and dropped.
+    falls as the priority rises, the first round takes the sketch; priorities and users are then
+    numbered from zero without wide gaps. Tables named userdp_round_* are made and dropped.
     """
+    if finish_below < 0:
+        raise InputError(
+            f"finish_below={finish_below}: give a number of incidences, or 0 to decide all of them "
+            "on the engine."
+        )
     source, waiting = None, prioritised
     if not isinstance(prioritised.op(), ibis.expr.operations.UnboundTable):
         # It is read several times.
@@ -176,30 +207,37 @@ def refuse_in_rounds(
         waiting = database.store(source, prioritised)
     left = database.count(waiting)
     undecided: list[int] = []
-    refused: list[Ints] = []
+    refused: list[Ints] = [np.zeros(0, dtype=np.int64)]
     held = shuffles = 0
-    while left > finish_below:
-        first = not undecided
-        shuffles += SHUFFLES_OF_SKETCH if "bit" in waiting.columns else SHUFFLES_PER_ROUND
-        steps = _steps(
+    # The first round is the engine's whatever is left: it was asked to work, and it counts.
+    while left > (finish_below if undecided else 0):
+        sketched = "bit" in waiting.columns
+        to_take, to_refuse = _steps(
             waiting.get_name(),
             tuple(waiting.schema().items()),
-            max_records_per_user if first else None,
+            None if undecided else max_records_per_user,
             # Two names in turn, so that the queries of all rounds are translated once.
-            f"userdp_round_waiting_{len(undecided) % 2}",
+            len(undecided) % 2,
+            _ranges(database, waiting) if sketched else (),
         )
-        *made, following = [database.store(name, rows) for name, rows in steps]
-        refused.extend(database.fetch(made[-1]))
+        made = [database.store(*step) for step in to_take]
+        left = database.count(made[-1])
+        shuffles += SHUFFLES_TO_TAKE + SHUFFLES_OF_SKETCH * sketched
+        if left > finish_below:
+            made += [database.store(*step) for step in to_refuse]
+            refused.extend(database.fetch(made[-2]))
+            left = database.count(made[-1])
+            shuffles += SHUFFLES_TO_REFUSE + SHUFFLES_OF_SKETCH * sketched
         held = max(held, database.held_bytes())
-        done = [table.get_name() for table in made]
-        database.drop(*done, *([] if first else [waiting.get_name()]))
+        if left <= finish_below:
+            sketch = made[0].select("user", "spare") if sketched else None
+            refused.append(refuse_rest(database, made[-1], sketch, max_records_per_user))
+        *done, following = made
+        database.drop(*(table.get_name() for table in done))
+        if undecided:
+            database.drop(waiting.get_name())
         waiting = following
-        left = database.count(waiting)
         undecided.append(left)
-    if not undecided:
-        free = ibis.literal(max_records_per_user, "int64")
-        waiting = waiting.select("priority", "user", free=free)
-    refused.append(_finish(*database.fetch(waiting)))
     if undecided:
         database.drop(waiting.get_name())
     if source is not None:
@@ -238,45 +276,81 @@ def bit_or(bits: int) -> int:  # pyright: ignore[reportReturnType]
     """The bits set in any row: engines have it, Ibis does not translate it for all of them."""
 
 
-@ibis.udf.agg.builtin
-def bit_xor(bits: int) -> int:  # pyright: ignore[reportReturnType]
-    """The bits set in an odd number of rows."""
-
-
 @ibis.udf.scalar.builtin
 def bit_count(bits: int) -> int:  # pyright: ignore[reportReturnType]
     """The number of bits set."""
 
 
+class Step(NamedTuple):
+    """A table to be made; `filter_last` as `Database.store` takes it."""
+
+    name: str
+    rows: Any
+    filter_last: bool = False
+
+
+def _ranges(database: Database, waiting: Any) -> tuple[tuple[int, int], ...]:
+    """Ranges of priorities, all of them together, that the engine joins best one by one."""
+    (last,) = database.fetch(waiting.aggregate(last=waiting.priority.max()))
+    width = database.join_range or int(last[0]) + 1
+    return tuple((start, start + width) for start in range(0, int(last[0]) + 1, width))
+
+
 @lru_cache(maxsize=64)
 def _steps(
-    name: str, columns: tuple[tuple[str, Any], ...], free: int | None, following: str
-) -> tuple[tuple[str, Any], ...]:
-    """The tables of one round in the order they are made: the refused records, what waits, last.
+    name: str,
+    columns: tuple[tuple[str, Any], ...],
+    free: int | None,
+    turn: int,
+    ranges: tuple[tuple[int, int], ...],
+) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """The tables of one round in the order they are made, to take records and then to refuse some.
 
-    `free` are everyone's free places in the first round; later, `free` is a column.
+    The last of the first part is what was not taken; a user has `spare` more places than such
+    records (fewer, if negative), which the sketch says or a column. The last two of the second part
+    are the refused records, and what still waits, with `free` places. `free` are everyone's places
+    in the first round; later it is a column.
     """
-    steps: list[tuple[str, Any]] = []
+    steps: list[Step] = []
 
-    def add(step: str, rows: Any) -> Any:
-        steps.append((f"userdp_round_{step}", rows))
-        return ibis.table(rows.schema(), name=steps[-1][0])
+    def add(step: str, rows: Any, *, filter_last: bool = False) -> Any:
+        steps.append(Step(f"userdp_round_{step}", rows, filter_last))
+        return ibis.table(rows.schema(), name=steps[-1].name)
 
     waiting = ibis.table(dict(columns), name=name)
     if "bit" in waiting.columns:
         assert free is not None
         sketch = add("sketch", _sketch(waiting, free))
-        late = add("late", _late_by_sketch(waiting, sketch))
-        left = waiting.inner_join(late, "priority").inner_join(sketch, "user")
+        late = add("late", _late_by_sketch(waiting, sketch), filter_last=True)
+        left = add(f"left_{turn}", _join_in_ranges(waiting.drop("bit"), late, ranges))
+        users = left.group_by("user").aggregate(length=left.count()).inner_join(sketch, "user")
+        users = users.select("user", free=(users.spare + users.length).cast("int32"))
     else:
         line = add("line", _line_up(waiting, free))
         late = add("late", _once(line.filter(line.late)))
-        left = line.inner_join(late, "priority")
-    left = add("left", left.select("priority", "user", "spare"))
-    served = add("served", _serve(left))
+        left = add(f"left_{turn}", line.drop("late").inner_join(late, "priority"))
+        free_places = (left.spare.max() + left.count()).cast("int32")
+        users = left.group_by("user").aggregate(free=free_places)
+    num_to_take = len(steps)
+    # A user's line less what is left of it was taken: f - (n - l) places of f are free.
+    served = left.inner_join(users, "user").select("priority", "user", "free")
+    served = add("served", served)
     refused = add("refused", _once(served.filter(served.free == 0)))
-    steps.append((following, served.anti_join(refused, "priority")))
-    return tuple(steps)
+    add(f"waiting_{turn}", served.anti_join(refused, "priority"))
+    return tuple(steps[:num_to_take]), tuple(steps[num_to_take:])
+
+
+def _join_in_ranges(rows: Any, late: Any, ranges: tuple[tuple[int, int], ...]) -> Any:
+    """The rows of late records, joined range by range of their priorities."""
+    if len(ranges) == 1:
+        return rows.inner_join(late, "priority")
+    parts: list[Any] = []
+    for start, stop in ranges:
+        inside: list[Any] = [
+            table.filter(table.priority >= start, table.priority < stop) for table in (rows, late)
+        ]
+        parts.append(inside[0].inner_join(inside[1], "priority"))
+    return ibis.union(*parts)
 
 
 def _once(rows: Any) -> Any:
@@ -285,23 +359,16 @@ def _once(rows: Any) -> Any:
 
 
 def _sketch(waiting: Any, free: int) -> Any:
-    """Of each user without room for its whole line: the slots of its records.
+    """Of each user without room for its whole line: which slots hold any of its records.
 
-    A slot with an odd number of records counts once, one with an even number twice, and the records
-    that this leaves out may be anywhere: `reach` is how far one may count without exceeding `free`.
+    Each counts one record, and those that this leaves out may be anywhere: `reach` is how far one
+    may count without exceeding `free`.
     """
-    bits = waiting.group_by("user").aggregate(
-        length=waiting.count(), some=bit_or(waiting.bit), odd=bit_xor(waiting.bit)
-    )
+    bits = waiting.group_by("user").aggregate(length=waiting.count(), some=bit_or(waiting.bit))
     bits = bits.filter(bits.length > free)
-    even = bits.some - bits.odd
-    spare = free - bits.length
+    spare = (free - bits.length).cast("int32")
     return bits.select(
-        "user",
-        "some",
-        even=even,
-        reach=(spare + bit_count(bits.some) + bit_count(even)).cast("int32"),
-        spare=spare.cast("int32"),
+        "user", "some", reach=(spare + bit_count(bits.some)).cast("int32"), spare=spare
     )
 
 
@@ -309,9 +376,7 @@ def _late_by_sketch(waiting: Any, sketch: Any) -> Any:
     """The records that may stand beyond the free places of some owner: not taken in this round."""
     joined = waiting.inner_join(sketch, "user")
     upto = joined.bit + (joined.bit - 1)
-    once: Any = bit_count(joined.some & upto)
-    twice: Any = bit_count(joined.even & upto)
-    return _once(joined.filter(once + twice > joined.reach))
+    return _once(joined.filter(bit_count(joined.some & upto) > joined.reach))
 
 
 def _line_up(waiting: Any, free: int | None) -> Any:
@@ -335,35 +400,3 @@ def _line_up(waiting: Any, free: int | None) -> Any:
         spare=(lined.free - lined.length).cast("int32"),
         late=lined.position >= lined.free,
     )
-
-
-def _serve(left: Any) -> Any:
-    """The records that were not taken, with the free places that the taken ones leave.
-
-    A user's line less what is left of it was taken: f - (n - l) places of f are free.
-    """
-    users = left.group_by("user").aggregate(free=(left.spare.max() + left.count()).cast("int32"))
-    return left.inner_join(users, "user").select("priority", "user", "free")
-
-
-def _finish(priority: Ints, user: Ints, free: Ints) -> Ints:
-    """The priorities that the sequential pass refuses among what is still undecided."""
-    order = np.argsort(priority)
-    priority, user, free = priority[order], user[order], free[order]
-    first = np.flatnonzero(np.r_[True, priority[1:] != priority[:-1]][: len(priority)])
-    records = priority[first]
-    number, num_users = _small_numbers(user)
-    room = np.zeros(num_users, dtype=np.int64)
-    room[number] = free
-    taken = np.zeros(len(records), dtype=np.int64)
-    indptr = np.append(first, len(priority)).astype(np.int64)
-    take_in_order(indptr, number, np.arange(len(records)), room, taken)
-    return records[taken == 0]
-
-
-def _small_numbers(user: Ints) -> tuple[Ints, int]:
-    """Numbers for the users, and a bound on them; the users' own if an array by them is small."""
-    if len(user) and user.min() >= 0 and user.max() < 16 * len(user):
-        return user, int(user.max()) + 1
-    users, number = np.unique(user, return_inverse=True)
-    return number.reshape(-1), len(users)

@@ -27,6 +27,13 @@ _ARRAYS = (
     "guarantee",
 )
 
+# Where every record has one owner, these choose for a user from that user's records alone. Others
+# do not: a random order under a fixed seed depends on the number of all records, batches have a
+# common size, and a solver may break ties by anything.
+_USER_BY_USER = frozenset(
+    "greedy greedy-duplicates longest shortest highest-perplexity lowest-perplexity".split()
+)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Selection:
@@ -126,6 +133,25 @@ class Selection:
             raise InputError(
                 f"the selection claims at most {self.realised_bound} records a user, but a user "
                 f"owns {realised}: it was edited. Bound the contributions again."
+            )
+
+    def check_user_by_user(self, edges: Edges) -> None:
+        """Refuse to be used where who owns which record is private, unless users cannot interfere.
+
+        They cannot if every record has one owner and the method chose for each user alone: then a
+        user who comes or goes changes no other user's records. Call `check` as well.
+        """
+        if (edges.cardinality() > 1).any():
+            raise InputError(
+                "records have several owners, so that one user changes which records of others are "
+                "selected: only a fixed-graph adjacency, such as 'fixed-graph-zero-out' with unit "
+                "= 'record', covers that. It treats who owns which record as public."
+            )
+        if self.method not in _USER_BY_USER:
+            raise InputError(
+                f"method {self.method!r} may let one user change which records of others are "
+                "selected: only a fixed-graph adjacency covers that. Otherwise select by one of "
+                f"{', '.join(sorted(_USER_BY_USER))}."
             )
 
     def save(self, path: Path) -> None:

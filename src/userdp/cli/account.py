@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -12,7 +12,6 @@ from userdp.cli import common, mechanism
 from userdp.cli.mechanism import AccountantName, Mechanism, NoiseKind
 from userdp.errors import InputError
 from userdp.ledger import Ledger
-from userdp.statement import round_up
 from userdp.units import Adjacency, SamplingUnit
 
 
@@ -60,28 +59,13 @@ def account(
         raise InputError("--noise-multiplier 0 protects nobody: epsilon is infinite.")
     if not (math.isfinite(noise_multiplier) and noise_multiplier > 0):
         raise InputError(f"--noise-multiplier {noise_multiplier} is not a positive finite number.")
-    found = described.evaluate(noise_multiplier, delta)
-    if not math.isfinite(found.epsilon):
-        raise InputError(
-            f"no finite epsilon holds at delta={delta:g} here. Use more noise, or a larger delta."
-        )
-    payload: dict[str, Any] = {
-        "epsilon": found.epsilon,
-        "delta": delta,
-        "adjacency": adjacency.value,
-        "unit": unit.value,
-        "protects": "user",
-        "accountant": accountant.value,
-        "certified_by": found.certified_by,
-        "error_bound": found.error_bound if math.isfinite(found.error_bound) else None,
-    }
-    common.emit(
-        json,
-        payload,
-        f"(epsilon={round_up(found.epsilon):g}, delta={delta:g}), user-level, {adjacency.value}\n"
-        f"{described.in_words()}, noise_multiplier={noise_multiplier:g}\n"
-        f"certified by {found.certified_by}",
+    payload, text = mechanism.told(
+        described,
+        noise_multiplier=noise_multiplier,
+        delta=delta,
+        words=f"{described.in_words()}, noise_multiplier={noise_multiplier:g}",
     )
+    common.emit(json, payload, text)
 
 
 def _account_run(run: Path, as_json: bool) -> None:

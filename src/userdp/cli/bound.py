@@ -15,7 +15,11 @@ from userdp.cli import common
 from userdp.errors import InputError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from userdp.bounding.edges import Edges, Ints
+    from userdp.data.store import UserStore
 
 
 class Method(StrEnum):
@@ -28,9 +32,20 @@ class Method(StrEnum):
     BALANCED = "balanced"
     MIN_SEPARATION = "min-separation"
     RANDOM = "random"
+    LONGEST = "longest"
+    SHORTEST = "shortest"
+    HIGHEST_PERPLEXITY = "highest-perplexity"
+    LOWEST_PERPLEXITY = "lowest-perplexity"
     UNBOUNDED_RANDOM = "unbounded-random"
     UNBOUNDED_RANDOM_LOW = "unbounded-random-low"
     UNBOUNDED_RANDOM_HIGH = "unbounded-random-high"
+
+
+BY_PERPLEXITY = (Method.HIGHEST_PERPLEXITY, Method.LOWEST_PERPLEXITY)
+BY_TEXT = (Method.LONGEST, Method.SHORTEST, *BY_PERPLEXITY)
+
+# Tokens a row when records are scored, as `train` and `evaluate` cut them by default.
+ROW_TOKENS = 128
 
 
 class Where(StrEnum):
@@ -109,12 +124,22 @@ def bound(
         int | None,
         typer.Option(help="With min-separation: b; left out, the largest that is found."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="With perplexity methods: a public model's path or name, not of these users."
+        ),
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(help="With random methods: fixes the draw, which is no secret.")
     ] = None,
     json: common.Json = False,
 ) -> None:
-    """Choose records so that no user owns more than K of them, from the owners alone."""
+    """Choose records so that no user owns more than K of them.
+
+    From the owners alone; longest, shortest and the perplexity methods read the texts of a store
+    whose records have one owner each.
+    """
     from userdp.bounding.edges import Edges
     from userdp.bounding.greedy import check_bound
     from userdp.bounding.selection import Selection
@@ -129,6 +154,11 @@ def bound(
         raise InputError("give --max-records-per-user, the most records any user may contribute.")
     if max_records_per_user is not None:
         check_bound(max_records_per_user)
+    if (model is not None) != (method in BY_PERPLEXITY):
+        raise InputError(
+            "--model goes with highest-perplexity and lowest-perplexity, which need it: a public "
+            f"model that scores records, not trained on these users. The method is {method.value}."
+        )
     edges = Edges.load(source)
 
     start = time.perf_counter()
@@ -140,6 +170,8 @@ def bound(
             found = _in_rounds(edges, max_records_per_user, engine, finish_below)
         elif method is Method.BALANCED:
             found = _balanced(edges, max_records_per_user, few_owners, few_run, many_run, grid)
+        elif method in BY_TEXT:
+            found = _by_text(source, max_records_per_user, method, model)
         elif method in (Method.EXACT, Method.EXACT_DUPLICATES):
             found = _exact(edges, max_records_per_user, method, weight, time_limit)
         else:
@@ -258,6 +290,49 @@ def _heuristic(edges: Edges, k: int, method: Method, weight: Weight, seed: int |
         bound=k,
         upper_bound=upper,
         optimal=int(multiplicity.sum()) == upper,
+    )
+
+
+def _by_text(source: Path, k: int, method: Method, model: str | None) -> _Found:
+    from userdp.data.select import best_records, check_single_owners
+    from userdp.data.store import UserStore
+
+    if not source.is_dir():
+        raise InputError(
+            f"--method {method.value} chooses by what records say, and {source} holds owners only: "
+            "give the store's directory, or a method such as greedy."
+        )
+    store = UserStore.open(source)
+    check_single_owners(store)
+    scores = store.bytes_per_record().astype(float) if model is None else _losses(store, model)
+    if method in (Method.SHORTEST, Method.LOWEST_PERPLEXITY):
+        scores = -scores
+    # A record in which nothing is predicted has no perplexity, and comes last either way.
+    scores[scores != scores] = float("-inf")
+    multiplicity = best_records(store, scores, at_most=k)
+    # Every user keeps as many records as the bound allows.
+    size = int(multiplicity.sum())
+    return _Found(multiplicity=multiplicity, bound=k, upper_bound=size, optimal=True)
+
+
+def _losses(store: UserStore, model: str) -> NDArray[np.float64]:
+    """The mean loss of each record under a model: the logarithm of its perplexity."""
+    common.quiet_transformers()
+    from userdp.data.tokens import tokenise_with_records
+    from userdp.evaluation import mean_losses
+    from userdp.models.load import load_model
+
+    scorer, tokenizer = load_model(model)
+    positions = getattr(scorer.config, "max_position_embeddings", None) or ROW_TOKENS
+    rows, record_of_row = tokenise_with_records(
+        store, tokenizer, sequence_length=min(ROW_TOKENS, positions)
+    )
+    return mean_losses(
+        scorer,
+        rows,
+        record_of_row,
+        num_records=store.num_records,
+        pad_token=tokenizer.pad_token_id,
     )
 
 

@@ -9,7 +9,6 @@ import typer
 
 from userdp.cli import common, mechanism
 from userdp.cli.mechanism import AccountantName, Mechanism, NoiseKind
-from userdp.statement import round_up
 from userdp.units import Adjacency, SamplingUnit
 
 
@@ -43,22 +42,15 @@ def calibrate(
         participations=participations,
     )
     noise_multiplier = described.calibrate(epsilon, delta)
-    found = described.evaluate(noise_multiplier, delta)
+    payload, text = mechanism.told(
+        described, noise_multiplier=noise_multiplier, delta=delta, words=described.in_words()
+    )
     common.emit(
         json,
         {
             "noise_multiplier": noise_multiplier,
-            "epsilon": found.epsilon,
-            "delta": delta,
-            "adjacency": adjacency.value,
-            "unit": unit.value,
-            "protects": "user",
-            "accountant": accountant.value,
-            "certified_by": found.certified_by,
+            **payload,
             "seconds": time.perf_counter() - start,
         },
-        f"noise_multiplier={noise_multiplier:.5g}\n"
-        f"(epsilon={round_up(found.epsilon):g}, delta={delta:g}), user-level, {adjacency.value}, "
-        f"{described.in_words()}\n"
-        f"certified by {found.certified_by}",
+        f"noise_multiplier={noise_multiplier:.5g}\n{text}",
     )

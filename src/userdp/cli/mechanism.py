@@ -5,10 +5,11 @@ They become one function from a noise multiplier to the event of the whole run, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,10 +17,11 @@ from userdp.accounting import accountant, events, group, renyi
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.cli import common
-from userdp.errors import InputError
+from userdp.errors import InputError, UnaccountedPlanError
 from userdp.noise.gaussian import Gaussian
 from userdp.plan import step_event
 from userdp.sampling import PoissonRecords
+from userdp.statement import round_up
 from userdp.units import Adjacency, SamplingUnit
 
 
@@ -151,6 +153,14 @@ class Mechanism:
                     self._event(noise_multiplier, 1), group_size=self.group_size, delta=delta
                 )
 
+    def exact(self, noise_multiplier: float, delta: float) -> Evaluation | None:
+        """Epsilon by PLD, to stand beside a looser one; None where that has no rule."""
+        try:
+            found = replace(self, accountant=AccountantName.PLD).evaluate(noise_multiplier, delta)
+        except UnaccountedPlanError:
+            return None
+        return found if math.isfinite(found.epsilon) else None
+
     def calibrate(self, epsilon: float, delta: float) -> float:
         """The least noise multiplier whose epsilon by this accountant is at most `epsilon`."""
         if self.accountant is AccountantName.PLD:
@@ -174,6 +184,44 @@ class Mechanism:
         ):
             words += f", at most {self.group_size} records a user"
         return words
+
+
+def told(
+    described: Mechanism, *, noise_multiplier: float, delta: float, words: str
+) -> tuple[dict[str, Any], str]:
+    """What both commands tell of a run with this noise: keys for JSON, lines for a person.
+
+    Beside an epsilon of a looser accountant stands that of PLD.
+    """
+    found = described.evaluate(noise_multiplier, delta)
+    if not math.isfinite(found.epsilon):
+        raise InputError(
+            f"no finite epsilon holds at delta={delta:g} here. Use more noise, or a larger delta."
+        )
+    is_pld = described.accountant is AccountantName.PLD
+    exact = found if is_pld else described.exact(noise_multiplier, delta)
+    payload: dict[str, Any] = {
+        "epsilon": found.epsilon,
+        "epsilon_pld": None if exact is None else exact.epsilon,
+        "delta": delta,
+        "adjacency": described.adjacency.value,
+        "unit": described.unit.value,
+        "protects": "user",
+        "accountant": described.accountant.value,
+        "certified_by": found.certified_by,
+        "error_bound": found.error_bound if math.isfinite(found.error_bound) else None,
+    }
+    lines = [
+        f"(epsilon={round_up(found.epsilon):g}, delta={delta:g}), user-level, "
+        f"{described.adjacency.value}",
+        words,
+        f"certified by {found.certified_by}",
+    ]
+    if exact is not None and not is_pld:
+        lines.append(
+            f"by PLD epsilon={round_up(exact.epsilon):g}, certified by {exact.certified_by}"
+        )
+    return payload, "\n".join(lines)
 
 
 def _bisected(epsilon_of: Callable[[float], float], target: float) -> float:

@@ -37,3 +37,10 @@ def clip_factors(
             factors = factors / norm_bound
     finite = torch.isfinite(squared_norms).all(0, keepdim=True)
     return torch.where(finite, factors, 0.0)
+
+
+def largest_norm(rule: ClipRule, clip_norm: Tensor | float | None = None) -> Tensor | float:
+    """The largest norm that a clipped update may have; `clip_norm` as in `clip_factors`."""
+    if isinstance(rule, AutomaticClip | NormalisedClip) or clip_norm is None:
+        return rule.bound
+    return clip_norm

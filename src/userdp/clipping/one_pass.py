@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from userdp.clipping.any_layer import AnyLayer
 from userdp.clipping.compiled import Execution, pretrained
-from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
+from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors, largest_norm
 from userdp.clipping.forms import Form, Rows, Stored
 from userdp.clipping.layers import Embedding, Product, Tape
 from userdp.clipping.pack import Users
@@ -204,7 +204,8 @@ class OnePass:
             squared = self._sums.squared_norms(grouped, self._tied_places(forms))
             factors = clip_factors(squared, self._rule, margin=self.margin, clip_norm=clip_norm)
             place = {id(p): tensor for p, tensor in zip(self._parameters, total, strict=True)}
-            self._sums.add(grouped, [place[id(parameter)] for parameter, _ in forms], factors)
+            factors = self._sums.scale(factors, largest_norm(self._rule, clip_norm))
+            self._sums.add([place[id(parameter)] for parameter, _ in forms], factors)
         return squared.sum(0).sqrt()
 
     def _hand_out(self, loss: Tensor) -> dict[nn.Module, dict[str, Tensor]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from userdp.clipping.compiled import Execution
-from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
+from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors, largest_norm
 from userdp.clipping.forms import Stored
 from userdp.clipping.pack import Users
 from userdp.clipping.rules import ClipRule, PerLayerClip
@@ -62,5 +62,5 @@ class OneUser:
         squared = self._sums.squared_norms(forms, [])
         margin = ROUNDING_MARGIN * torch.finfo(squared.dtype).eps
         factors = clip_factors(squared, self._rule, margin=margin, clip_norm=clip_norm)
-        self._sums.add(forms, into, factors)
+        self._sums.add(into, self._sums.scale(factors, largest_norm(self._rule, clip_norm)))
         return squared.sum().sqrt()

@@ -99,21 +99,26 @@ def pack(
         if left and larger is not None and larger.tokens <= max_tokens:
             members[larger] += left
         elif left:
-            count = min(limit, _power_of_two(len(left))) if ladder else len(left)
+            count = min(limit, ladder_step(len(left))) if ladder else len(left)
             yield _together([groups[i] for i in left], size, count)
 
 
 def _rounded(size: Size) -> Size:
     return Size(
-        rows=_power_of_two(size.rows),
-        length=max(16, _power_of_two(size.length)) if size.length > 1 else 1,
+        rows=ladder_step(size.rows),
+        length=max(16, ladder_step(size.length)) if size.length > 1 else 1,
         rest=size.rest,
     )
 
 
-def _power_of_two(number: int) -> int:
-    """The smallest power of two that is not below the number."""
-    return 1 << (number - 1).bit_length()
+def ladder_step(number: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, ... that is not below the number.
+
+    >>> [ladder_step(n) for n in (1, 3, 5, 9, 13, 100)]
+    [1, 3, 6, 12, 16, 128]
+    """
+    power = 1 << (number - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and power * 3 // 4 >= number else power
 
 
 def _together(groups: Sequence[Batch], size: Size, count: int) -> Users:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,18 +33,39 @@ class ClippedSum:
     num_updates: int
 
 
-class Sums:
-    """Norms and sums of the same kinds of forms, batch after batch.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Entry:
+    """The pairs that one input gave rise to and that are clipped together."""
 
-    On CUDA, all stored gradients go through one kernel launch for the norms and one for the sums,
-    instead of one for each of hundreds of small tensors.
+    group: int
+    pairs: list[Pair]
+
+    @property
+    def tensors(self) -> tuple[Tensor, list[Tensor]]:
+        """The input, and the output gradients."""
+        return self.pairs[0].inputs_ULI, [pair.output_gradients_ULO for pair in self.pairs]
+
+    @property
+    def scale_input(self) -> bool:
+        """Whether the input is the side to scale: one for several outputs, or the narrower."""
+        x, ys = self.tensors
+        return len(ys) > 1 or x.shape[2] <= ys[0].shape[2]
+
+
+class Sums:
+    """The clipped sum of one batch's forms: `squared_norms`, then `scale`, then `add`.
+
+    One object serves batches of one shape, one after the other. On CUDA, all stored gradients go
+    through one kernel launch for the norms and one for the sums, and so do all pairs, instead of
+    one launch for each of hundreds of small tensors.
     """
 
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
-        self._tables: dict[torch.dtype, StoredTable] = {}
+        self._stored: dict[torch.dtype, StoredTable] = {}
         self._grams: dict[int, GramTable] = {}
-        self._groups: Tensor | None = None
+        self._group_rows: dict[tuple[int, ...], Tensor] = {}
+        self._batch: _Batch | None = None
 
     def squared_norms(self, forms: Sequence[Grouped], ties: Sequence[tuple[int, int]]) -> Tensor:
         """(groups, users): the squared norm of each user's gradient over each group's parameters.
@@ -52,113 +73,181 @@ class Sums:
         `ties` are places (embedding, head) in `forms` of one shared weight: ||e + h||^2 is
         ||e||^2 + ||h||^2 + 2 <e, h>.
         """
+        forms = [(group if self._num_groups > 1 else 0, form) for group, form in forms]
+        entries = _entries(forms)
+        batch = _Batch(forms=forms, ties=list(ties), entries=entries)
+        batch.others = self._other_norms(forms)
+        parts = [batch.others]
+        if entries:
+            parts.append(self._by_group([e.group for e in entries], self._pair_norms(entries)))
+        if ties:
+            groups = [forms[embedding][0] for embedding, _ in ties]
+            inner = [_inner_products(forms[e][1], forms[h][1]) for e, h in ties]
+            parts.append(self._by_group(groups, 2 * torch.stack(inner)))
+        self._batch = batch
+        return torch.stack(parts).sum(0)
+
+    def _other_norms(self, forms: Sequence[Grouped]) -> Tensor:
+        """Squared norms of what is stored and of embedding rows, by group."""
         groups: list[int] = []
         norms: list[Tensor] = []
-        for dtype, members in _by_dtype(forms).items():
-            table = self._table(dtype, members)
+        for dtype, members in _stored_by_dtype(forms).items():
+            gradients = [form.gradients_U for _, form in members]
+            table = self._stored_table(dtype, members)
             if table is not None:
                 groups += table.block_groups
-                norms.append(table.squared_norms([form.gradients_U for _, form in members]))
+                norms.append(table.squared_norms(gradients))
             else:
                 groups += [group for group, _ in members]
-                norms += [kernels.squared_norms(form.gradients_U)[None] for _, form in members]
-        for inputs in self._by_input(forms):
-            pair_groups, pair_norms = self._gram_norms(inputs)
-            groups += pair_groups
-            norms.append(pair_norms)
+                norms += [kernels.squared_norms(gradient)[None] for gradient in gradients]
         for group, form in forms:
             if isinstance(form, Rows):
                 groups.append(group)
-                squares = kernels.run(kernels.rows_squared_norms, form.ids_UL, form.gradients_ULD)
-                norms.append(squares[None])
-        for embedding, head in ties:
-            group, rows = forms[embedding]
-            assert isinstance(rows, Rows)
-            groups.append(group)
-            norms.append(2 * _inner_products(rows, forms[head][1])[None])
-        stacked = torch.cat(norms)
+                ids, gradients_ULD = form.ids_UL, form.gradients_ULD
+                norms.append(kernels.run(kernels.rows_squared_norms, ids, gradients_ULD)[None])
+        if not norms:
+            first = next(form for _, form in forms if isinstance(form, Pair)).inputs_ULI
+            return at_least_float32(first.new_zeros(self._num_groups, len(first)))
+        return self._by_group(groups, torch.cat(norms))
+
+    def _by_group(self, groups: Sequence[int], values: Tensor) -> Tensor:
+        """Values (n, users) added up by group: (groups, users)."""
         if self._num_groups == 1:
-            return stacked.sum(0, keepdim=True)
-        if self._groups is None or len(self._groups) != len(groups):
+            return values.sum(0, keepdim=True)
+        key = tuple(groups)
+        if key not in self._group_rows:
             # Kept: nothing may be sent from the host while a graph is captured.
-            self._groups = torch.tensor(groups, device=stacked.device)
-        zeros = stacked.new_zeros(self._num_groups, stacked.shape[1])
-        return zeros.index_add_(0, self._groups, stacked)
+            self._group_rows[key] = torch.tensor(groups, device=values.device)
+        zeros = values.new_zeros(self._num_groups, values.shape[1])
+        return zeros.index_add_(0, self._group_rows[key], values)
 
-    def _by_input(self, forms: Sequence[Grouped]) -> Iterator[list[tuple[int, list[Pair]]]]:
-        """Pairs that one input gave rise to and that are clipped together, by token count."""
-        found: dict[tuple[int, int], list[Pair]] = {}
-        for group, form in forms:
-            if isinstance(form, Pair):
-                clipped_with = group if self._num_groups > 1 else 0
-                found.setdefault((clipped_with, id(form.inputs_ULI)), []).append(form)
-        by_length: dict[int, list[tuple[int, list[Pair]]]] = {}
-        for (group, _), pairs in found.items():
-            by_length.setdefault(pairs[0].inputs_ULI.shape[1], []).append((group, pairs))
-        yield from by_length.values()
-
-    def _gram_norms(self, inputs: list[tuple[int, list[Pair]]]) -> tuple[list[int], Tensor]:
-        """Each input's clip group, and the squared norms of all pairs it is in: (inputs, users)."""
-        first = inputs[0][1][0].inputs_ULI
-        if not kernels.half_on_cuda(first):
-            norms = [
-                sum(kernels.gram_norms(p.inputs_ULI, p.output_gradients_ULO) for p in pairs)
-                for _, pairs in inputs
+    def _pair_norms(self, entries: Sequence[Entry]) -> Tensor:
+        """(entries, users)."""
+        if not kernels.half_on_cuda(entries[0].tensors[0]):
+            return torch.stack(
+                [
+                    torch.stack([kernels.gram_norms(x, y) for y in ys]).sum(0)
+                    for x, ys in (entry.tensors for entry in entries)
+                ]
+            )
+        return torch.cat(
+            [
+                self._gram_table(part).squared_norms([entry.tensors for entry in part])
+                for part in _by_length(entries)
             ]
-            return [group for group, _ in inputs], torch.stack(norms)  # type: ignore[arg-type]
-        from userdp.clipping.triton_kernels import GramTable
+        )
 
-        # The widest first: the last programs of a launch should be short ones.
-        inputs = sorted(inputs, key=lambda entry: -_width(entry[1]))
-        tensors = [
-            (pairs[0].inputs_ULI, [pair.output_gradients_ULO for pair in pairs])
-            for _, pairs in inputs
-        ]
-        length = first.shape[1]
-        if length not in self._grams:
-            self._grams[length] = GramTable(tensors)
-        return [group for group, _ in inputs], self._grams[length].squared_norms(tensors)
+    def scale(self, factors: Tensor, bound: Tensor | float) -> Tensor:
+        """Scale the pairs; the factors, zero for users whose sum could not be vouched for.
 
-    def _table(
-        self, dtype: torch.dtype, members: Sequence[tuple[int, Stored]]
-    ) -> StoredTable | None:
-        """The CUDA kernels' table of these gradients, made when they are first seen."""
-        if not members[0][1].gradients_U.is_cuda or dtype == torch.float64:
-            return None
-        if dtype not in self._tables:
-            from userdp.clipping.triton_kernels import StoredTable
+        A scaled side is rounded in its own dtype, so the norm of what will be summed is taken again
+        from the rounded values. Guarantee: sum over groups of ||what the user adds||^2 is at most
+        bound^2, for every user; margins make sure that hardly anybody is lost.
+        """
+        batch = self._batch
+        assert batch is not None
+        if not batch.entries or not kernels.half_on_cuda(batch.entries[0].tensors[0]):
+            # Rounding in float32 or better stays within the margin.
+            batch.scaled = {
+                id(entry): kernels.run(kernels.scaled, _scaled_side(entry), factors[entry.group])
+                for entry in batch.entries
+            }
+            return factors
+        parts = [factors.square() * batch.others]
+        for part in _by_length(batch.entries):
+            rows = [entry.group for entry in part]
+            tensors = [entry.tensors for entry in part]
+            sides, norms = self._gram_table(part).scaled(tensors, rows, factors)
+            batch.scaled |= {id(entry): side for entry, side in zip(part, sides, strict=True)}
+            parts.append(self._by_group(rows, norms))
+        for embedding, head in batch.ties:
+            group, rows_form = batch.forms[embedding]
+            other = batch.rounded(batch.forms[head][1])
+            inner = _inner_products(rows_form, other)
+            # The scaled side already holds the factor once.
+            once = factors[group] if isinstance(other, Pair) else factors[group].square()
+            parts.append(self._by_group([group], (2 * once * inner)[None]))
+        total = torch.stack(parts).sum((0, 1))
+        return torch.where(total <= bound**2, factors, 0.0)
 
-            groups = [group if self._num_groups > 1 else 0 for group, _ in members]
-            self._tables[dtype] = StoredTable([form.gradients_U for _, form in members], groups)
-        return self._tables[dtype]
-
-    def add(self, forms: Sequence[Grouped], totals: Sequence[Tensor], factors: Tensor) -> None:
+    def add(self, totals: Sequence[Tensor], factors: Tensor) -> None:
         """totals[i] += sum_u factors[group_i, u] * (user u's gradient in form i)."""
-        factor = lambda group: factors[group if len(factors) > 1 else 0]  # noqa: E731
-        place = {id(form): total for (_, form), total in zip(forms, totals, strict=True)}
-        for dtype, members in _by_dtype(forms).items():
+        batch, self._batch = self._batch, None
+        assert batch is not None
+        place = {id(form): total for (_, form), total in zip(batch.forms, totals, strict=True)}
+        for dtype, members in _stored_by_dtype(batch.forms).items():
             gradients = [form.gradients_U for _, form in members]
             where = [place[id(form)] for _, form in members]
-            table = self._table(dtype, members)
-            if table is not None and all(total.dtype == torch.float32 for total in where):
+            table = self._stored_table(dtype, members)
+            if table is not None:
                 table.add_weighted_sums(gradients, where, factors)
                 continue
             for (group, _), gradient, total in zip(members, gradients, where, strict=True):
-                kernels.add_weighted_sum(total, gradient, factor(group))
-        # What was scaled is kept while it is used again: layers share inputs.
-        scaled: dict[tuple[int, int], Tensor] = {}
-        for group, form in forms:
-            if isinstance(form, Pair):
-                row = group if len(factors) > 1 else 0
-                _add_pair(place[id(form)], form, factors[row], scaled, row)
-            elif isinstance(form, Rows):
+                kernels.add_weighted_sum(total, gradient, factors[group])
+        for entry in batch.entries:
+            scaled = batch.scaled[id(entry)]
+            kernels.silence_(scaled, factors[entry.group])
+            for pair in entry.pairs:
+                _add_pair(place[id(pair)], pair, entry.scale_input, scaled, factors[entry.group])
+        for group, form in batch.forms:
+            if isinstance(form, Rows):
                 wide = at_least_float32(form.gradients_ULD)
-                rows = kernels.run(kernels.scaled, wide, factor(group)).flatten(0, 1)
+                rows = kernels.run(kernels.scaled, wide, factors[group]).flatten(0, 1)
                 total = place[id(form)]
                 total.index_add_(0, form.ids_UL.flatten(), rows.to(total.dtype))
 
+    def _stored_table(
+        self, dtype: torch.dtype, members: Sequence[tuple[int, Stored]]
+    ) -> StoredTable | None:
+        """The CUDA kernels' table of these gradients, made when they are first seen."""
+        first = members[0][1].gradients_U
+        if not first.is_cuda or dtype == torch.float64:
+            return None
+        if dtype not in self._stored:
+            from userdp.clipping.triton_kernels import StoredTable
 
-def _by_dtype(forms: Sequence[Grouped]) -> dict[torch.dtype, list[tuple[int, Stored]]]:
+            gradients = [form.gradients_U for _, form in members]
+            self._stored[dtype] = StoredTable(gradients, [group for group, _ in members])
+        return self._stored[dtype]
+
+    def _gram_table(self, entries: Sequence[Entry]) -> GramTable:
+        length = entries[0].tensors[0].shape[1]
+        if length not in self._grams:
+            from userdp.clipping.triton_kernels import GramTable
+
+            self._grams[length] = GramTable(
+                [entry.tensors for entry in entries], [entry.scale_input for entry in entries]
+            )
+        return self._grams[length]
+
+
+class _Batch:
+    """What is known of one batch between its norms and its sum."""
+
+    def __init__(
+        self, *, forms: list[Grouped], ties: list[tuple[int, int]], entries: list[Entry]
+    ) -> None:
+        self.forms = forms
+        self.ties = ties
+        self.entries = entries
+        self.others: Tensor
+        self.scaled: dict[int, Tensor] = {}
+
+    def rounded(self, form: Form) -> Form:
+        """A pair with its scaled side as it will be summed; any other form as it is."""
+        if not isinstance(form, Pair):
+            return form
+        entry = next(entry for entry in self.entries if form in entry.pairs)
+        scaled = self.scaled[id(entry)]
+        x, y = form.inputs_ULI, form.output_gradients_ULO
+        return Pair(
+            inputs_ULI=scaled if entry.scale_input else x,
+            output_gradients_ULO=y if entry.scale_input else scaled,
+            transposed=form.transposed,
+        )
+
+
+def _stored_by_dtype(forms: Sequence[Grouped]) -> dict[torch.dtype, list[tuple[int, Stored]]]:
     found: dict[torch.dtype, list[tuple[int, Stored]]] = {}
     for group, form in forms:
         if isinstance(form, Stored):
@@ -166,23 +255,41 @@ def _by_dtype(forms: Sequence[Grouped]) -> dict[torch.dtype, list[tuple[int, Sto
     return found
 
 
+def _entries(forms: Sequence[Grouped]) -> list[Entry]:
+    """The pairs by input and group, sorted by token count and, the widest first, by width."""
+    found: dict[tuple[int, int], Entry] = {}
+    for group, form in forms:
+        if isinstance(form, Pair):
+            key = (group, id(form.inputs_ULI))
+            found.setdefault(key, Entry(group=group, pairs=[])).pairs.append(form)
+
+    def order(entry: Entry) -> tuple[int, int]:
+        x, ys = entry.tensors
+        # The last programs of a launch should be short ones.
+        return x.shape[1], -sum(y.shape[2] for y in ys)
+
+    return sorted(found.values(), key=order)
+
+
+def _by_length(entries: Sequence[Entry]) -> list[list[Entry]]:
+    found: dict[int, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.tensors[0].shape[1], []).append(entry)
+    return list(found.values())
+
+
+def _scaled_side(entry: Entry) -> Tensor:
+    x, ys = entry.tensors
+    return x if entry.scale_input else ys[0]
+
+
 def _add_pair(
-    total: Tensor,
-    pair: Pair,
-    factors_U: Tensor,
-    scaled: dict[tuple[int, int], Tensor],
-    row: int,
+    total: Tensor, pair: Pair, scale_input: bool, scaled: Tensor, factors_U: Tensor
 ) -> None:
-    """Scale the narrower side, or the input if it is scaled already; then one product."""
+    """total += y^T x with one side scaled; the other is silenced where the factor is zero."""
     x, y = pair.inputs_ULI, pair.output_gradients_ULO
-    if x.shape[2] <= y.shape[2] or (id(x), row) in scaled:
-        kernels.silence_(y, factors_U)
-        if (id(x), row) not in scaled:
-            scaled[id(x), row] = kernels.run(kernels.scaled, x, factors_U)
-        x = scaled[id(x), row]
-    else:
-        kernels.silence_(x, factors_U)
-        y = kernels.run(kernels.scaled, y, factors_U)
+    kernels.silence_(y if scale_input else x, factors_U)
+    x, y = (scaled, y) if scale_input else (x, scaled)
     x, y = x.flatten(0, 1), y.flatten(0, 1)
     if pair.transposed:
         kernels.add_product(total, x.T, y)
@@ -190,12 +297,9 @@ def _add_pair(
         kernels.add_product(total, y.T, x)
 
 
-def _width(pairs: list[Pair]) -> int:
-    return sum(pair.output_gradients_ULO.shape[2] for pair in pairs)
-
-
-def _inner_products(rows: Rows, other: Form) -> Tensor:
+def _inner_products(rows: Form, other: Form) -> Tensor:
     """<e_u, h_u> of an embedding and a head that share their weight."""
+    assert isinstance(rows, Rows)
     ids, gradients = rows.ids_UL, rows.gradients_ULD
     if isinstance(other, Stored):
         return kernels.run(kernels.inner_with_stored, ids, gradients, other.gradients_U)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -72,17 +73,19 @@ def _typed(address, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _tiles_of(pair):
+    """The tiles (i, j), j <= i, of the pair with this number."""
+    i = ((tl.sqrt(8.0 * pair.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    i += ((i + 1) * (i + 2) // 2 <= pair).to(tl.int32)
+    i -= (i * (i + 1) // 2 > pair).to(tl.int32)
+    return i, pair - i * (i + 1) // 2
+
+
+@triton.jit
 def _add_gram(
-    gram,
-    base,
-    width,
-    rows_i,
-    rows_j,
-    length,
-    SLICE: tl.constexpr,
-    ONE_TILE: tl.constexpr,
+    gram, base, width, rows_i, rows_j, length, SLICE: tl.constexpr, ONE_TILE: tl.constexpr
 ):
-    # gram += a b^T over all columns, a and b the rows i and j of one user's matrix.
+    """gram += a b^T over all columns, a and b the rows i and j of one user's matrix."""
     columns = tl.arange(0, SLICE)
     inside_i = rows_i[:, None] < length
     inside_j = rows_j[:, None] < length
@@ -102,11 +105,13 @@ def _add_gram(
 def _gram_kernel(
     x_addresses,
     x_widths,
+    scale_x,
     first_y,
     last_y,
     y_addresses,
     y_widths,
     sums_pointer,
+    kept_pointer,
     length,
     num_users,
     num_pairs,
@@ -118,14 +123,11 @@ def _gram_kernel(
     DTYPE: tl.constexpr,
 ):
     # One program: one input x with the outputs y that were computed from it, one user, and one pair
-    # of token tiles (i, j), j <= i; the mirror image counts too.
+    # of token tiles; its mirror image counts too.
     entry = tl.program_id(0) // num_pairs
     pair = tl.program_id(0) % num_pairs
     user = tl.program_id(1).to(tl.int64)
-    i = ((tl.sqrt(8.0 * pair.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
-    i += ((i + 1) * (i + 2) // 2 <= pair).to(tl.int32)
-    i -= (i * (i + 1) // 2 > pair).to(tl.int32)
-    j = pair - i * (i + 1) // 2
+    i, j = _tiles_of(pair)
     rows_i = i * TILE + tl.arange(0, TILE)
     rows_j = j * TILE + tl.arange(0, TILE)
 
@@ -141,73 +143,180 @@ def _gram_kernel(
         gram_y = _add_gram(gram_y, y, y_width, rows_i, rows_j, length, SLICE, ONE_TILE)
 
     terms = tl.sum(gram_x * gram_y)
-    sums = sums_pointer + (entry * num_users + user) * (num_pairs + 2 * num_tiles)
+    item = entry * num_users + user
+    sums = sums_pointer + item * (num_pairs + 2 * num_tiles)
     tl.store(sums + pair, tl.where(i == j, terms, 2 * terms))
     if i == j:
         diagonal = rows_i[:, None] == rows_j[None, :]
         tl.store(sums + num_pairs + i, tl.sum(tl.where(diagonal, gram_x, 0.0)))
         tl.store(sums + num_pairs + num_tiles + i, tl.sum(tl.where(diagonal, gram_y, 0.0)))
+    # The Gram matrix of the side that will not be scaled is kept for the second look.
+    kept = tl.where(tl.load(scale_x + entry) != 0, gram_y, gram_x)
+    square = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    tl.store(kept_pointer + (item * num_pairs + pair) * TILE * TILE + square, kept)
+
+
+@triton.jit
+def _scaled_slice(base, width, rows, column, length, factor):
+    inside = (rows[:, None] < length) & (column < width)
+    value = tl.load(base + rows[:, None] * width + column, inside, 0.0)
+    # A factor of zero silences even a value that is not finite.
+    wide = tl.where(factor == 0.0, 0.0, value.to(tl.float32) * factor)
+    return wide.to(value.dtype), inside
+
+
+@triton.jit
+def _scale_kernel(
+    in_addresses,
+    out_addresses,
+    widths,
+    factor_rows,
+    factors_pointer,
+    sums_pointer,
+    kept_pointer,
+    length,
+    num_users,
+    num_pairs,
+    num_tiles,
+    TILE: tl.constexpr,
+    SLICE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    # Scales one side of a pair by the users' factors, rounding as its dtype does, and takes the
+    # norm again: that of exactly the values that will be summed.
+    entry = tl.program_id(0) // num_pairs
+    pair = tl.program_id(0) % num_pairs
+    user = tl.program_id(1).to(tl.int64)
+    i, j = _tiles_of(pair)
+    rows_i = i * TILE + tl.arange(0, TILE)
+    rows_j = j * TILE + tl.arange(0, TILE)
+    factor = tl.load(factors_pointer + tl.load(factor_rows + entry) * num_users + user)
+    width = tl.load(widths + entry).to(tl.int32) * UNIT
+    values = _typed(tl.load(in_addresses + entry), DTYPE) + user * length * width
+    out = _typed(tl.load(out_addresses + entry), DTYPE) + user * length * width
+    gram = tl.zeros((TILE, TILE), tl.float32)
+    for start in range(0, width, SLICE):
+        column = start + tl.arange(0, SLICE)[None, :]
+        a, inside = _scaled_slice(values, width, rows_i, column, length, factor)
+        if ONE_TILE:
+            tl.store(out + rows_i[:, None] * width + column, a, inside)
+            gram = tl.dot(a, tl.trans(a), gram)
+        else:
+            if i == j:
+                tl.store(out + rows_i[:, None] * width + column, a, inside)
+            b, _ = _scaled_slice(values, width, rows_j, column, length, factor)
+            gram = tl.dot(a, tl.trans(b), gram)
+    item = entry * num_users + user
+    square = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    kept = tl.load(kept_pointer + (item * num_pairs + pair) * TILE * TILE + square)
+    terms = tl.sum(gram * kept)
+    sums = sums_pointer + item * (num_pairs + 2 * num_tiles)
+    tl.store(sums + pair, tl.where(i == j, terms, 2 * terms))
+    if i == j:
+        diagonal = rows_i[:, None] == rows_j[None, :]
+        tl.store(sums + num_pairs + i, tl.sum(tl.where(diagonal, gram, 0.0)))
+        tl.store(sums + num_pairs + num_tiles + i, tl.sum(tl.where(diagonal, kept, 0.0)))
 
 
 class GramTable:
-    """||y^T x||^2 of every user, from above, summed over the outputs y of each input x.
+    """Norms of gradients g_u = y_u^T x_u that are not formed, for all inputs x in one launch.
 
-    All in one launch, by tiles of tokens; nothing of size L x L is written.
+    Each entry is an input x_ULI and the outputs' gradients y_ULO computed from it; their squared
+    norms add up. One side is later scaled: x where `scale_inputs` says so, else its only y.
     """
 
-    def __init__(self, inputs: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> None:
-        device = inputs[0][0].device
-        self._users, self._length, _ = inputs[0][0].shape
-        widths = [t.shape[2] for x, ys in inputs for t in (x, *ys)]
-        self._unit = math.gcd(8, *widths)
-        self._x = Addresses(4, len(inputs), device)
-        self._y = Addresses(2, sum(len(ys) for _, ys in inputs), device)
+    def __init__(
+        self, entries: Sequence[tuple[Tensor, Sequence[Tensor]]], scale_inputs: Sequence[bool]
+    ) -> None:
+        first, _ = entries[0]
+        self._users, self._length, _ = first.shape
+        self._dtype = _dtype_name(first)
+        self._device = first.device
+        self._unit = math.gcd(8, *(t.shape[2] for x, ys in entries for t in (x, *ys)))
+        self._scale_x = list(scale_inputs)
+        self._tile = max(16, min(_TILE, triton.next_power_of_2(self._length)))
+        self._num_tiles = triton.cdiv(self._length, self._tile)
+        self._num_pairs = self._num_tiles * (self._num_tiles + 1) // 2
+        self._inputs = Addresses(5, len(entries), self._device)
+        self._outputs = Addresses(2, sum(len(ys) for _, ys in entries), self._device)
+        self._scaled = Addresses(4, len(entries), self._device)
+        self._kept: Tensor | None = None
 
-    def squared_norms(self, inputs: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Tensor:
-        """(inputs, users); each `inputs` is x_ULI and its y_ULO."""
-        tensors = [t for x, ys in inputs for t in (x, *ys)]
-        _check_aligned(tensors)
+    def squared_norms(self, entries: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Tensor:
+        """(entries, users), from above; keeps what `scaled` needs."""
+        _check_aligned([t for x, ys in entries for t in (x, *ys)])
         ends = [0]
-        for _, ys in inputs:
+        for _, ys in entries:
             ends.append(ends[-1] + len(ys))
-        x_rows = self._x.send(
-            [x.data_ptr() for x, _ in inputs],
-            [x.shape[2] // self._unit for x, _ in inputs],
+        inputs = self._inputs.send(
+            [x.data_ptr() for x, _ in entries],
+            [x.shape[2] // self._unit for x, _ in entries],
+            [int(scale) for scale in self._scale_x],
             ends[:-1],
             ends[1:],
         )
-        outputs = [y for _, ys in inputs for y in ys]
-        y_rows = self._y.send(
-            [y.data_ptr() for y in outputs], [y.shape[2] // self._unit for y in outputs]
+        all_y = [y for _, ys in entries for y in ys]
+        outputs = self._outputs.send(
+            [y.data_ptr() for y in all_y], [y.shape[2] // self._unit for y in all_y]
         )
-        tile = max(16, min(_TILE, triton.next_power_of_2(self._length)))
-        num_tiles = triton.cdiv(self._length, tile)
-        num_pairs = num_tiles * (num_tiles + 1) // 2
-        sums = torch.empty(
-            len(inputs),
-            self._users,
-            num_pairs + 2 * num_tiles,
-            dtype=torch.float32,
-            device=tensors[0].device,
+        items = len(entries) * self._users
+        self._kept = self._empty(items, self._num_pairs, self._tile, self._tile)
+        sums = self._launch(_gram_kernel, len(entries), *inputs, *outputs)
+        return self._norms(sums)
+
+    def scaled(
+        self,
+        entries: Sequence[tuple[Tensor, Sequence[Tensor]]],
+        factor_rows: Sequence[int],
+        factors: Tensor,
+    ) -> tuple[list[Tensor], Tensor]:
+        """The scaled side of every entry, and the squared norms (entries, users) of what it gives.
+
+        Entry e's factors are `factors[factor_rows[e]]`.
+        """
+        sides = [
+            x if scale_x else ys[0] for (x, ys), scale_x in zip(entries, self._scale_x, strict=True)
+        ]
+        out = [torch.empty_like(side) for side in sides]
+        rows = self._scaled.send(
+            [side.data_ptr() for side in sides],
+            [side.data_ptr() for side in out],
+            [side.shape[2] // self._unit for side in sides],
+            factor_rows,
         )
-        _gram_kernel[(len(inputs) * num_pairs, self._users)](
-            *x_rows,
-            *y_rows,
+        sums = self._launch(_scale_kernel, len(entries), *rows, factors.contiguous())
+        self._kept = None
+        return out, self._norms(sums)
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self._device)
+
+    def _launch(self, kernel: Any, entries: int, *arguments: Tensor) -> Tensor:
+        sums = self._empty(entries, self._users, self._num_pairs + 2 * self._num_tiles)
+        kernel[(entries * self._num_pairs, self._users)](
+            *arguments,
             sums,
+            self._kept,
             self._length,
             self._users,
-            num_pairs,
-            num_tiles,
-            TILE=tile,
+            self._num_pairs,
+            self._num_tiles,
+            TILE=self._tile,
             SLICE=_SLICE,
             UNIT=self._unit,
-            ONE_TILE=num_tiles == 1,
-            DTYPE=_dtype_name(tensors[0]),
-            num_warps=8 if tile == _TILE else 4,
+            ONE_TILE=self._num_tiles == 1,
+            DTYPE=self._dtype,
+            num_warps=8 if self._tile == _TILE else 4,
             num_stages=3,
         )
-        squares_x, squares_y = sums[..., num_pairs:].unflatten(-1, (2, -1)).sum(-1).unbind(-1)
-        return kernels.raised(sums[..., :num_pairs].sum(-1), squares_x * squares_y)
+        return sums
+
+    def _norms(self, sums: Tensor) -> Tensor:
+        pairs = self._num_pairs
+        squares_x, squares_y = sums[..., pairs:].unflatten(-1, (2, -1)).sum(-1).unbind(-1)
+        return kernels.raised(sums[..., :pairs].sum(-1), squares_x * squares_y)
 
 
 # ---- stored gradients

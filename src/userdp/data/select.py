@@ -1,9 +1,14 @@
-"""Random chunks: training sequences drawn across a user's record boundaries.
+"""Which of a user's own data take part: the best records by a criterion, or random chunks.
 
-For every user all records are one long document, and a chunk of the model's length begins anywhere
-in it (Chua et al. 2024, Sec. 5.1). A chunk holds one user's tokens only. Where it begins depends
-on the user's own data and fresh randomness, so a user's chunks cost what any other selection of
-that user's data costs in user-wise DP-SGD.
+A criterion (Chua et al. 2024, Sec. 4.1) gives every record a score, such as its length or how much
+it surprises a public model, and every user keeps the k records that score highest. For random
+chunks (Sec. 5.1) all records of a user are one long document, and a chunk of the model's length
+begins anywhere in it.
+
+Both look at text, unlike bounding from the owners alone. They cost nothing under user-level privacy
+because what a user keeps depends on that user's own data, public scores and fresh randomness: a
+neighbouring dataset changes what that one user contributes and nothing else. With several owners a
+record, that fails: one owner's text would decide which records of the others are kept.
 """
 
 from __future__ import annotations
@@ -11,9 +16,45 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows, padded
 from userdp.errors import InputError
 from userdp.index import UserIndex
+
+
+def best_records(
+    store: UserStore, scores: NDArray[np.float64], *, at_most: int
+) -> NDArray[np.int64]:
+    """The multiplicity (0 or 1) of each record: one for every user's `at_most` highest scores.
+
+    `scores[i]` must depend on record i and public things alone. Ties go to the user's earlier
+    records: their order among themselves does not depend on other users.
+
+    Guarantee: no user keeps more than k = `at_most` records, and what a user keeps depends on that
+    user's records alone. Refused with `InputError`: a record with several owners.
+    Reference: Chua et al. 2024, Sec. 4.1.
+    """
+    check_single_owners(store)
+    owners = np.asarray(store.record_users)
+    assert scores.shape == owners.shape
+    by_score = np.argsort(-scores, kind="stable")
+    order = by_score[np.argsort(owners[by_score], kind="stable")]
+    position = np.arange(len(order)) - store.user_records_indptr[owners[order]]
+    multiplicity = np.zeros(len(scores), dtype=np.int64)
+    multiplicity[order[position < at_most]] = 1
+    return multiplicity
+
+
+def check_single_owners(store: UserStore) -> None:
+    """Refuse a store in which a record has several owners."""
+    shared = int((store.users_per_record() > 1).sum())
+    if shared:
+        raise InputError(
+            f"{store.path}: {shared:,} of {store.num_records:,} records have several owners. "
+            "Choosing by what records say would let one user's text change which records of "
+            "another user are kept, and that user's accounting would be wrong. Use a method that "
+            "sees the owners alone, such as greedy."
+        )
 
 
 def random_chunks(
@@ -28,8 +69,8 @@ def random_chunks(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Input ids and labels, `chunks_per_user` lines for each of `users`, in their order.
 
-    A user with fewer tokens than `sequence_length` gives the whole document, padded. Chunks of one
-    user are independent and may overlap.
+    A chunk holds one user's tokens only. A user with fewer tokens than `sequence_length` gives the
+    whole document, padded. Chunks of one user are independent and may overlap.
     """
     if chunks_per_user < 1 or sequence_length < 2:
         raise InputError("give at least one chunk a user, of at least two tokens.")

@@ -92,13 +92,27 @@ def tokenise(store: UserStore, tokenizer: Any, *, sequence_length: int) -> Token
     )
 
 
+def tokenise_with_records(
+    store: UserStore, tokenizer: Any, *, sequence_length: int
+) -> tuple[TokenRows, NDArray[np.int64]]:
+    """The rows of `tokenise`, and which record each is from."""
+    _, _, record_of_row = _cached_rows(store, tokenizer, sequence_length)
+    return tokenise(store, tokenizer, sequence_length=sequence_length), np.asarray(record_of_row)
+
+
 def tokenise_selected(
-    store: UserStore, tokenizer: Any, records: NDArray[np.int64], *, sequence_length: int
+    store: UserStore,
+    tokenizer: Any,
+    records: NDArray[np.int64],
+    *,
+    sequence_length: int,
+    owners: NDArray[np.int64] | None = None,
 ) -> TokenRows:
     """One row for each of `records`, repeated ones repeated: the record's first tokens.
 
-    For records of several owners whose contributions were bounded for all of them: the bound counts
-    records, so a record is one row, and every row stands alone (owner i is row i).
+    The bound of a selection counts records, so a record is one row. With `owners`, the one owner of
+    each record of the store, rows belong to them. Without, records may have several owners, whose
+    contributions were bounded for all of them: every row stands alone (owner i is row i).
     """
     tokens, indptr, record_of_row = _cached_rows(store, tokenizer, sequence_length)
     first_row = np.searchsorted(record_of_row, records)
@@ -111,8 +125,8 @@ def tokenise_selected(
     return TokenRows(
         tokens=tokens[positions],
         indptr=new_indptr,
-        owners=np.arange(len(lengths)),
-        num_users=len(lengths),
+        owners=np.arange(len(lengths)) if owners is None else owners[records[has_row]],
+        num_users=len(lengths) if owners is None else store.num_users,
     )
 
 

@@ -1,0 +1,152 @@
+"""What is left of the bare step's speed in a whole private run.
+
+A run samples ragged Poisson cohorts, loads and packs their rows, clips, draws the noise, writes the
+ledger to disk and steps the optimizer. Its tokens per second, once every batch shape has been seen,
+are compared with those of the bare step (gradients and clipping) on full batches in the same
+process; `useful` counts tokens of records, `padded` also what padding adds.
+
+Run: python benchmarks/training_run.py [--json FILE]      (CPU: a tiny model)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from clipping import CLIP, Setting, milliseconds
+
+from userdp.clipping.compiled import Graph
+from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.data.tokens import TokenRows
+from userdp.ledger import Ledger
+from userdp.noise.secret import RunSecret
+from userdp.plan import Plan
+from userdp.step import PrivateStep
+from userdp.training import cohort_batches
+
+
+def ragged_rows(users: int, length: int, group_size: int, vocabulary: int) -> TokenRows:
+    """Users with a heavy tail of rows; of each user's rows the last is cut short."""
+    rng = np.random.default_rng(0)
+    counts = np.clip(rng.lognormal(np.log(1.5 * group_size), 1.0, users).astype(int), 1, None)
+    owners = np.repeat(np.arange(users), counts)
+    lengths = np.full(len(owners), length)
+    lengths[np.cumsum(counts) - 1] = rng.integers(2, length + 1, users)
+    indptr = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = rng.integers(0, vocabulary, indptr[-1], dtype=np.int32)
+    return TokenRows(tokens=tokens, indptr=indptr, owners=owners, num_users=users)
+
+
+def main() -> None:
+    """Measure one setting."""
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--model", default="gpt2" if gpu else "gpt2-tiny")
+    parser.add_argument("--finetune", default="full")
+    parser.add_argument("--length", type=int, default=128 if gpu else 64)
+    parser.add_argument("--group-size", type=int, default=16 if gpu else 4)
+    parser.add_argument("--cohort", type=int, default=64 if gpu else 16)
+    parser.add_argument("--warm", type=int, default=12 if gpu else 2)
+    parser.add_argument("--steps", type=int, default=20 if gpu else 4)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    tokens = 16_384 if gpu else 2_048
+    setting = Setting(options.model, options.finetune, options.length, tokens)
+    bare = bare_rate(setting, options.group_size)
+
+    rows = ragged_rows(5_000, options.length, options.group_size, 2_000)
+    plan = Plan.sample_users(
+        num_users=rows.num_users,
+        expected_cohort_size=options.cohort,
+        group_size=options.group_size,
+        steps=options.warm + options.steps,
+        clip_norm=CLIP.clip_norm,
+        noise_multiplier=1.0,
+        delta=1e-6,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        secret = RunSecret.from_system()
+        ledger = Ledger.create(
+            plan, path=Path(folder) / "ledger.jsonl", bound_to={}, fixed_seed=False
+        )
+        step = PrivateStep(
+            setting.model,
+            torch.optim.AdamW(setting.parameters, lr=1e-5, fused=gpu),
+            plan,
+            rows.index(),
+            settings=FastSettings(compute_dtype=setting.dtype, microbatch_tokens=tokens),
+            ledger=ledger,
+            secret=secret,
+        )
+        rates = run(step, rows, options.warm)
+        ledger.close()
+    row = {
+        "model": options.model,
+        "finetune": options.finetune,
+        "group_size": options.group_size,
+        "sequence_length": options.length,
+        "bare_tokens_per_second": bare,
+        "useful_share": rates["useful"] / bare,
+        "padded_share": rates["padded"] / bare,
+        "steps": options.steps,
+    }
+    print(json.dumps(row))
+    if options.json:
+        options.json.write_text(json.dumps([row], indent=1) + "\n")
+
+
+def bare_rate(setting: Setting, group_size: int) -> float:
+    """Tokens per second of the gradients and their clipping on full batches."""
+    step = setting.userdp(group_size)
+    step()
+    if setting.on_gpu:
+        graph = Graph(lambda _: step(), [], pool=None)
+        took = milliseconds(lambda: graph([]), 9, on_gpu=True)
+    else:
+        took = milliseconds(step, 5, on_gpu=False)
+    return setting.rows * setting.length / took * 1000
+
+
+def run(step: PrivateStep, rows: TokenRows, warm: int) -> dict[str, float]:
+    """Useful and padded tokens per second after the first `warm` steps."""
+    useful, padded, seconds = [0], [0], []
+    count_padded(step, padded)
+    lengths = np.diff(rows.indptr)
+    began = time.perf_counter()
+    for number, cohort in enumerate(step.cohorts()):
+        if number == warm:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            began, useful[0], padded[0] = time.perf_counter(), 0, 0
+        useful[0] += sum(int(lengths[np.asarray(group)].sum()) for group in cohort)
+        step.apply(cohort_batches(rows, cohort, pad_token=0))
+        seconds.append(time.perf_counter())
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    took = time.perf_counter() - began
+    gaps = np.diff(seconds[warm:])
+    print(f"median gap between steps {1000 * statistics.median(gaps):.1f} ms", flush=True)
+    return {"useful": useful[0] / took, "padded": padded[0] / took}
+
+
+def count_padded(step: PrivateStep, padded: list[int]) -> None:
+    """Count what the fast path runs, padding included."""
+    clipping = step._clipping
+    assert isinstance(clipping, FastClipping)
+    honest = clipping._run
+
+    def counted(users, make):  # type: ignore[no-untyped-def]
+        padded[0] += users.batch["input_ids"].numel()
+        honest(users, make)
+
+    clipping._run = counted  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()

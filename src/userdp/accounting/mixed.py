@@ -1,0 +1,118 @@
+"""Mechanisms that only RDP prices, beside others that have a privacy loss distribution.
+
+Tuning by random stopping (`selection.randomly_stopped`) has a bound on its Renyi divergences
+(Papernot and Steinke 2022) and no privacy loss distribution. Together with training it is priced in
+two ways, and the smaller bound is told; neither choice looks at data, so both are sound:
+
+  * everything by RDP, whose divergences add up under adaptive composition (Mironov 2017, Prop. 1);
+  * RDP for the parts that have nothing else, (e1, delta/2); PLD for all the others, (e2, delta/2);
+    together (e1 + e2, delta), by basic composition, in whatever order the parts were interleaved
+    (Dwork and Roth 2014, Thm. B.1; Vadhan and Wang 2021 for the interleaving).
+
+The first is tighter where both weigh about the same and the run has an RDP rule; the second where
+training dominates, and for sampled records, which the library's RDP cannot price.
+"""
+
+from __future__ import annotations
+
+import math
+
+from dp_accounting import dp_event
+
+from userdp.accounting import certificate, events, renyi
+from userdp.accounting.certificate import Evaluation
+from userdp.accounting.events import DpEvent
+from userdp.errors import UnaccountedPlanError
+from userdp.units import Adjacency
+
+# The share of delta that the parts priced by RDP get when the two kinds are added up.
+RDP_SHARE = 0.5
+
+
+def can_price(event: DpEvent, adjacency: Adjacency) -> bool:
+    """Whether `evaluate` has a rule for the event; takes no evaluation to say.
+
+    >>> run = dp_event.PoissonSampledDpEvent(0.1, dp_event.GaussianDpEvent(2.0))
+    >>> can_price(dp_event.RepeatAndSelectDpEvent(run, 10.0, 1.0), Adjacency.ADD_REMOVE)
+    True
+    """
+    return renyi.supports(event, adjacency) or _two_kinds(event, adjacency) is not None
+
+
+def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
+    """The smaller of the two bounds, and how it was found."""
+    if not can_price(event, adjacency):
+        raise UnaccountedPlanError(
+            f"{certificate.library()} and {renyi.library()} cannot price "
+            f"{', '.join(sorted({type(part).__name__ for part in _parts(event)}))} under "
+            f"{adjacency.value} adjacency."
+        )
+    found: list[Evaluation] = []
+    if renyi.supports(event, adjacency):
+        found.append(
+            Evaluation(
+                epsilon=max(0.0, float(renyi.composed(event, adjacency).get_epsilon(delta))),
+                certified_by=f"{renyi.library()} for everything: a part has no privacy loss "
+                "distribution",
+                error_bound=math.inf,
+            )
+        )
+    kinds = _two_kinds(event, adjacency)
+    if kinds is not None:
+        only_rdp, others = kinds
+        first = renyi.evaluation(only_rdp, delta=RDP_SHARE * delta, adjacency=adjacency)
+        second = certificate.evaluate(others, delta=(1 - RDP_SHARE) * delta, adjacency=adjacency)
+        found.append(
+            Evaluation(
+                epsilon=first.epsilon + second.epsilon,
+                certified_by=f"basic composition, half of delta each: {first.epsilon:.6g} by "
+                f"{renyi.library()} for what has no privacy loss distribution, "
+                f"{second.epsilon:.6g} by {second.certified_by}",
+                error_bound=math.inf,
+            )
+        )
+    return min(found, key=lambda one: one.epsilon)
+
+
+def deltas(
+    event: DpEvent, *, epsilons: list[float], delta: float, adjacency: Adjacency
+) -> list[float]:
+    """An upper bound on the delta that goes with each epsilon, by the same two ways.
+
+    The parts only RDP prices keep the epsilon they have at half of `delta`; the rest of the curve
+    is that of the others.
+    """
+    bounds = [1.0] * len(epsilons)
+    if renyi.supports(event, adjacency):
+        whole = renyi.composed(event, adjacency)
+        bounds = [min(1.0, float(whole.get_delta(epsilon))) for epsilon in epsilons]
+    kinds = _two_kinds(event, adjacency)
+    if kinds is not None:
+        only_rdp, others = kinds
+        fixed = renyi.evaluation(only_rdp, delta=RDP_SHARE * delta, adjacency=adjacency).epsilon
+        rest = certificate.deltas(
+            others, epsilons=[max(0.0, one - fixed) for one in epsilons], adjacency=adjacency
+        )
+        for place, (epsilon, one) in enumerate(zip(epsilons, rest, strict=True)):
+            if epsilon >= fixed:
+                bounds[place] = min(bounds[place], RDP_SHARE * delta + one)
+    return bounds
+
+
+def _two_kinds(event: DpEvent, adjacency: Adjacency) -> tuple[DpEvent, DpEvent] | None:
+    """What only RDP prices, and the rest, which PLD prices; None if that is not how it divides."""
+    parts = _parts(event)
+    has_pld = [certificate.can_price(part, adjacency) for part in parts]
+    if all(has_pld) or not any(has_pld):
+        return None
+    only_rdp = events.combined([part for part, has in zip(parts, has_pld, strict=True) if not has])
+    others = events.combined([part for part, has in zip(parts, has_pld, strict=True) if has])
+    if renyi.supports(only_rdp, adjacency) and certificate.can_price(others, adjacency):
+        return only_rdp, others
+    return None
+
+
+def _parts(event: DpEvent) -> list[DpEvent]:
+    if isinstance(event, dp_event.ComposedDpEvent):
+        return [part for one in event.events for part in _parts(one)]
+    return [event]
