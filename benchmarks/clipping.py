@@ -5,6 +5,7 @@ Methods, all giving gradients of the same 16,384 tokens in bfloat16 (CPU: 4,096 
     ordinary   the floor: Hugging Face model, blocks compiled, whole step in one CUDA graph
     eager      ordinary training as most people run it: autocast, the model's own loss, backward
     userdp     this library's step: gradients, clipped per user, summed
+    userdp-merged   the same with LoRA merged into its weights
     plain      one user at a time (the oracle)
     vmap       per-user gradients by torch.func
     ghost      two passes: norms first, then the gradient of the reweighted loss
@@ -33,6 +34,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,19 +155,37 @@ class Setting:
 
         return step
 
-    def userdp(self, group_size: int) -> Step:
-        users = Users(
-            batch=self.batch,
-            weights=torch.full((self.rows,), 1 / group_size, device=self.device),
-            count=self.rows // group_size,
-        )
+    def users(self, group_size: int) -> Users:
+        weights = torch.full((self.rows,), 1 / group_size, device=self.device)
+        return Users(batch=self.batch, weights=weights, count=self.rows // group_size)
+
+    def userdp_merged(self, group_size: int) -> Step:
+        return self.userdp(group_size, replace(self.execution, merge_lora=True))
+
+    def userdp(self, group_size: int, execution: Execution | None = None) -> Step:
+        users = self.users(group_size)
         if users.count == 1:
             alone = OneUser(self.model, self.parameters, CLIP)
             return lambda *_: alone.add_clipped(
                 alone.gradient(users, self.execution), self.total.views
             )
-        one_pass = OnePass(self.model, self.parameters, CLIP, users, execution=self.execution)
+        one_pass = OnePass(
+            self.model, self.parameters, CLIP, users, execution=execution or self.execution
+        )
         return lambda *_: one_pass(users, self.total.views)
+
+    def ghost(self, group_size: int) -> Step:
+        users = self.users(group_size)
+        one_pass = OnePass(self.model, self.parameters, CLIP, users, execution=self.execution)
+
+        def step(*_: Any) -> Tensor:
+            factors = (CLIP.clip_norm / one_pass.norms(users)).clamp(max=1)
+            with self.execution.prepared(self.model):
+                losses = self.execution.losses(self.model, self.batch)
+                weights = factors.repeat_interleave(group_size) / group_size
+                return torch.autograd.grad((losses * weights).sum(), self.parameters)[0]
+
+        return step
 
     def by_user(self, group_size: int) -> list[dict[str, Tensor]]:
         return [{"input_ids": ids, "labels": ids} for ids in self.ids.split(group_size)]
@@ -263,10 +283,17 @@ class Setting:
             return self.eager()
         if method.startswith("opacus"):
             return self.opacus(ghost=method.endswith("ghost"))
-        return {"userdp": self.userdp, "plain": self.plain, "vmap": self.vmap}[method](group_size)
+        by_users = {
+            "userdp": self.userdp,
+            "userdp-merged": self.userdp_merged,
+            "plain": self.plain,
+            "vmap": self.vmap,
+            "ghost": self.ghost,
+        }
+        return by_users[method](group_size)
 
 
-GRAPHED = ("ordinary", "userdp")
+GRAPHED = ("ordinary", "userdp", "userdp-merged", "ghost")
 
 
 def milliseconds(step: Step, repetitions: int, on_gpu: bool) -> float:
@@ -448,6 +475,7 @@ def main() -> None:
     words = lambda text: text.split(",")  # noqa: E731
     numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
     parser.add_argument("--models", type=words, default=["gpt2"] if gpu else ["gpt2-tiny"])
+    parser.add_argument("--settings", type=words, help="model:finetune:length instead of a grid")
     parser.add_argument("--finetune", type=words, default=["lora", "full"])
     parser.add_argument("--lengths", type=numbers, default=[128, 1024] if gpu else [64])
     parser.add_argument("--groups", type=numbers, default=[1, 4, 16])
@@ -455,7 +483,7 @@ def main() -> None:
         "--methods",
         type=words,
         default=["ordinary", "eager", "userdp"]
-        + ([] if gpu else ["plain", "vmap", "opacus", "opacus-ghost"]),
+        + ([] if gpu else ["plain", "vmap", "ghost", "opacus", "opacus-ghost"]),
     )
     parser.add_argument("--tokens", type=int, default=16384 if gpu else 4096)
     parser.add_argument("--repetitions", type=int, default=9)
@@ -471,6 +499,9 @@ def main() -> None:
         work(options)
         return
     settings = list(itertools.product(options.models, options.finetune, options.lengths))
+    if options.settings:
+        split = [setting.split(":") for setting in options.settings]
+        settings = [(model, finetune, int(length)) for model, finetune, length in split]
     settings *= options.repeats
     rows: list[dict[str, Any]] = []
     width = options.side_by_side if gpu else 1

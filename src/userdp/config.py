@@ -128,6 +128,9 @@ class TrainingSettings(_Section):
     compute_dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="Products in this dtype (autocast) while weights stay in theirs."
     )
+    merge_lora: bool = Field(
+        False, description="Compute with adapters merged into their weights: faster (fast)."
+    )
     device: str = "cpu"
     fixed_seed: int | None = Field(
         None, description="For tests only: whoever knows it can remove the noise."

@@ -64,6 +64,7 @@ def train_from_config(
             compute_dtype=getattr(torch, settings.compute_dtype)
             if settings.compute_dtype
             else None,
+            merge_lora=settings.merge_lora,
         ),
         microbatch_records=settings.microbatch_records,
         out=out,

@@ -132,8 +132,19 @@ def _rows(
                 f"adjacency {plan.adjacency.value!r} needs a selection: bound contributions first."
             )
         return tokenise(store, tokenizer, sequence_length=sequence_length)
-    selection.check(Edges.load(store.path))
-    if not plan.adjacency.fixed_graph or plan.sampler.group_size < selection.realised_bound:
+    edges = Edges.load(store.path)
+    selection.check(edges)
+    if not plan.adjacency.fixed_graph:
+        # Rows keep their owners: the sampler limits what each contributes, as without a selection.
+        selection.check_user_by_user(edges)
+        return tokenise_selected(
+            store,
+            tokenizer,
+            selection.records(),
+            sequence_length=sequence_length,
+            owners=store.sole_owners(),
+        )
+    if plan.sampler.group_size < selection.realised_bound:
         raise InputError(
             f"the selection gives users up to {selection.realised_bound} records; the plan covers "
             f"{plan.sampler.group_size} under {plan.adjacency.value}. Plan for the selection, "

@@ -144,6 +144,7 @@ class Execution:
     compile_blocks: bool = False
     skip_mask: bool = False
     head_padding: int = 0
+    merge_lora: bool = False
 
     @staticmethod
     def choose(
@@ -153,6 +154,7 @@ class Execution:
         length: int,
         compute_dtype: torch.dtype | None,
         compile_blocks: bool,
+        merge_lora: bool = False,
     ) -> Execution:
         """The fastest way to run this model on such rows that gives what it always gives."""
         skip = compile_blocks and record_loss is causal_lm_loss and can_skip_mask(model, length)
@@ -162,6 +164,7 @@ class Execution:
             compile_blocks=compile_blocks,
             skip_mask=skip,
             head_padding=head_padding(model) if skip else 0,
+            merge_lora=merge_lora,
         )
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:

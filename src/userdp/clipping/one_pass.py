@@ -21,6 +21,7 @@ from userdp.clipping.compiled import Execution, pretrained
 from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors, largest_norm
 from userdp.clipping.forms import Form, Rows, Stored
 from userdp.clipping.layers import Embedding, Product, Tape
+from userdp.clipping.merged_lora import MergedLora
 from userdp.clipping.pack import Users
 from userdp.clipping.recurrent import Lstm
 from userdp.clipping.rules import ClipRule, PerLayerClip
@@ -64,7 +65,7 @@ class OnePass:
         self._execution = execution
         self._users = example.count
         self._rows = len(example.weights)
-        layers = find_layers(model)
+        layers = find_layers(model, merge_lora=execution.merge_lora)
         trial = {
             name: tensor[:1].repeat_interleave(TRIAL_ROWS, 0)
             for name, tensor in example.batch.items()
@@ -76,7 +77,8 @@ class OnePass:
             check_rows(layer, called[layer.module])
         self._ties = _ties(self._layers, called)
         self._layers = [self._for_shared_weights(layer) for layer in self._layers]
-        self._group = clip_groups(layers)
+        # Merging must not change what is clipped with what.
+        self._group = clip_groups(find_layers(model))
         self._giver: dict[int, nn.Module] = {}
         self._inputs_from: dict[nn.Module, nn.Module] = {}
         self._tapes = self._make_tapes()
@@ -155,7 +157,7 @@ class OnePass:
             tape.probes["inputs"] = _probe(weight, dtype, self._users, tokens, inputs)
 
     def _stored_dtype(self, rule: LayerRule, name: str, parameter: Tensor) -> torch.dtype:
-        if rule is Product and name == "weight":
+        if rule is MergedLora or (rule is Product and name == "weight"):
             return self._product_dtype(parameter)
         return parameter.dtype if rule in (AnyLayer, Lstm) else wide_dtype(parameter.dtype)
 
@@ -192,21 +194,34 @@ class OnePass:
 
         `clip_norm` as in `clip_factors`.
         """
-        assert (users.count, len(users.weights)) == (self._users, self._rows)
-        layers = [(layer.module, layer.rule) for layer in self._layers]
-        with self._execution.prepared(self._model, layers, self._tapes):
-            losses = self._execution.losses(self._model, users.batch)
-            loss = (losses * users.weights.to(losses.dtype)).sum()
-            handed = self._hand_out(loss)
-            forms = self._forms(handed)
+        forms = self._gradients(users)
         with torch.no_grad():
-            grouped = [(self._group[id(parameter)], form) for parameter, form in forms]
-            squared = self._sums.squared_norms(grouped, self._tied_places(forms))
+            squared = self._squared_norms(forms)
             factors = clip_factors(squared, self._rule, margin=self.margin, clip_norm=clip_norm)
             place = {id(p): tensor for p, tensor in zip(self._parameters, total, strict=True)}
             factors = self._sums.scale(factors, largest_norm(self._rule, clip_norm))
             self._sums.add([place[id(parameter)] for parameter, _ in forms], factors)
         return squared.sum(0).sqrt()
+
+    def norms(self, users: Users) -> Tensor:
+        """Every user's norm over all parameters. Secret."""
+        with torch.no_grad():
+            return self._squared_norms(self._gradients(users)).sum(0).sqrt()
+
+    @torch.enable_grad()
+    def _gradients(self, users: Users) -> list[tuple[nn.Parameter, Form]]:
+        """The users' gradients of every parameter, each in its form."""
+        assert (users.count, len(users.weights)) == (self._users, self._rows)
+        layers = [(layer.module, layer.rule) for layer in self._layers]
+        with self._execution.prepared(self._model, layers, self._tapes):
+            losses = self._execution.losses(self._model, users.batch)
+            loss = (losses * users.weights.to(losses.dtype)).sum()
+            return self._forms(self._hand_out(loss))
+
+    def _squared_norms(self, forms: list[tuple[nn.Parameter, Form]]) -> Tensor:
+        """(layers, users), or (1, users) where all are clipped together."""
+        grouped = [(self._group[id(parameter)], form) for parameter, form in forms]
+        return self._sums.squared_norms(grouped, self._tied_places(forms))
 
     def _hand_out(self, loss: Tensor) -> dict[nn.Module, dict[str, Tensor]]:
         probes: dict[int, Tensor] = {

@@ -16,10 +16,11 @@ from transformers.pytorch_utils import Conv1D
 
 from userdp.clipping.any_layer import AnyLayer
 from userdp.clipping.layers import Embedding, LayerNorm, Product, RmsNorm
+from userdp.clipping.merged_lora import MergedLora
 from userdp.clipping.recurrent import Lstm
 from userdp.errors import MixedExamplesError
 
-LayerRule = type[Product | LayerNorm | RmsNorm | Embedding | Lstm | AnyLayer]
+LayerRule = type[Product | LayerNorm | RmsNorm | Embedding | Lstm | MergedLora | AnyLayer]
 
 # Rows in the tiny forward pass: two, so that a dimension of one is known to be shared by rows.
 TRIAL_ROWS = 2
@@ -44,8 +45,11 @@ class Called:
     same_input: int
 
 
-def find_layers(model: nn.Module) -> list[Layer]:
-    """Every module that owns trainable parameters, with its rule; one without gets `AnyLayer`."""
+def find_layers(model: nn.Module, *, merge_lora: bool = False) -> list[Layer]:
+    """Every module that owns trainable parameters, with its rule; one without gets `AnyLayer`.
+
+    With `merge_lora`, a plain LoRA layer is one layer instead of two thin ones.
+    """
     found: list[Layer] = []
     leaf_owned = {
         id(parameter)
@@ -55,6 +59,11 @@ def find_layers(model: nn.Module) -> list[Layer]:
     }
 
     def visit(name: str, module: nn.Module) -> None:
+        if merge_lora and MergedLora.describes(module):
+            weights = dict(module.named_parameters())
+            adapters = {own: weights[own] for own in MergedLora.names(module)}
+            found.append(Layer(name=name, module=module, rule=MergedLora, parameters=adapters))
+            return
         own = [p for p in module._parameters.values() if p is not None and p.requires_grad]
         # A module may list a weight that one of its layers uses (BERT's head lists the bias of its
         # decoder): the layer's rule then covers it.
