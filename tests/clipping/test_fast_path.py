@@ -9,10 +9,6 @@ import hypothesis
 import pytest
 import torch
 import transformers
-from hypothesis import strategies as st
-from torch import nn
-
-import models_zoo
 from comparing import (
     RAGGED,
     assert_same_as_plain,
@@ -26,6 +22,10 @@ from comparing import (
     shake,
     trainable,
 )
+from hypothesis import strategies as st
+from torch import nn
+
+import models_zoo
 from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import (

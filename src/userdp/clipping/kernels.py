@@ -9,7 +9,8 @@ Shapes as in `forms`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
@@ -45,6 +46,13 @@ def allow_recompilations() -> None:
     config.accumulated_recompile_limit = max(
         config.accumulated_recompile_limit, 16 * RECOMPILATIONS
     )
+
+
+@contextlib.contextmanager
+def wide_arithmetic(device: torch.device) -> Iterator[None]:
+    """No gradients, and products in their own dtype even inside a caller's autocast."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def half_on_cuda(tensor: Tensor) -> bool:
