@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from userdp.models.load import Lora, add_lora
+from userdp.updates import RecordLoss, causal_lm_loss, masked_lm_loss
 
 VOCABULARY = 23
 WORDS = tuple(f"w{number}" for number in range(VOCABULARY - 1))
@@ -37,7 +38,9 @@ class TiedLSTM(nn.Module):
         return self.head(hidden)
 
 
-def gpt2(*, vocabulary: int = VOCABULARY, width: int = 16, positions: int = 32) -> nn.Module:
+def gpt2(
+    *, vocabulary: int = VOCABULARY, width: int = 16, positions: int = 32, tied: bool = True
+) -> nn.Module:
     """GPT-2: tied embeddings, Conv1D layers, position ids of shape (1, T)."""
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
@@ -48,6 +51,7 @@ def gpt2(*, vocabulary: int = VOCABULARY, width: int = 16, positions: int = 32) 
             n_head=2,
             bos_token_id=0,
             eos_token_id=0,
+            tie_word_embeddings=tied,
         )
     )
 
@@ -89,6 +93,101 @@ def _tied_and_lora() -> nn.Module:
     return model
 
 
+def _running_mean(x: Tensor) -> Tensor:
+    """The mean of each position and those before it: tokens meet without attention."""
+    return x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
+
+
+class UntiedLSTM(nn.Module):
+    """A word-level LSTM with an output layer of its own and, if asked, without biases."""
+
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 6)
+        self.lstm = nn.LSTM(6, 10, num_layers=2, batch_first=True, bias=bias)
+        self.head = nn.Linear(10, VOCABULARY, bias=bias)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden, _ = self.lstm(self.embedding(input_ids))
+        return self.head(hidden)
+
+
+class OwnParameter(nn.Module):
+    """A block that uses a parameter of its own beside its layers, and returns more than a tensor.
+
+    So do layers with a learned scale on their branch, or attention with learned sinks.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return x + self.scale * torch.tanh(self.inner(x)), None
+
+
+class OwnParameterModel(nn.Module):
+    """Blocks that own parameters directly, between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList([OwnParameter(8), OwnParameter(8)])
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = _running_mean(self.embedding(input_ids))
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.head(x)
+
+
+class UsedTwice(nn.Module):
+    """One layer applied twice and one weight in two layers: a user's uses add up before its norm.
+
+    The embedding, too, is looked up twice.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.twice = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids) + self.embedding((input_ids * 3) % VOCABULARY)
+        x = torch.tanh(self.twice(torch.tanh(self.twice(_running_mean(x)))))
+        x = self.norm(self.second(torch.tanh(self.norm(self.first(x)))))
+        return self.head(x)
+
+
+def of_family(family: str, kind: str = "ForCausalLM", **changes: Any) -> nn.Module:
+    """A tiny model of any Hugging Face family that has the usual names in its configuration."""
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": None,
+    } | changes
+    config = getattr(transformers, f"{family}Config")(**settings)
+    return getattr(transformers, family + kind)(config)
+
+
+def _opt() -> nn.Module:
+    """OPT: flattens rows and tokens into one dimension in its blocks, and offsets positions."""
+    return of_family("OPT", ffn_dim=24, word_embed_proj_dim=16, dropout=0.0)
+
+
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "gpt2 tied": gpt2,
     "llama": lambda: llama(tied=False),
@@ -99,11 +198,37 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "llama tied and trained + lora": _tied_and_lora,
 }
 
+# More kinds of layers and of sharing, for the fast path.
+MORE_BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2 untied": lambda: gpt2(tied=False),
+    "qwen2": lambda: of_family("Qwen2", num_key_value_heads=2),
+    "qwen3 tied": lambda: of_family(
+        "Qwen3", num_key_value_heads=2, head_dim=4, tie_word_embeddings=True
+    ),
+    "mistral": lambda: of_family("Mistral", num_key_value_heads=2),
+    "gemma": lambda: of_family("Gemma", num_key_value_heads=2, head_dim=4),
+    "opt": _opt,
+    "gpt-neox": lambda: of_family("GPTNeoX"),
+    "phi": lambda: of_family("Phi"),
+    "bert": lambda: of_family("Bert", "ForMaskedLM"),
+    "albert": lambda: of_family("Albert", "ForMaskedLM", embedding_size=8),
+    "lstm": UntiedLSTM,
+    "lstm without bias": lambda: UntiedLSTM(bias=False),
+    "own parameter": OwnParameterModel,
+    "used twice": UsedTwice,
+}
+MASKED = {"bert", "albert"}
+
 
 def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
     """A model of the zoo in evaluation mode, the same for the same seed."""
     torch.manual_seed(seed)
-    return BUILDERS[name]().to(dtype).eval()
+    return (BUILDERS | MORE_BUILDERS)[name]().to(dtype).eval()
+
+
+def loss_of(name: str) -> RecordLoss:
+    """The loss that a model of the zoo is trained with."""
+    return masked_lm_loss if name in MASKED else causal_lm_loss
 
 
 def ragged_batch(lengths: list[int], *, seed: int) -> dict[str, Tensor]:

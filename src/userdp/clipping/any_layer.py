@@ -19,6 +19,8 @@ from userdp.errors import MixedExamplesError
 
 Call = Callable[[dict[str, Tensor], Sequence[Tensor]], tuple[Tensor, ...]]
 
+_TENSOR = object()
+
 
 class AnyLayer(StoredForms):
     """A module with everything below it, its trainable weights named as it names them."""
@@ -32,7 +34,10 @@ class AnyLayer(StoredForms):
         names = list(tape.probes)
         flat, structure = pytree.tree_flatten((args, kwargs))
         places = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
-        shape_of_output: list[Any] = []
+        # The output's other leaves in their places: None, for one, where attention blocks have
+        # weights that were not asked for. Tensors are not kept: they hold on to this call.
+        others: list[Any] = []
+        structure_of_output: list[Any] = []
 
         def call(parameters: dict[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             values = list(flat)
@@ -40,9 +45,10 @@ class AnyLayer(StoredForms):
                 values[place] = value
             inner_args, inner_kwargs = pytree.tree_unflatten(values, structure)
             output = torch.func.functional_call(original, parameters, inner_args, inner_kwargs)
-            tensors, form = pytree.tree_flatten(output)
-            shape_of_output[:] = [form]
-            return tuple(tensors)
+            leaves, form = pytree.tree_flatten(output)
+            others[:] = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            structure_of_output[:] = [form]
+            return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
         weights = dict(module.named_parameters())
         outputs = _ByUser.apply(
@@ -54,7 +60,9 @@ class AnyLayer(StoredForms):
             *[flat[place] for place in places],
             *[tape.probes[name] for name in names],
         )
-        return pytree.tree_unflatten(list(outputs), shape_of_output[0])
+        tensors = iter(outputs)
+        leaves = [next(tensors) if other is _TENSOR else other for other in others]
+        return pytree.tree_unflatten(leaves, structure_of_output[0])
 
 
 def _original(module: nn.Module) -> nn.Module:

@@ -9,7 +9,8 @@ Shapes as in `forms`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
@@ -20,8 +21,9 @@ from userdp.updates import at_least_float32, wide_dtype
 
 # A Gram norm is a sum of terms that may cancel: its rounding error is relative to the sum of their
 # sizes, at most ||x||^2 ||y||^2. This many roundings of it are added, so that cancellation cannot
-# make a norm look smaller than it is.
+# make a norm look smaller than it is. Tensor cores cut digits off where torch rounds.
 GRAM_ROUNDINGS = 8
+TORCH_GRAM_ROUNDINGS = 2
 # One compilation for each shape; torch's default would give up at 8.
 RECOMPILATIONS = 256
 
@@ -44,6 +46,13 @@ def allow_recompilations() -> None:
     config.accumulated_recompile_limit = max(
         config.accumulated_recompile_limit, 16 * RECOMPILATIONS
     )
+
+
+@contextlib.contextmanager
+def wide_arithmetic(device: torch.device) -> Iterator[None]:
+    """No gradients, and products in their own dtype even inside a caller's autocast."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def half_on_cuda(tensor: Tensor) -> bool:
@@ -96,12 +105,15 @@ def gram_norms(x_ULI: Tensor, y_ULO: Tensor) -> Tensor:
     """||y_u^T x_u||^2 from above: sum_st <x_s, x_t> <y_s, y_t> and its rounding error."""
     x, y = at_least_float32(x_ULI), at_least_float32(y_ULO)
     terms = torch.bmm(x, x.mT) * torch.bmm(y, y.mT)
-    return raised(terms.sum((1, 2)), squared_norms(x) * squared_norms(y))
+    largest = squared_norms(x) * squared_norms(y)
+    return raised(terms.sum((1, 2)), largest, roundings=TORCH_GRAM_ROUNDINGS)
 
 
-def raised(squared_norms_U: Tensor, largest_U: Tensor) -> Tensor:
+def raised(
+    squared_norms_U: Tensor, largest_U: Tensor, *, roundings: int = GRAM_ROUNDINGS
+) -> Tensor:
     """A squared norm raised by the rounding error of terms that add up to `largest_U` at most."""
-    return squared_norms_U + GRAM_ROUNDINGS * torch.finfo(largest_U.dtype).eps * largest_U
+    return squared_norms_U + roundings * torch.finfo(largest_U.dtype).eps * largest_U
 
 
 def rows_squared_norms(ids_UL: Tensor, gradients_ULD: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from userdp.clipping import kernels
 from userdp.clipping.any_layer import AnyLayer
 from userdp.clipping.compiled import Execution, pretrained
 from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors, largest_norm
@@ -38,8 +39,9 @@ from userdp.clipping.survey import (
 )
 from userdp.updates import wide_dtype
 
-# A kept pair is scaled in its own dtype, one rounding a value: in bfloat16 leave more room.
-PAIR_MARGIN = 2.0**-10
+# A kept pair is scaled in its own dtype, one rounding a value: in bfloat16 leave room for it, or
+# users whose rounded sum is above the bound are lost.
+PAIR_MARGIN = 2.0**-9
 # Where a Gram norm (L^2 (I + O) products) beats writing and reading back stored gradients (I O
 # values a user): L^2 (1/I + 1/O) below this, the ratio of arithmetic to memory speed, as measured
 # on an H200. Up to twice that, a pair that takes half the memory is preferred.
@@ -195,7 +197,7 @@ class OnePass:
         `clip_norm` as in `clip_factors`.
         """
         forms = self._gradients(users)
-        with torch.no_grad():
+        with kernels.wide_arithmetic(users.weights.device):
             squared = self._squared_norms(forms)
             factors = clip_factors(squared, self._rule, margin=self.margin, clip_norm=clip_norm)
             place = {id(p): tensor for p, tensor in zip(self._parameters, total, strict=True)}
@@ -205,8 +207,9 @@ class OnePass:
 
     def norms(self, users: Users) -> Tensor:
         """Every user's norm over all parameters. Secret."""
-        with torch.no_grad():
-            return self._squared_norms(self._gradients(users)).sum(0).sqrt()
+        forms = self._gradients(users)
+        with kernels.wide_arithmetic(users.weights.device):
+            return self._squared_norms(forms).sum(0).sqrt()
 
     @torch.enable_grad()
     def _gradients(self, users: Users) -> list[tuple[nn.Parameter, Form]]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from userdp.clipping import kernels
 from userdp.clipping.compiled import Execution
 from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors, largest_norm
 from userdp.clipping.forms import Stored
@@ -59,8 +60,9 @@ class OneUser:
             (group, Stored(gradients_U=at_least_float32(tensor).contiguous()[None]))
             for group, tensor in zip(self._groups, update, strict=True)
         ]
-        squared = self._sums.squared_norms(forms, [])
-        margin = ROUNDING_MARGIN * torch.finfo(squared.dtype).eps
-        factors = clip_factors(squared, self._rule, margin=margin, clip_norm=clip_norm)
-        self._sums.add(into, self._sums.scale(factors, largest_norm(self._rule, clip_norm)))
+        with kernels.wide_arithmetic(into[0].device):
+            squared = self._sums.squared_norms(forms, [])
+            margin = ROUNDING_MARGIN * torch.finfo(squared.dtype).eps
+            factors = clip_factors(squared, self._rule, margin=margin, clip_norm=clip_norm)
+            self._sums.add(into, self._sums.scale(factors, largest_norm(self._rule, clip_norm)))
         return squared.sum().sqrt()

@@ -146,7 +146,7 @@ class Sums:
         """
         batch = self._batch
         assert batch is not None
-        if not batch.entries or not kernels.half_on_cuda(batch.entries[0].tensors[0]):
+        if not batch.entries or batch.entries[0].tensors[0].dtype.itemsize >= 4:
             # Rounding in float32 or better stays within the margin.
             batch.scaled = {
                 id(entry): kernels.run(kernels.scaled, _scaled_side(entry), factors[entry.group])
@@ -156,8 +156,7 @@ class Sums:
         parts = [factors.square() * batch.others]
         for part in _by_length(batch.entries):
             rows = [entry.group for entry in part]
-            tensors = [entry.tensors for entry in part]
-            sides, norms = self._gram_table(part).scaled(tensors, rows, factors)
+            sides, norms = self._scaled_pairs(part, factors)
             batch.scaled |= {id(entry): side for entry, side in zip(part, sides, strict=True)}
             parts.append(self._by_group(rows, norms))
         for embedding, head in batch.ties:
@@ -169,6 +168,23 @@ class Sums:
             parts.append(self._by_group([group], (2 * once * inner)[None]))
         total = torch.stack(parts).sum((0, 1))
         return torch.where(total <= bound**2, factors, 0.0)
+
+    def _scaled_pairs(
+        self, entries: Sequence[Entry], factors: Tensor
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """The scaled sides, and the squared norms (entries, users) with them."""
+        if kernels.half_on_cuda(entries[0].tensors[0]):
+            rows = [entry.group for entry in entries]
+            tensors = [entry.tensors for entry in entries]
+            return self._gram_table(entries).scaled(tensors, rows, factors)
+        sides = [kernels.scaled(_scaled_side(entry), factors[entry.group]) for entry in entries]
+        norms = [
+            torch.stack([kernels.gram_norms(side, y) for y in entry.tensors[1]]).sum(0)
+            if entry.scale_input
+            else kernels.gram_norms(entry.tensors[0], side)
+            for entry, side in zip(entries, sides, strict=True)
+        ]
+        return sides, torch.stack(norms)
 
     def add(self, totals: Sequence[Tensor], factors: Tensor) -> None:
         """totals[i] += sum_u factors[group_i, u] * (user u's gradient in form i)."""

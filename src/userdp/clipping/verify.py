@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from userdp.clipping.compiled import Execution
+from userdp.clipping.flat import FlatBuffer
 from userdp.clipping.one_pass import OnePass
 from userdp.clipping.pack import Users
 from userdp.clipping.plain import clipped_sum
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.survey import clip_groups, find_layers
-from userdp.errors import MixedExamplesError
+from userdp.errors import InputError, MixedExamplesError
 from userdp.updates import Batch, RecordLoss, Update, causal_lm_loss, mean_gradient
 
 # Users compared; enough to see one counted as another.
@@ -85,6 +86,8 @@ def verify(
     True
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise InputError("the model has no trainable parameter: nothing would be clipped.")
     rows = len(next(iter(batch.values())))
     if rows % group_size:
         raise ValueError(f"{rows} rows are not a whole number of users of {group_size} rows.")
@@ -101,7 +104,7 @@ def verify(
     one_pass = OnePass(model, parameters, rule, users, execution=execution)
 
     def run(few: Users) -> Update:
-        total = [torch.zeros_like(parameter) for parameter in parameters]
+        total = FlatBuffer(parameters).views
         one_pass(few, total)
         return total
 

@@ -1,0 +1,216 @@
+"""`verify` passes on models the fast path knows and names the parameter where it is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from comparing import RAGGED, cohort, shake, trainable
+from torch import Tensor, nn
+
+import models_zoo
+import userdp
+from userdp.clipping import layers
+from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.forms import Rows
+from userdp.clipping.rules import FlatClip, PerLayerClip
+from userdp.clipping.verify import FastPathError
+from userdp.errors import InputError
+from userdp.index import UserIndex
+from userdp.plan import Plan
+from userdp.step import PrivateStep
+from userdp.updates import causal_lm_loss
+
+ZOO = [*models_zoo.BUILDERS, *models_zoo.MORE_BUILDERS]
+
+
+class HeadOutsideItsLayer(nn.Module):
+    """Uses the embedding's weight without calling the layer: nothing a layer can see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models_zoo.VOCABULARY, 8)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.inner(self.embedding(input_ids))), self.embedding.weight)
+
+
+def broken_model() -> nn.Module:
+    torch.manual_seed(0)
+    return HeadOutsideItsLayer().double().eval()
+
+
+def batch(rows: int = 6, *, masked: bool = False) -> dict[str, Tensor]:
+    (group,) = cohort([[9 - row for row in range(rows)]], masked=masked)
+    return group
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ZOO)
+def test_verify_passes_on(name: str, dtype: torch.dtype) -> None:
+    model = shake(models_zoo.build(name, dtype))
+    checked = userdp.verify(
+        model,
+        batch(masked=name in models_zoo.MASKED),
+        group_size=2,
+        record_loss=models_zoo.loss_of(name),
+    )
+    assert set(checked.errors) == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert checked.worst[1] == max(checked.errors.values()) <= checked.tolerance
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3])
+def test_verify_passes_for_every_group_size_and_rule(group_size: int) -> None:
+    model = shake(models_zoo.build("gpt2 tied"))
+    userdp.verify(model, batch(), group_size=group_size)
+    userdp.verify(model, batch(), group_size=group_size, clip=PerLayerClip(clip_norm=0.1))
+
+
+def test_verify_in_a_coarser_compute_dtype_allows_its_rounding() -> None:
+    model = shake(models_zoo.build("llama tied", torch.float32))
+    exact = userdp.verify(model, batch())
+    coarse = userdp.verify(model, batch(), compute_dtype=torch.bfloat16)
+    assert exact.worst[1] < 1e-5
+    assert coarse.worst[1] <= coarse.tolerance
+    assert coarse.tolerance > exact.tolerance
+
+
+def test_verify_says_which_layers_have_no_rule_of_their_own() -> None:
+    rules = userdp.verify(models_zoo.build("gemma"), batch()).rules
+    assert rules["model.embed_tokens"] == "AnyLayer"
+    assert rules["lm_head"] == "Product"
+    assert userdp.verify(models_zoo.build("lstm"), batch()).rules["lstm"] == "Lstm"
+
+
+def test_verify_names_a_weight_used_outside_its_layer() -> None:
+    with pytest.raises(FastPathError, match=r"'embedding\.weight'.*clipping=\"plain\""):
+        userdp.verify(broken_model(), batch())
+
+
+def test_verify_names_a_parameter_that_a_rule_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = layers.Product.forms
+
+    def without_bias(module: Any, handed: dict[str, Tensor], inputs: Tensor | None) -> Any:
+        return forms(module, {n: t for n, t in handed.items() if n != "bias"}, inputs)
+
+    monkeypatch.setattr(layers.Product, "forms", staticmethod(without_bias))
+    with pytest.raises(FastPathError, match=r"'head\.bias'"):
+        # An infinite clip norm: the missing part changes no other parameter's sum.
+        userdp.verify(models_zoo.build("lstm"), batch(), clip=FlatClip(clip_norm=float("inf")))
+
+
+def test_verify_notices_users_taken_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = layers.Embedding.forms
+
+    def swapped(module: Any, handed: dict[str, Tensor], inputs: Tensor | None) -> Any:
+        rows = forms(module, handed, inputs)["weight"]
+        assert isinstance(rows, Rows)
+        return {
+            "weight": Rows(
+                ids_UL=rows.ids_UL.roll(1, 0), gradients_ULD=rows.gradients_ULD.roll(1, 0)
+            )
+        }
+
+    monkeypatch.setattr(layers.Embedding, "forms", staticmethod(swapped))
+    with pytest.raises(FastPathError, match="differs from the plain loop"):
+        userdp.verify(models_zoo.build("lstm"), batch())
+
+
+def test_verify_refuses_fewer_than_two_users() -> None:
+    with pytest.raises(ValueError, match="at least two"):
+        userdp.verify(models_zoo.build("gpt2 tied"), batch(3), group_size=3)
+
+
+def test_verify_refuses_rows_that_are_no_whole_number_of_users() -> None:
+    with pytest.raises(ValueError, match=r"5 rows.*2 rows"):
+        userdp.verify(models_zoo.build("gpt2 tied"), batch(5), group_size=2)
+
+
+def test_verify_refuses_a_model_without_trainable_parameters() -> None:
+    model = models_zoo.build("gpt2 tied").requires_grad_(False)
+    with pytest.raises(InputError, match="no trainable parameter"):
+        userdp.verify(model, batch())
+
+
+# ---- the check that training does by itself
+
+
+def fast(model: nn.Module, **settings: Any) -> FastClipping:
+    return FastClipping(
+        model,
+        trainable(model),
+        FlatClip(clip_norm=1.0),
+        record_loss=causal_lm_loss,
+        settings=FastSettings(**settings),
+    )
+
+
+def test_first_batch_is_checked_and_the_error_says_what_to_do() -> None:
+    with pytest.raises(FastPathError, match=r"'embedding\.weight'.*Use clipping=\"plain\""):
+        fast(broken_model()).clipped_sum(cohort(RAGGED), FlatClip(clip_norm=1.0))
+
+
+def test_check_can_be_left_out() -> None:
+    fast(broken_model(), check=False).clipped_sum(cohort(RAGGED), FlatClip(clip_norm=1.0))
+
+
+def test_fault_that_shows_only_at_another_shape_is_caught_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sums = layers.per_user
+
+    def wrong_when_long(tensor: Tensor, users: int) -> Tensor:
+        split = sums(tensor, users)
+        return split * 2 if split.shape[1] > 20 else split
+
+    monkeypatch.setattr(layers, "per_user", wrong_when_long)
+    model = shake(models_zoo.build("gpt2 tied"))
+    clipping = fast(model)
+    rule = FlatClip(clip_norm=1.0)
+    clipping.clipped_sum(cohort([[5], [5], [5]]), rule)
+    with pytest.raises(FastPathError):
+        clipping.clipped_sum(cohort([[25], [25], [25]]), rule)
+
+
+def test_check_leaves_no_trace_in_the_sum_or_the_count() -> None:
+    model = shake(models_zoo.build("gpt2 tied"))
+    rule = FlatClip(clip_norm=0.5)
+    groups = cohort(RAGGED)
+    checked, unchecked = fast(model), fast(model, check=False)
+    a, b = checked.clipped_sum(groups, rule), unchecked.clipped_sum(groups, rule)
+    assert torch.equal(a.total.values, b.total.values)
+    assert int(a.num_within) == int(b.num_within)
+
+
+def test_step_of_a_model_the_fast_path_gets_wrong_is_not_taken() -> None:
+    model = broken_model()
+    before = [p.detach().clone() for p in model.parameters()]
+    plan = Plan.sample_users(
+        num_users=4,
+        expected_cohort_size=4,
+        group_size=2,
+        steps=1,
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        delta=1e-2,
+    )
+    for clipping, steps in (("fast", 0), ("plain", 1)):
+        step = PrivateStep(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            plan,
+            UserIndex.from_owners([0, 0, 1, 1, 2, 2, 3, 3]),
+            clipping=clipping,  # type: ignore[arg-type]
+        )
+        rows = batch(8)
+        groups = [{n: t[list(g)] for n, t in rows.items()} for g in step.draw()]
+        if clipping == "fast":
+            with pytest.raises(FastPathError):
+                step.apply(groups)
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        else:
+            step.apply(groups)
+        assert step.ledger.steps == steps
