@@ -23,7 +23,7 @@ from torch import Tensor
 from userdp.clipping import kernels
 
 _TILE = 128
-_SLICE = 128
+_SLICE = 64
 _BLOCK = 1024
 _BLOCKS_A_NORM = 16
 _SILENCE_BLOCK = 4096
@@ -304,12 +304,13 @@ class GramTable:
             self._num_pairs,
             self._num_tiles,
             TILE=self._tile,
-            SLICE=_SLICE if self._num_tiles == 1 else _SLICE // 2,
+            SLICE=_SLICE,
             UNIT=self._unit,
             ONE_TILE=self._num_tiles == 1,
             DTYPE=self._dtype,
             num_warps=8 if self._tile == _TILE else 4,
-            num_stages=3,
+            # A single tile is read once: more of it can be on its way.
+            num_stages=5 if self._num_tiles == 1 else 3,
         )
         return sums
 
