@@ -195,6 +195,9 @@ class Execution:
             swaps.append((head, PaddedHead))
             carried[head] = Tape(users=1, rows=1, padding=self.head_padding)
         with contextlib.ExitStack() as stack:
+            # The settings alone choose a dtype: backward passes, too, follow a caller's autocast.
+            device = next(model.parameters()).device.type
+            stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(swapped(swaps, carried))
             if self.skip_mask:
                 stack.enter_context(without_mask(model))
