@@ -86,13 +86,16 @@ def compiled_blocks(model: nn.Module) -> Iterator[None]:
         and not isinstance(module, nn.Embedding | nn.LSTM)
     ]
     todo = blocks + alone
+    before = {module: module.__dict__.get("_compiled_call_impl") for module in todo}
     for module in todo:
         module.compile(dynamic=False)
     try:
         yield
     finally:
-        for module in todo:
-            module._compiled_call_impl = None
+        for module, own in before.items():
+            del module.__dict__["_compiled_call_impl"]
+            if own is not None:
+                module._compiled_call_impl = own
 
 
 @cache
