@@ -8,11 +8,15 @@ import torch
 from scipy.stats import kstest
 from torch import nn
 
+from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.plain import PlainClipping
+from userdp.clipping.rules import FlatClip
 from userdp.index import UserIndex
 from userdp.noise.draw import add_gaussian_
 from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
 from userdp.step import PrivateStep
+from userdp.updates import causal_lm_loss
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,3 +78,78 @@ def test_a_step_without_noise_is_the_same_on_both_devices(dtype: torch.dtype) ->
         )
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert torch.allclose(weights["cpu"], weights["cuda"], atol=tolerance)
+
+
+def _models() -> dict[str, nn.Module]:
+    import transformers
+
+    torch.manual_seed(0)
+    gpt2 = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=5003, n_positions=128)
+    )
+    return {"gpt2": gpt2.cuda().eval()}
+
+
+def _ragged_groups(vocabulary: int) -> list[dict[str, torch.Tensor]]:
+    """Users of 1 to 3 rows, one without a record, and one larger than a batch."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(1, 20), (3, 100), (0, 5), (2, 128), (1, 64), (3, 31), (1, 128), (40, 128)]
+    groups: list[dict[str, torch.Tensor]] = []
+    for rows, length in sizes:
+        ids = torch.randint(0, vocabulary, (rows, length), generator=generator)
+        groups.append({"input_ids": ids, "labels": ids})
+    return groups
+
+
+def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloat16() -> None:
+    model = _models()["gpt2"]
+    parameters = list(model.parameters())
+    groups = _ragged_groups(5003)
+    rule = FlatClip(clip_norm=0.5)
+    fast = FastClipping(
+        model,
+        parameters,
+        rule,
+        record_loss=causal_lm_loss,
+        settings=FastSettings(microbatch_tokens=2048, compute_dtype=torch.bfloat16),
+    )
+    exact = PlainClipping(model, parameters, record_loss=causal_lm_loss)
+    plain = PlainClipping(
+        model, parameters, record_loss=causal_lm_loss, compute_dtype=torch.bfloat16
+    )
+    # The second sum replays what the first captured; the third has another clip norm.
+    for clip_norm in (0.5, 0.5, 0.1):
+        rule = FlatClip(clip_norm=clip_norm)
+        expected = exact.clipped_sum(groups, rule).total.values.clone()
+        coarse = plain.clipped_sum(groups, rule).total.values
+        found = fast.clipped_sum(groups, rule)
+        allowed = float((coarse - expected).norm() / expected.norm())
+        error = float((found.total.values - expected).norm() / expected.norm())
+        assert error <= 1.1 * allowed, (clip_norm, error, allowed)
+        assert found.num_updates == len(groups)
+
+
+@pytest.mark.parametrize("length", [17, 128, 300])
+def test_gram_kernels_match_exact_norms_from_above(length: int) -> None:
+    from userdp.clipping.triton_kernels import GramTable
+
+    torch.manual_seed(0)
+    make = lambda width: torch.randn(3, length, width, device="cuda").bfloat16()  # noqa: E731
+    x, ys, narrow = make(96), [make(200), make(64)], make(48)
+    entries = [(x, ys), (ys[0], [narrow])]
+    table = GramTable(entries, [True, False])
+
+    def exact(x: torch.Tensor, ys: list[torch.Tensor]) -> torch.Tensor:
+        products = [torch.einsum("uli,ulo->uoi", x.double(), y.double()) for y in ys]
+        return sum(product.square().sum((1, 2)) for product in products)  # type: ignore[return-value]
+
+    found = table.squared_norms(entries).double()
+    expected = torch.stack([exact(x, ys), exact(ys[0], [narrow])])
+    assert (found >= expected).all()
+    assert (found <= expected * 1.001).all()
+    factors = torch.tensor([[0.3, 0.0, 1.7]], device="cuda")
+    (scaled_x, scaled_y), again = table.scaled(entries, [0, 0], factors)
+    after = torch.stack([exact(scaled_x, ys), exact(ys[0], [scaled_y])])
+    assert (again.double() >= after).all()
+    assert (again.double() <= after * 1.001 + 1e-9).all()
+    assert not scaled_x[1].any()

@@ -215,6 +215,8 @@ class Graph:
     def __init__(
         self, function: Callable[[list[Tensor]], Tensor], inputs: list[Tensor], *, pool: Any
     ) -> None:
+        # Kept: replays read what the function allocated, such as tables of addresses.
+        self._function = function
         self._inputs = [tensor.clone() for tensor in inputs]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

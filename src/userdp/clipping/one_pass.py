@@ -40,8 +40,10 @@ from userdp.clipping.survey import (
 from userdp.updates import wide_dtype
 
 # A kept pair is scaled in its own dtype, one rounding a value: in bfloat16 leave room for it, or
-# users whose rounded sum is above the bound are lost.
-PAIR_MARGIN = 2.0**-9
+# users whose rounded sum is above the bound are lost. Roundings average out over many values.
+PAIR_MARGIN = 2.0**-10
+PAIR_MARGIN_SMALL = 2.0**-9
+SMALL_MODEL = 2**20
 # Where a Gram norm (L^2 (I + O) products) beats writing and reading back stored gradients (I O
 # values a user): L^2 (1/I + 1/O) below this, the ratio of arithmetic to memory speed, as measured
 # on an H200. Up to twice that, a pair that takes half the memory is preferred.
@@ -86,9 +88,10 @@ class OnePass:
         self._tapes = self._make_tapes()
         self._sums = Sums(max(self._group.values()) + 1 if isinstance(rule, PerLayerClip) else 1)
         self.margin = ROUNDING_MARGIN * torch.finfo(wide_dtype(self._parameters[0].dtype)).eps
-        if any("outputs" in tape.probes for tape in self._tapes.values()):
-            half = self._product_dtype(self._parameters[0])
-            self.margin = max(self.margin, PAIR_MARGIN if half.itemsize < 4 else 0.0)
+        half = self._product_dtype(self._parameters[0]).itemsize < 4
+        if half and any("outputs" in tape.probes for tape in self._tapes.values()):
+            small = sum(parameter.numel() for parameter in self._parameters) < SMALL_MODEL
+            self.margin = max(self.margin, PAIR_MARGIN_SMALL if small else PAIR_MARGIN)
 
     # ---- set-up
 

@@ -157,15 +157,6 @@ def _gram_kernel(
 
 
 @triton.jit
-def _scaled_slice(base, width, rows, column, length, factor):
-    inside = (rows[:, None] < length) & (column < width)
-    value = tl.load(base + rows[:, None] * width + column, inside, 0.0)
-    # A factor of zero silences even a value that is not finite.
-    wide = tl.where(factor == 0.0, 0.0, value.to(tl.float32) * factor)
-    return wide.to(value.dtype), inside
-
-
-@triton.jit
 def _scale_kernel(
     in_addresses,
     out_addresses,
@@ -184,30 +175,33 @@ def _scale_kernel(
     ONE_TILE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    # Scales one side of a pair by the users' factors, rounding as its dtype does, and takes the
-    # norm again: that of exactly the values that will be summed.
+    # The norm of a pair with one side scaled by the users' factors, rounding as its dtype does:
+    # that of exactly the values that will be summed. Where a user is one tile, the scaling happens
+    # here; elsewhere every value would be scaled again for each pair of tiles: it comes scaled.
     entry = tl.program_id(0) // num_pairs
     pair = tl.program_id(0) % num_pairs
     user = tl.program_id(1).to(tl.int64)
     i, j = _tiles_of(pair)
     rows_i = i * TILE + tl.arange(0, TILE)
     rows_j = j * TILE + tl.arange(0, TILE)
-    factor = tl.load(factors_pointer + tl.load(factor_rows + entry) * num_users + user)
     width = tl.load(widths + entry).to(tl.int32) * UNIT
-    values = _typed(tl.load(in_addresses + entry), DTYPE) + user * length * width
     out = _typed(tl.load(out_addresses + entry), DTYPE) + user * length * width
     gram = tl.zeros((TILE, TILE), tl.float32)
-    for start in range(0, width, SLICE):
-        column = start + tl.arange(0, SLICE)[None, :]
-        a, inside = _scaled_slice(values, width, rows_i, column, length, factor)
-        if ONE_TILE:
-            tl.store(out + rows_i[:, None] * width + column, a, inside)
+    if ONE_TILE:
+        factor = tl.load(factors_pointer + tl.load(factor_rows + entry) * num_users + user)
+        values = _typed(tl.load(in_addresses + entry), DTYPE) + user * length * width
+        for start in range(0, width, SLICE):
+            column = start + tl.arange(0, SLICE)[None, :]
+            place = rows_i[:, None] * width + column
+            inside = (rows_i[:, None] < length) & (column < width)
+            value = tl.load(values + place, inside, 0.0)
+            # A factor of zero silences even a value that is not finite.
+            wide = tl.where(factor == 0.0, 0.0, value.to(tl.float32) * factor)
+            a = wide.to(value.dtype)
+            tl.store(out + place, a, inside)
             gram = tl.dot(a, tl.trans(a), gram)
-        else:
-            if i == j:
-                tl.store(out + rows_i[:, None] * width + column, a, inside)
-            b, _ = _scaled_slice(values, width, rows_j, column, length, factor)
-            gram = tl.dot(a, tl.trans(b), gram)
+    else:
+        gram = _add_gram(gram, out, width, rows_i, rows_j, length, SLICE, ONE_TILE)
     item = entry * num_users + user
     square = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
     kept = tl.load(kept_pointer + (item * num_pairs + pair) * TILE * TILE + square)
@@ -279,7 +273,13 @@ class GramTable:
         sides = [
             x if scale_x else ys[0] for (x, ys), scale_x in zip(entries, self._scale_x, strict=True)
         ]
-        out = [torch.empty_like(side) for side in sides]
+        if self._num_tiles == 1:
+            out = [torch.empty_like(side) for side in sides]
+        else:
+            out = [
+                kernels.run(kernels.scaled, side, factors[row])
+                for side, row in zip(sides, factor_rows, strict=True)
+            ]
         rows = self._scaled.send(
             [side.data_ptr() for side in sides],
             [side.data_ptr() for side in out],
@@ -309,7 +309,8 @@ class GramTable:
             ONE_TILE=self._num_tiles == 1,
             DTYPE=self._dtype,
             num_warps=8 if self._tile == _TILE else 4,
-            num_stages=3,
+            # A single tile is read once: more of it can be on its way.
+            num_stages=5 if self._num_tiles == 1 else 3,
         )
         return sums
 
