@@ -8,7 +8,12 @@ import torch
 from scipy.stats import kstest
 from torch import nn
 
+from userdp.clipping import one_pass
+from userdp.clipping.compiled import Execution
+from userdp.clipping.factors import clip_factors
 from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.flat import FlatBuffer
+from userdp.clipping.pack import Users, pack
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import FlatClip
 from userdp.index import UserIndex
@@ -80,14 +85,31 @@ def test_a_step_without_noise_is_the_same_on_both_devices(dtype: torch.dtype) ->
     assert torch.allclose(weights["cpu"], weights["cuda"], atol=tolerance)
 
 
-def _models() -> dict[str, nn.Module]:
+def _model(name: str) -> nn.Module:
+    """Wide enough for rounding to average out as in a real model; vocabulary of unaligned width."""
     import transformers
 
     torch.manual_seed(0)
-    gpt2 = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=5003, n_positions=128)
-    )
-    return {"gpt2": gpt2.cuda().eval()}
+    if name == "gpt2":
+        model: nn.Module = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                n_layer=2, n_embd=256, n_head=4, vocab_size=5003, n_positions=128
+            )
+        )
+    else:
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                num_hidden_layers=2,
+                hidden_size=256,
+                intermediate_size=640,
+                num_attention_heads=8,
+                num_key_value_heads=2,
+                vocab_size=5003,
+                max_position_embeddings=128,
+                tie_word_embeddings=name == "llama tied",
+            )
+        )
+    return model.cuda().eval()
 
 
 def _ragged_groups(vocabulary: int) -> list[dict[str, torch.Tensor]]:
@@ -102,7 +124,7 @@ def _ragged_groups(vocabulary: int) -> list[dict[str, torch.Tensor]]:
 
 
 def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloat16() -> None:
-    model = _models()["gpt2"]
+    model = _model("gpt2")
     parameters = list(model.parameters())
     groups = _ragged_groups(5003)
     rule = FlatClip(clip_norm=0.5)
@@ -126,7 +148,85 @@ def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloa
         allowed = float((coarse - expected).norm() / expected.norm())
         error = float((found.total.values - expected).norm() / expected.norm())
         assert error <= 1.1 * allowed, (clip_norm, error, allowed)
-        assert found.num_updates == len(groups)
+        # One of the groups has no record.
+        assert found.num_updates == len(groups) - 1
+
+
+def _equal_groups(group_size: int, length: int, users: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (users, group_size, length)
+    ids = torch.randint(0, 5003, shape, generator=generator)
+    return [{"input_ids": rows, "labels": rows} for rows in ids]
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("length", [32, 128])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama tied"])
+def test_bfloat16_error_is_no_larger_than_the_plain_loops(
+    name: str, length: int, group_size: int
+) -> None:
+    # Short users go by Gram pairs, long ones by stored gradients; both compiled and captured.
+    model = _model(name)
+    parameters = list(model.parameters())
+    groups = _equal_groups(group_size, length, users=16)
+    exact = PlainClipping(model, parameters, record_loss=causal_lm_loss)
+    coarse = PlainClipping(
+        model, parameters, record_loss=causal_lm_loss, compute_dtype=torch.bfloat16
+    )
+    largest = FlatClip(clip_norm=float("inf"))
+    # Most of the users are clipped.
+    norm = float(exact.clipped_sum(groups[:1], largest).total.values.norm())
+    rule = FlatClip(clip_norm=0.9 * norm)
+    fast = FastClipping(
+        model,
+        parameters,
+        rule,
+        record_loss=causal_lm_loss,
+        settings=FastSettings(compute_dtype=torch.bfloat16),
+    )
+    expected = exact.clipped_sum(groups, rule).total.values
+    allowed = float((coarse.clipped_sum(groups, rule).total.values - expected).norm())
+    for _ in range(2):
+        error = float((fast.clipped_sum(groups, rule).total.values - expected).norm())
+        assert error <= 1.1 * allowed, (error / float(expected.norm()), allowed)
+
+
+@pytest.mark.parametrize("length", [8, 128])
+@pytest.mark.parametrize("name", ["gpt2", "llama tied"])
+def test_no_user_adds_more_than_the_clip_norm_on_cuda(
+    name: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Factors of all users but one set to zero, where the fast path has just computed them.
+    model = _model(name)
+    parameters = list(model.parameters())
+    rule = FlatClip(clip_norm=0.3)
+    groups = _equal_groups(1, length, users=59)
+    (users,) = pack(groups, max_tokens=64 * 128, ladder=True)
+    assert users.count == 64
+    users = Users(
+        batch={name: tensor.cuda() for name, tensor in users.batch.items()},
+        weights=users.weights.cuda(),
+        count=users.count,
+    )
+    execution = Execution(record_loss=causal_lm_loss, compute_dtype=torch.bfloat16)
+    fast = one_pass.OnePass(model, parameters, rule, users, execution=execution)
+    chosen = 0
+
+    def alone(squared: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        factors = clip_factors(squared, *args, **options)  # type: ignore[arg-type]
+        return torch.where(
+            torch.arange(squared.shape[1], device=squared.device) == chosen, factors, 0.0
+        )
+
+    monkeypatch.setattr(one_pass, "clip_factors", alone)
+    for chosen in range(users.count):
+        total = FlatBuffer(parameters)
+        fast(users, total.views)
+        norm = float(total.values.double().norm())
+        if chosen < len(groups):
+            assert 0.99 * 0.3 <= norm <= 0.3 * (1 + 1e-5)
+        else:
+            assert norm == 0.0
 
 
 @pytest.mark.parametrize("length", [17, 128, 300])

@@ -97,6 +97,8 @@ class Plan:
                 "non_private=True, yet noise and clip norm would protect. Set noise_multiplier=0 "
                 "or clip_norm=inf, or leave non_private out."
             )
+        # Raises here, not at the first step, if a count leaves no noise for the updates.
+        _ = self.noise_stddev
 
     @staticmethod
     def sample_users(
@@ -232,7 +234,7 @@ class Plan:
         An adaptive rule's noisy count takes a part of the step's price, so the sum gets more noise
         (Andrew et al. 2021, Thm. 1).
         """
-        if isinstance(clip, AdaptiveClip):
+        if isinstance(clip, AdaptiveClip) and self.noise.noise_multiplier > 0:
             multiplier = quantile.adaptive_clipping_noise(
                 noise_multiplier=self.noise.noise_multiplier, count_noise=clip.count_noise
             )

@@ -16,8 +16,10 @@ from userdp.clipping import one_pass
 from userdp.clipping.compiled import Execution
 from userdp.clipping.factors import clip_factors
 from userdp.clipping.fast import FastSettings
+from userdp.clipping.forms import Pair, Rows, Stored
 from userdp.clipping.pack import Users, pack
 from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip, NormalisedClip, PerLayerClip
+from userdp.clipping.sums import Sums
 from userdp.updates import causal_lm_loss
 
 ROUNDING = 1e-5
@@ -131,10 +133,41 @@ def test_bound_holds_inside_a_callers_autocast(forms: str) -> None:
         assert_bounded(model, FlatClip(clip_norm=0.3), num_users=28)
 
 
-def test_bound_holds_for_a_user_in_pieces_inside_a_callers_autocast() -> None:
+@pytest.mark.parametrize("tokens", [16, 1000])
+def test_callers_autocast_changes_nothing(tokens: int) -> None:
     model = shake(models_zoo.build("gpt2 tied", torch.float32))
     rule = FlatClip(clip_norm=0.1)
-    settings = FastSettings(microbatch_tokens=16)
+    settings = FastSettings(microbatch_tokens=tokens)
+    groups = cohort([[9, 12, 7], [5], [5], [8, 3]])
+    expected = [t.clone() for t in fast_sum(model, groups, rule, settings=settings)]
     with torch.autocast("cpu", torch.bfloat16):
-        total = fast_sum(model, cohort([[9, 12, 7]]), rule, settings=settings)
-    assert 0.1 * (1 - ROUNDING) <= exact_norm(total) <= 0.1 * (1 + ROUNDING)
+        found = fast_sum(model, groups, rule, settings=settings)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e2, 1e4])
+@pytest.mark.parametrize("form", ["stored", "pair"])
+def test_tied_uses_that_nearly_cancel_do_not_hide_the_rest(form: str, size: float) -> None:
+    # ||e + h||^2 from ||e||^2 + ||h||^2 + 2 <e, h>: what is left of large terms is mostly rounding.
+    generator = torch.Generator().manual_seed(0)
+    users, length, width, vocabulary = 200, 5, 8, 11
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    ids = torch.stack([torch.randperm(vocabulary, generator=generator) for _ in range(users)])
+    ids = ids[:, :length]
+    x = size * draw(users, length, width)
+    # Every token's output gradient meets its own row alone: h is the rows of x, nearly.
+    y = torch.zeros(users, length, vocabulary).scatter_(2, ids[..., None], 1.0)
+    rows = Rows(ids_UL=ids, gradients_ULD=0.1 * draw(users, length, width) - x)
+    head = (
+        Stored(gradients_U=torch.bmm(y.mT, x))
+        if form == "stored"
+        else Pair(inputs_ULI=x, output_gradients_ULO=y)
+    )
+    rule = FlatClip(clip_norm=0.01)
+    for user in range(users):
+        sums, total = Sums(1), torch.zeros(vocabulary, width)
+        squared = sums.squared_norms([(0, rows), (0, head)], [(0, 1)])
+        factors = clip_factors(squared, rule, margin=2.0**-20)
+        alone = torch.where(torch.arange(users) == user, factors, 0.0)
+        sums.add([total, total], sums.scale(alone, rule.bound))
+        assert exact_norm([total]) <= rule.bound * (1 + ROUNDING)

@@ -161,7 +161,8 @@ def test_updates_within_the_clip_norm_are_counted_alike(forms: str) -> None:
         found = fast.clipped_sum(groups, rule)
     assert 1 < int(expected.num_within) < len(groups) - 1
     assert int(found.num_within) == int(expected.num_within)
-    assert found.num_updates == expected.num_updates == len(groups)
+    # One of the groups has no record.
+    assert found.num_updates == expected.num_updates == len(groups) - 1
 
 
 # ---- random models

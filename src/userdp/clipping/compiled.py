@@ -86,13 +86,16 @@ def compiled_blocks(model: nn.Module) -> Iterator[None]:
         and not isinstance(module, nn.Embedding | nn.LSTM)
     ]
     todo = blocks + alone
+    before = {module: module.__dict__.get("_compiled_call_impl") for module in todo}
     for module in todo:
         module.compile(dynamic=False)
     try:
         yield
     finally:
-        for module in todo:
-            module._compiled_call_impl = None
+        for module, own in before.items():
+            del module.__dict__["_compiled_call_impl"]
+            if own is not None:
+                module._compiled_call_impl = own
 
 
 @cache
@@ -195,6 +198,9 @@ class Execution:
             swaps.append((head, PaddedHead))
             carried[head] = Tape(users=1, rows=1, padding=self.head_padding)
         with contextlib.ExitStack() as stack:
+            # The settings alone choose a dtype: backward passes, too, follow a caller's autocast.
+            device = next(model.parameters()).device.type
+            stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(swapped(swaps, carried))
             if self.skip_mask:
                 stack.enter_context(without_mask(model))

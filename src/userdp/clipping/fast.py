@@ -98,9 +98,8 @@ class FastClipping:
         self._clip_norm.fill_(rule.clip_norm)
         self._num_within.zero_()
         self._total.zero_()
-        listed = list(groups)
-        # A group without records has a zero update, which is within every clip norm.
-        self._num_within += sum(size_of(group).rows == 0 for group in listed)
+        # A group without a record adds nothing, neither to the sum nor to the counts.
+        listed = [group for group in groups if size_of(group).rows]
         large = [group for group in listed if size_of(group).tokens > self._max_tokens]
         small = [group for group in listed if size_of(group).tokens <= self._max_tokens]
         packed = pack(

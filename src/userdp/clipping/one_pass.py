@@ -135,7 +135,8 @@ class OnePass:
                     weight, weight.dtype, self._rows, *shape, weight.shape[1]
                 )
                 continue
-            if layer.rule is Product and self._is_head(layer):
+            # A weight shared with a layer that is not padded has one stored gradient for both.
+            if layer.rule is Product and self._is_head(layer) and self._used_once(layer):
                 tape.padding = self._execution.head_padding
             for name, parameter in layer.parameters.items():
                 if layer.rule is Product and name == "weight" and self._prefers_pair(layer):

@@ -109,6 +109,9 @@ class PlainClipping:
         def updates() -> Iterator[Update]:
             nonlocal count, within
             for group in groups:
+                # A group without a record adds nothing, neither to the sum nor to the counts.
+                if not len(next(iter(group.values()))):
+                    continue
                 count += 1
                 update = self._update({name: t.to(device) for name, t in group.items()})
                 squares = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in update]

@@ -25,6 +25,7 @@ Grouped = tuple[int, Form]
 class ClippedSum:
     """A cohort's clipped updates added up; how many they were, and how many were not clipped.
 
+    A group without a record is not counted: its user moves no number by being there.
     Secret until noised.
     """
 

@@ -1,0 +1,137 @@
+"""Compiled blocks, the padded head and attention without a mask give the same sum.
+
+On the CPU, with the compiler's back end left out: what is traced is what CUDA compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from comparing import (
+    assert_same_as_plain,
+    cohort,
+    pairs_wherever_possible,
+    shake,
+)
+from test_model_untouched import assert_untouched, step
+from torch import nn
+
+import models_zoo
+from userdp.clipping import compiled
+from userdp.clipping.fast import FastSettings
+from userdp.updates import causal_lm_loss
+
+# Warnings of torch about itself, while it traces.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+COMPILED = FastSettings(compile_blocks=True)
+
+
+@pytest.fixture(autouse=True)
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """torch.compile without code generation."""
+    compile_ = torch.compile
+    traced: list[Any] = []
+
+    def traced_compile(function: Any, **options: Any) -> Any:
+        traced.append(function)
+        return compile_(function, backend="aot_eager", **options)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled.token_mean.cache_clear()
+    monkeypatch.setattr(torch, "compile", traced_compile)
+    yield traced
+    compiled.token_mean.cache_clear()
+    torch._dynamo.reset()
+
+
+LENGTHS = [[5, 9], [9, 2], [], [9, 7], [9, 9]]
+
+
+@pytest.mark.parametrize("name", ["gpt2 tied", "llama tied", "llama", "gpt2 + lora"])
+def test_compiled_blocks_give_the_plain_loops_sum_without_graph_breaks(
+    name: str, traced_only: list[Any]
+) -> None:
+    model = shake(models_zoo.build(name))
+    assert_same_as_plain(model, cohort(LENGTHS), settings=COMPILED)
+    # Both blocks, what lies outside them, and the loss.
+    assert len(traced_only) > 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("name", ["gemma", "opt", "bert"])
+def test_compiled_blocks_give_the_plain_loops_sum_for_layers_without_a_rule_and_others(
+    name: str,
+) -> None:
+    # Gemma's head shares its weight with an embedding that has no rule; its width is unaligned.
+    model = shake(models_zoo.build(name, torch.float32))
+    groups = cohort(LENGTHS, masked=name in models_zoo.MASKED)
+    assert_same_as_plain(model, groups, record_loss=models_zoo.loss_of(name), settings=COMPILED)
+
+
+def test_compiled_pairs_give_the_plain_loops_sum() -> None:
+    with pairs_wherever_possible():
+        model = shake(models_zoo.build("gpt2 tied"))
+        assert_same_as_plain(model, cohort(LENGTHS), settings=COMPILED)
+
+
+def test_compiled_user_in_pieces_gives_the_plain_loops_sum() -> None:
+    model = shake(models_zoo.build("gpt2 tied"))
+    settings = FastSettings(compile_blocks=True, microbatch_tokens=10)
+    assert_same_as_plain(model, cohort([[9, 9, 9], [5, 6], [9]]), settings=settings)
+
+
+def test_vocabulary_of_unaligned_width_is_padded_in_the_head_alone() -> None:
+    model = models_zoo.build("gpt2 tied")
+    assert compiled.head_padding(model) == 64 - models_zoo.VOCABULARY
+    chosen = execution(model, 9)
+    assert chosen.head_padding == 64 - models_zoo.VOCABULARY
+    aligned = models_zoo.gpt2(vocabulary=64)
+    assert compiled.head_padding(aligned) == 0
+
+
+def execution(model: nn.Module, length: int) -> compiled.Execution:
+    return compiled.Execution.choose(
+        model, causal_lm_loss, length=length, compute_dtype=None, compile_blocks=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "skips"),
+    [
+        ("gpt2 tied", 9, True),
+        ("llama tied + lora", 9, True),
+        ("mistral", 9, True),
+        ("mistral", 5000, False),
+        ("bert", 9, False),
+        ("lstm", 9, False),
+    ],
+)
+def test_mask_is_left_out_only_where_attention_is_plainly_causal(
+    name: str, length: int, skips: bool
+) -> None:
+    assert execution(models_zoo.build(name), length).skip_mask is skips
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2 tied", pytest.param("llama tied + lora", marks=pytest.mark.slow)]
+)
+def test_compiled_step_leaves_the_model_as_it_was(name: str) -> None:
+    model = models_zoo.build(name)
+    assert_untouched(model, lambda: step(name, model, compile_blocks=True))
+
+
+def test_a_module_the_caller_compiled_stays_compiled() -> None:
+    model: Any = models_zoo.build("gpt2 tied")
+    block = model.transformer.h[0]
+    block.compile(dynamic=False)
+    own = block._compiled_call_impl
+    step("gpt2 tied", model, compile_blocks=True)
+    assert block._compiled_call_impl is own

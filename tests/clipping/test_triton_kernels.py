@@ -1,0 +1,66 @@
+"""The CUDA kernels compute what plain torch computes; here by Triton's interpreter, on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+Errors = dict[str, dict[str, float]]
+GRAM = ["gram 5", "gram 16", "gram 130"]
+
+
+@pytest.fixture(scope="module")
+def errors() -> Errors:
+    """Everything that the interpreted program measured, in one run."""
+    program = Path(__file__).with_name("triton_interpreted.py")
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", GRAM)
+def test_gram_norms_are_never_below_the_exact_ones_and_hardly_above(
+    case: str, errors: Errors
+) -> None:
+    # Rounding of the norm itself, one part in ten million, is the clip factors' margin.
+    assert errors[case]["norms below"] <= 2e-7
+    assert errors[case]["norms above"] <= 5e-4
+
+
+@pytest.mark.parametrize("case", GRAM)
+def test_scaled_pairs_are_torchs_to_the_bit_and_their_norms_from_above(
+    case: str, errors: Errors
+) -> None:
+    assert errors[case]["scaled values"] == 0.0
+    assert errors[case]["scaled norms below"] <= 2e-7
+    assert errors[case]["scaled norms above"] <= 5e-4
+    assert errors[case]["silenced"] == 0.0
+
+
+@pytest.mark.parametrize("case", ["stored together", "stored by layer"])
+def test_stored_norms_and_weighted_sums_are_torchs(case: str, errors: Errors) -> None:
+    assert errors[case]["finite alike"] == 0.0
+    assert errors[case]["norms"] <= 1e-6
+    assert errors[case]["sums"] <= 1e-5
+
+
+def test_silenced_users_are_zero_and_others_untouched(errors: Errors) -> None:
+    assert errors["silence"]["silenced"] == 0.0
+    assert errors["silence"]["others"] == 0.0

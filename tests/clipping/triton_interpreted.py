@@ -1,0 +1,105 @@
+"""Runs the CUDA kernels in Triton's interpreter and prints how far they are from plain torch.
+
+A program of its own: the interpreter is chosen by an environment variable before Triton is
+imported, by each check and not by this file. Float32 only: it has no bfloat16 products.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from userdp.clipping import kernels
+from userdp.clipping.flat import FlatBuffer
+
+Entry = tuple[Tensor, Sequence[Tensor]]
+
+
+def exact(x: Tensor, ys: Sequence[Tensor]) -> Tensor:
+    """The squared norms of all y^T x together, in float64."""
+    products = [torch.bmm(y.double().mT, x.double()) for y in ys]
+    return torch.stack([p.square().sum((1, 2)) for p in products]).sum(0)
+
+
+def gram_errors(length: int) -> dict[str, float]:
+    """One tile of tokens or several; an input with two outputs, and one scaled on its output."""
+    from userdp.clipping import triton_kernels
+
+    x, wide, narrow, other = (torch.randn(3, length, width) for width in (24, 40, 8, 16))
+    entries: list[Entry] = [(x, [wide, narrow]), (wide, [other])]
+    table = triton_kernels.GramTable(entries, [True, False])
+    found = table.squared_norms(entries).double()
+    expected = torch.stack([exact(*entry) for entry in entries])
+    factors = torch.tensor([[0.5, 1.0, 0.25], [0.3, 0.0, 2.0]])
+    sides, again = table.scaled(entries, [0, 1], factors)
+    rounded = [kernels.scaled(x, factors[0]), kernels.scaled(other, factors[1])]
+    after = torch.stack([exact(rounded[0], [wide, narrow]), exact(wide, [rounded[1]])])
+    return {
+        "norms below": float(((expected - found) / expected).max()),
+        "norms above": float(((found - expected) / expected).max()),
+        "scaled values": max(
+            float((a - b).abs().max()) for a, b in zip(sides, rounded, strict=True)
+        ),
+        "scaled norms below": float(((after - again.double()) / (after + 1e-30)).max()),
+        "scaled norms above": float(((again.double() - after) / (after + 1e-30)).max()),
+        "silenced": float(sides[1][1].abs().max() + again[1, 1].abs()),
+    }
+
+
+def stored_errors(groups: Sequence[int]) -> dict[str, float]:
+    """Tensors of many sizes, one of them with a user that is not finite, one with padded rows."""
+    from userdp.clipping import triton_kernels
+
+    users, shapes = 5, [(64, 32), (128,), (100, 8), (300, 40)]
+    gradients = [torch.randn(users, *shape) for shape in shapes]
+    gradients[1][2] = float("inf")
+    num_groups = max(groups) + 1
+    table = triton_kernels.StoredTable(gradients, list(groups))
+    parts = table.squared_norms(gradients)
+    found = torch.zeros(num_groups, users).index_add_(0, torch.tensor(table.block_groups), parts)
+    own = torch.stack([kernels.squared_norms(gradient) for gradient in gradients])
+    expected = torch.zeros(num_groups, users).index_add_(0, torch.tensor(list(groups)), own)
+    finite = torch.isfinite(expected)
+    factors = torch.rand(num_groups, users)
+    factors[:, 2] = 0
+    short = [torch.zeros(60, 32), *(torch.zeros(shape) for shape in shapes[1:])]
+    total, reference = FlatBuffer(short), FlatBuffer(short)
+    total.values.fill_(1.0)
+    reference.values.fill_(1.0)
+    table.add_weighted_sums(gradients, total.views, factors)
+    for view, gradient, group in zip(reference.views, gradients, groups, strict=True):
+        kernels.add_weighted_sum(view, gradient.clone(), factors[group])
+    return {
+        "finite alike": float((torch.isfinite(found) != finite).sum()),
+        "norms": float(((found - expected) / expected)[finite].abs().max()),
+        "sums": float((total.values - reference.values).abs().max()),
+    }
+
+
+def silence_errors() -> dict[str, float]:
+    """A user with a value that is not finite, in memory order and across it."""
+    from userdp.clipping import triton_kernels
+
+    values = torch.randn(4, 70, 130)
+    values[2, 3, 4] = float("nan")
+    kept, factors = values.clone(), torch.tensor([1.0, 0.5, 0.0, 1e-30])
+    triton_kernels.silence_(values, factors)
+    across = torch.randn(6, 4, 5).transpose(0, 1)
+    triton_kernels.silence_(across, factors)
+    others = [0, 1, 3]
+    return {
+        "silenced": float(values[2].abs().max() + across[2].abs().max()),
+        "others": float((values[others] - kept[others]).abs().max()),
+    }
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    results = {f"gram {length}": gram_errors(length) for length in (5, 16, 130)}
+    results["stored together"] = stored_errors([0, 0, 0, 0])
+    results["stored by layer"] = stored_errors([0, 1, 1, 2])
+    results["silence"] = silence_errors()
+    print(json.dumps(results))
