@@ -2,8 +2,8 @@
 
 Everything adds up in one flat float32 buffer (float64 for float64 models) that the noise is added
 to. On CUDA the model's blocks are compiled and each batch shape is captured as a graph, so that no
-step waits for the host; the first batch of every shape is compared with the plain loop before its
-result counts.
+step waits for the host; the first batch of every compiled shape (else the first batch) is compared
+with the plain loop before its result counts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from userdp.clipping.compiled import Execution, Graph
 from userdp.clipping.flat import FlatBuffer
-from userdp.clipping.one_pass import OnePass
+from userdp.clipping.one_pass import OnePass, look_at
 from userdp.clipping.one_user import OneUser
 from userdp.clipping.pack import Users, pack, size_of
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.sums import ClippedSum
+from userdp.clipping.survey import Survey
 from userdp.clipping.verify import compare_with_plain
 from userdp.updates import Batch, RecordLoss, Update
 
@@ -30,6 +31,8 @@ Step = Callable[[Users], Any]
 # Padded tokens in one backward pass: enough to fill the device, few enough to fit.
 CUDA_TOKENS = 16_384
 CPU_TOKENS = 2_048
+# Batch shapes remembered where remembering saves little.
+EAGER_STEPS = 64
 # Bytes of stored per-user gradients in one backward pass on the CPU.
 CPU_STORED_BYTES = 1 << 29
 
@@ -73,14 +76,17 @@ class FastClipping:
         self._dtype = settings.compute_dtype
         self._merge_lora = settings.merge_lora
         self._check = settings.check
+        self._compared = False
         self._max_tokens = settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS)
         self._max_users = None if on_cuda else self._stored_users()
         self._total = FlatBuffer(self._parameters)
         # On the device, where captured steps read and write them.
         self._clip_norm = torch.tensor(1.0, dtype=self._total.values.dtype, device=self._device)
         self._num_within = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._large_total = FlatBuffer(self._parameters)
+        # Made when a user larger than a batch comes.
+        self._large_total: FlatBuffer | None = None
         self._large = OneUser(model, parameters, rule)
+        self._surveys: dict[Any, Survey] = {}
         self._steps: dict[Any, Step] = {}
         self._pool: Any = None
 
@@ -137,6 +143,8 @@ class FastClipping:
 
     def _add_large(self, group: Batch) -> None:
         """A user larger than a batch: its pieces add up before the one clipping."""
+        if self._large_total is None:
+            self._large_total = FlatBuffer(self._parameters)
         self._large_total.zero_()
         for piece in self._pieces(group):
             self._run(self._sent(piece), self._piece)
@@ -155,8 +163,17 @@ class FastClipping:
         )
 
     def _together(self, example: Users) -> Step:
+        execution = self._execution(example)
+        rows = tuple((name, tensor.shape[1:]) for name, tensor in example.batch.items())
+        if rows not in self._surveys:
+            self._surveys[rows] = look_at(self._model, example.batch, execution)
         one_pass = OnePass(
-            self._model, self._parameters, self._rule, example, execution=self._execution(example)
+            self._model,
+            self._parameters,
+            self._rule,
+            example,
+            execution=execution,
+            survey=self._surveys[rows],
         )
 
         def step(users: Users) -> None:
@@ -179,10 +196,12 @@ class FastClipping:
 
     def _piece(self, example: Users) -> Step:
         execution = self._execution(example)
+        assert self._large_total is not None
+        whole = self._large_total.views
 
         def step(rows: Users) -> None:
             gradient = self._large.gradient(rows, execution)
-            for running, part in zip(self._large_total.views, gradient, strict=True):
+            for running, part in zip(whole, gradient, strict=True):
                 running += part
 
         return step
@@ -193,8 +212,12 @@ class FastClipping:
             step = make(users)
             if self._graphs:
                 step = self._captured(step, users)
-            if self._check and users.count > 1:
+            # Compiled, every shape is other code; else all shapes share one.
+            if self._check and users.count > 1 and (self._compile or not self._compared):
                 self._compare(step, users)
+                self._compared = True
+            if not self._graphs and len(self._steps) >= EAGER_STEPS:
+                self._steps.clear()
             self._steps[key] = step
         self._steps[key](users)
 
@@ -202,7 +225,9 @@ class FastClipping:
         """The step as a CUDA graph; what its trial runs added is taken away again."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        kept = (self._total.values, self._large_total.values, self._num_within)
+        kept = [self._total.values, self._num_within]
+        if self._large_total is not None:
+            kept.append(self._large_total.values)
         before = [tensor.clone() for tensor in kept]
         names = list(users.batch)
 

@@ -27,17 +27,9 @@ from userdp.clipping.pack import Users
 from userdp.clipping.recurrent import Lstm
 from userdp.clipping.rules import ClipRule, PerLayerClip
 from userdp.clipping.sums import Sums
-from userdp.clipping.survey import (
-    TRIAL_ROWS,
-    Called,
-    Layer,
-    LayerRule,
-    check_rows,
-    clip_groups,
-    find_layers,
-    look,
-)
-from userdp.updates import wide_dtype
+from userdp.clipping.survey import TRIAL_ROWS, Called, Layer, LayerRule, Survey
+from userdp.clipping.survey import survey as survey_of
+from userdp.updates import Batch, wide_dtype
 
 # A kept pair is scaled in its own dtype, one rounding a value: in bfloat16 leave room for it, or
 # users whose rounded sum is above the bound are lost. Roundings average out over many values.
@@ -51,8 +43,18 @@ PAIR_BALANCE = 350.0
 PAIR_MEMORY = 0.55
 
 
+def look_at(model: nn.Module, batch: Batch, execution: Execution) -> Survey:
+    """What `OnePass` needs to know of the model: the same for all rows of one shape."""
+    return survey_of(
+        model,
+        batch,
+        lambda trial: execution.losses(model, trial),
+        merge_lora=execution.merge_lora,
+    )
+
+
 class OnePass:
-    """Clipped sums for batches of one shape."""
+    """Clipped sums for batches of one shape; `survey` as `look_at` gave it for such rows."""
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class OnePass:
         example: Users,
         *,
         execution: Execution,
+        survey: Survey | None = None,
     ) -> None:
         self._model = model
         self._parameters = list(parameters)
@@ -69,20 +72,12 @@ class OnePass:
         self._execution = execution
         self._users = example.count
         self._rows = len(example.weights)
-        layers = find_layers(model, merge_lora=execution.merge_lora)
-        trial = {
-            name: tensor[:1].repeat_interleave(TRIAL_ROWS, 0)
-            for name, tensor in example.batch.items()
-        }
-        called = look(layers, lambda: execution.losses(model, trial))
-        self._layers = [layer for layer in layers if layer.module in called]
-        self._called = called
-        for layer in self._layers:
-            check_rows(layer, called[layer.module])
-        self._ties = _ties(self._layers, called)
+        found = survey or look_at(model, example.batch, execution)
+        self._called = found.called
+        self._layers = found.layers
+        self._group = found.groups
+        self._ties = _ties(self._layers, self._called)
         self._layers = [self._for_shared_weights(layer) for layer in self._layers]
-        # Merging must not change what is clipped with what.
-        self._group = clip_groups(find_layers(model))
         self._giver: dict[int, nn.Module] = {}
         self._inputs_from: dict[nn.Module, nn.Module] = {}
         self._tapes = self._make_tapes()

@@ -6,7 +6,7 @@ thrown away; the model itself stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,33 @@ class Called:
     times: int
     input_shape: tuple[int, ...]
     same_input: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """A model's layers, how each is called on rows of one shape, and what is clipped together."""
+
+    layers: list[Layer]
+    called: dict[nn.Module, Called]
+    groups: dict[int, int]
+
+
+def survey(
+    model: nn.Module,
+    row: Mapping[str, Tensor],
+    forward: Callable[[Mapping[str, Tensor]], Any],
+    *,
+    merge_lora: bool = False,
+) -> Survey:
+    """Look at the model while `forward` runs on copies of one row; raise if rows cannot be told."""
+    layers = find_layers(model, merge_lora=merge_lora)
+    trial = {name: tensor[:1].repeat_interleave(TRIAL_ROWS, 0) for name, tensor in row.items()}
+    called = look(layers, lambda: forward(trial))
+    layers = [layer for layer in layers if layer.module in called]
+    for layer in layers:
+        check_rows(layer, called[layer.module])
+    # Merging must not change what is clipped with what.
+    return Survey(layers=layers, called=called, groups=clip_groups(find_layers(model)))
 
 
 def find_layers(model: nn.Module, *, merge_lora: bool = False) -> list[Layer]:
