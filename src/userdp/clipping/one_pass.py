@@ -12,6 +12,7 @@ by keeping what the sum needs), Lee & Kifer 2021.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,14 @@ from userdp.clipping.recurrent import Lstm
 from userdp.clipping.rules import ClipRule, PerLayerClip
 from userdp.clipping.sums import Sums
 from userdp.clipping.survey import (
+    MORE_ROWS,
     TRIAL_ROWS,
     Called,
     Layer,
     LayerRule,
     check_rows,
     clip_groups,
+    counts_rows,
     find_layers,
     look,
 )
@@ -70,15 +73,14 @@ class OnePass:
         self._users = example.count
         self._rows = len(example.weights)
         layers = find_layers(model, merge_lora=execution.merge_lora)
-        trial = {
-            name: tensor[:1].repeat_interleave(TRIAL_ROWS, 0)
-            for name, tensor in example.batch.items()
-        }
-        called = look(layers, lambda: execution.losses(model, trial))
+        called, more = (
+            look(layers, partial(execution.losses, model, _repeated(example, rows)))
+            for rows in (TRIAL_ROWS, MORE_ROWS)
+        )
         self._layers = [layer for layer in layers if layer.module in called]
-        self._called = called
+        self._called, self._called_on_more = called, more
         for layer in self._layers:
-            check_rows(layer, called[layer.module])
+            check_rows(layer, called[layer.module], more[layer.module])
         self._ties = _ties(self._layers, called)
         self._layers = [self._for_shared_weights(layer) for layer in self._layers]
         # Merging must not change what is clipped with what.
@@ -127,6 +129,9 @@ class OnePass:
         tapes: dict[nn.Module, Tape] = {}
         for layer in self._layers:
             tape = Tape(users=self._users, rows=self._rows)
+            if layer.rule is AnyLayer:
+                called = self._called[layer.module]
+                tape.by_row = counts_rows(called, self._called_on_more[layer.module])
             tapes[layer.module] = tape
             if layer.rule is Embedding:
                 weight = layer.parameters["weight"]
@@ -295,6 +300,11 @@ def _ties(layers: list[Layer], called: dict[nn.Module, Called]) -> list[tuple[La
         and id(weight) in embeddings
         and uses[id(weight)] == 2
     ]
+
+
+def _repeated(users: Users, rows: int) -> dict[str, Tensor]:
+    """The first row of a batch, so many times."""
+    return {name: tensor[:1].repeat_interleave(rows, 0) for name, tensor in users.batch.items()}
 
 
 def _probe(like: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
