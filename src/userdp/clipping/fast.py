@@ -2,8 +2,11 @@
 
 Everything adds up in one flat float32 buffer (float64 for float64 models) that the noise is added
 to. On CUDA the model's blocks are compiled and each batch shape is captured as a graph, so that no
-step waits for the host; the first batch of every shape is compared with the plain loop before its
-result counts.
+step waits for the host.
+
+The first batch of a shape is compared with the plain loop before its result counts: of every shape
+that is compiled or captured, which are few. Elsewhere ragged cohorts bring new shapes at every
+step, and the same code runs them all: there the 1st, 2nd, 4th, 8th, ... new shape is compared.
 """
 
 from __future__ import annotations
@@ -73,6 +76,7 @@ class FastClipping:
         self._dtype = settings.compute_dtype
         self._merge_lora = settings.merge_lora
         self._check = settings.check
+        self._num_shapes = 0
         self._max_tokens = settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS)
         self._max_users = None if on_cuda else self._stored_users()
         self._total = FlatBuffer(self._parameters)
@@ -193,8 +197,10 @@ class FastClipping:
             step = make(users)
             if self._graphs:
                 step = self._captured(step, users)
-            if self._check and users.count > 1:
-                self._compare(step, users)
+            if users.count > 1:
+                self._num_shapes += 1
+                if self._check and (self._compile or _is_power_of_two(self._num_shapes)):
+                    self._compare(step, users)
             self._steps[key] = step
         self._steps[key](users)
 
@@ -237,3 +243,7 @@ class FastClipping:
         )
         self._total.values.copy_(before)
         self._num_within.copy_(within)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
