@@ -49,6 +49,7 @@ from userdp.clipping.one_user import OneUser
 from userdp.clipping.pack import Users
 from userdp.clipping.plain import clipped_sum
 from userdp.clipping.rules import FlatClip
+from userdp.report import svg
 from userdp.updates import causal_lm_loss, mean_gradient
 
 Step = Callable[[], Any]
@@ -492,6 +493,7 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=300)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="an SVG of the ratios")
     parser.add_argument("--work-dir", type=Path)
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
@@ -513,7 +515,45 @@ def main() -> None:
             if result.exists():
                 rows += [json.loads(line) for line in result.read_text().splitlines()]
         if options.json:
-            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+            options.json.write_text(json.dumps(medians(rows), indent=1) + "\n")
+        if options.plot:
+            options.plot.write_text(picture(medians(rows)))
+
+
+KEY = ("model", "finetune", "unit", "group_size", "sequence_length", "method")
+
+
+def medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a setting and method: the median over its processes of every number."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in KEY), []).append(row)
+    found: list[dict[str, Any]] = []
+    for key, members in groups.items():
+        merged: dict[str, Any] = dict(zip(KEY, key, strict=True))
+        for name in members[0].keys() - set(KEY):
+            values = [row[name] for row in members if row.get(name) is not None]
+            numbers = all(isinstance(value, int | float) for value in values)
+            merged[name] = (statistics.median(values) if numbers else values[0]) if values else None
+        found.append(merged | {"processes": len(members)})
+    return found
+
+
+def picture(rows: list[dict[str, Any]]) -> str:
+    """Bars of every private method's time as a multiple of the ordinary step's."""
+    shown = [row for row in rows if row["method"] != "ordinary" and row["ratio"] is not None]
+    shown.sort(key=lambda row: (row["finetune"], row["model"], row["sequence_length"]))
+    entries = [
+        svg.Bar(
+            label=f"{row['model']} {row['finetune']} {row['sequence_length']}x{row['group_size']}",
+            value=row["ratio"],
+            text=f"{row['ratio']:.2f} {row['method']}",
+            colour=svg.COLOURS[0 if row["method"].startswith("userdp") else 1],
+        )
+        for row in shown
+    ]
+    drawn = svg.bars(entries, title="time of a step as a multiple of the best ordinary step")
+    return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
 
 
 def run_side_by_side(
