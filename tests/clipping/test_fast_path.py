@@ -56,6 +56,18 @@ def test_fast_path_matches_plain_loop(name: str, dtype: torch.dtype, forms: str)
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    "name", ["gpt2 + lora", "llama tied + lora", "llama tied and trained + lora"]
+)
+def test_merged_adapters_match_the_plain_loop(name: str, dtype: torch.dtype) -> None:
+    model = shake(models_zoo.build(name, dtype))
+    for rule in (None, PerLayerClip(clip_norm=0.05)):
+        assert_same_as_plain(
+            model, cohort(RAGGED), rule=rule, settings=FastSettings(merge_lora=True)
+        )
+
+
 @pytest.mark.parametrize("group_size", [1, 2, 5])
 @pytest.mark.parametrize("name", ["gpt2 tied", "llama tied + lora", "bert", "lstm"])
 def test_fast_path_matches_plain_loop_for_full_groups_of(name: str, group_size: int) -> None:

@@ -77,6 +77,11 @@ def test_step_leaves_the_model_as_it_was(name: str, tokens: int) -> None:
     assert_untouched(model, lambda: step(name, model, microbatch_tokens=tokens))
 
 
+def test_step_with_merged_adapters_leaves_the_model_as_it_was() -> None:
+    model = models_zoo.build("llama tied + lora")
+    assert_untouched(model, lambda: step("llama tied + lora", model, merge_lora=True))
+
+
 @pytest.mark.parametrize("tokens", [8, 1000])
 @pytest.mark.parametrize("name", NAMES)
 def test_step_that_fails_leaves_the_model_as_it_was(name: str, tokens: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from userdp.clipping.pack import PADDING, Users, ladder_step, pack, size_of
+from userdp.clipping.pack import MOST_PADDING, PADDING, Users, ladder_step, pack, size_of
 from userdp.updates import IGNORED_LABEL
 
 GROUPS = st.lists(
@@ -95,6 +95,17 @@ def test_batches_stay_within_the_budget_unless_they_hold_one_group(
     for users in pack(make(sizes), max_tokens=max_tokens, ladder=ladder, max_users=max_users):
         assert users.count == 1 or users.batch["input_ids"].numel() <= max_tokens
         assert max_users is None or users.count <= max_users
+
+
+@hypothesis.given(sizes=GROUPS, max_tokens=st.integers(1, 400))
+def test_without_a_ladder_no_group_is_padded_beyond_half_of_its_own_tokens(
+    sizes: list[tuple[int, int, int | None]], max_tokens: int
+) -> None:
+    groups = make(sizes)
+    tokens = {int(row[0]): g["input_ids"].numel() for g in groups for row in g["input_ids"]}
+    for users in pack(groups, max_tokens=max_tokens, ladder=False):
+        ids = users.batch["input_ids"].view(users.count, -1)
+        assert all(ids.shape[1] <= MOST_PADDING * tokens[int(first)] for first in ids[:, 0])
 
 
 @hypothesis.given(sizes=GROUPS, max_tokens=st.integers(1, 400))

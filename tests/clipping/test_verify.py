@@ -13,8 +13,10 @@ from torch import Tensor, nn
 import models_zoo
 import userdp
 from userdp.clipping import layers
+from userdp.clipping.compiled import Execution
 from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.clipping.forms import Rows
+from userdp.clipping.pack import Users
 from userdp.clipping.rules import FlatClip, PerLayerClip
 from userdp.clipping.verify import FastPathError
 from userdp.errors import InputError
@@ -173,6 +175,30 @@ def test_fault_that_shows_only_at_another_shape_is_caught_there(
     clipping.clipped_sum(cohort([[5], [5], [5]]), rule)
     with pytest.raises(FastPathError):
         clipping.clipped_sum(cohort([[25], [25], [25]]), rule)
+
+
+@pytest.mark.parametrize(("compiled", "expected"), [(False, [1, 2, 4, 8]), (True, None)])
+def test_shapes_are_checked_ever_more_rarely_unless_they_are_compiled(
+    compiled: bool, expected: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ragged cohorts have a new shape at every step: a check of each would cost more than it.
+    checked: list[int] = []
+    lengths = list(range(3, 14))
+    model = shake(models_zoo.build("lstm"))
+    clipping = fast(model)
+    monkeypatch.setattr(clipping, "_compile", compiled)
+    monkeypatch.setattr(clipping, "_execution", lambda _: Execution(record_loss=causal_lm_loss))
+    compare = clipping._compare
+
+    def noted(step: Any, users: Users) -> None:
+        checked.append(users.batch["input_ids"].shape[1] - 2)
+        compare(step, users)
+
+    monkeypatch.setattr(clipping, "_compare", noted)
+    for _ in range(2):
+        for length in lengths:
+            clipping.clipped_sum(cohort([[length], [length]]), FlatClip(clip_norm=1.0))
+    assert checked == (expected or list(range(1, 12)))
 
 
 def test_check_leaves_no_trace_in_the_sum_or_the_count() -> None:

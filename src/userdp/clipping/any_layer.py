@@ -106,7 +106,8 @@ class _ByUser(torch.autograd.Function):
         def split(tensor: Tensor) -> Tensor:
             return tensor.view(users, rows // users, *tensor.shape[1:])
 
-        by_row = [value.shape[:1] == (rows,) for value in inputs]
+        # By its size alone, a mask (tokens, tokens) of as many tokens as rows would look like rows.
+        by_row = tape.by_row or [value.shape[:1] == (rows,) for value in inputs]
         asked = [i for i, differentiable in enumerate(ctx.differentiable) if differentiable]
 
         def one_user(values: Sequence[Tensor], upstream: Sequence[Tensor]) -> Any:

@@ -2,8 +2,11 @@
 
 Everything adds up in one flat float32 buffer (float64 for float64 models) that the noise is added
 to. On CUDA the model's blocks are compiled and each batch shape is captured as a graph, so that no
-step waits for the host; the first batch of every compiled shape (else the first batch) is compared
-with the plain loop before its result counts.
+step waits for the host.
+
+The first batch of a shape is compared with the plain loop before its result counts: of every shape
+that is compiled or captured, which are few. Elsewhere ragged cohorts bring new shapes at every
+step, and the same code runs them all: there the 1st, 2nd, 4th, 8th, ... new shape is compared.
 """
 
 from __future__ import annotations
@@ -76,7 +79,7 @@ class FastClipping:
         self._dtype = settings.compute_dtype
         self._merge_lora = settings.merge_lora
         self._check = settings.check
-        self._compared = False
+        self._num_shapes = 0
         self._max_tokens = settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS)
         self._max_users = None if on_cuda else self._stored_users()
         self._total = FlatBuffer(self._parameters)
@@ -212,10 +215,10 @@ class FastClipping:
             step = make(users)
             if self._graphs:
                 step = self._captured(step, users)
-            # Compiled, every shape is other code; else all shapes share one.
-            if self._check and users.count > 1 and (self._compile or not self._compared):
-                self._compare(step, users)
-                self._compared = True
+            if users.count > 1:
+                self._num_shapes += 1
+                if self._check and (self._compile or _is_power_of_two(self._num_shapes)):
+                    self._compare(step, users)
             if not self._graphs and len(self._steps) >= EAGER_STEPS:
                 self._steps.clear()
             self._steps[key] = step
@@ -262,3 +265,7 @@ class FastClipping:
         )
         self._total.values.copy_(before)
         self._num_within.copy_(within)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

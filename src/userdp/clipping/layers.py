@@ -35,6 +35,8 @@ class Tape:
     rows: int
     probes: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     ids: Tensor | None = None
+    # Which of the tensors given to a layer without a rule count rows first, where that is known.
+    by_row: tuple[bool, ...] | None = None
     # Columns added to a head of unaligned width, for speed; they carry nothing.
     padding: int = 0
 

@@ -27,7 +27,7 @@ from userdp.clipping.pack import Users
 from userdp.clipping.recurrent import Lstm
 from userdp.clipping.rules import ClipRule, PerLayerClip
 from userdp.clipping.sums import Sums
-from userdp.clipping.survey import TRIAL_ROWS, Called, Layer, LayerRule, Survey
+from userdp.clipping.survey import TRIAL_ROWS, Called, Layer, LayerRule, Survey, counts_rows
 from userdp.clipping.survey import survey as survey_of
 from userdp.updates import Batch, wide_dtype
 
@@ -73,7 +73,7 @@ class OnePass:
         self._users = example.count
         self._rows = len(example.weights)
         found = survey or look_at(model, example.batch, execution)
-        self._called = found.called
+        self._called, self._called_on_more = found.called, found.called_on_more
         self._layers = found.layers
         self._group = found.groups
         self._ties = _ties(self._layers, self._called)
@@ -122,6 +122,9 @@ class OnePass:
         tapes: dict[nn.Module, Tape] = {}
         for layer in self._layers:
             tape = Tape(users=self._users, rows=self._rows)
+            if layer.rule is AnyLayer:
+                called = self._called[layer.module]
+                tape.by_row = counts_rows(called, self._called_on_more[layer.module])
             tapes[layer.module] = tape
             if layer.rule is Embedding:
                 weight = layer.parameters["weight"]

@@ -12,6 +12,7 @@ Secret: everything here but the budget.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,10 @@ from userdp.updates import IGNORED_LABEL, Batch
 
 # What is put where a record has ended. Other tensors are not padded, only batched with their like.
 PADDING = {"input_ids": 0, "labels": IGNORED_LABEL, "attention_mask": 0, "token_type_ids": 0}
+
+
+# Padded tokens for each of a group's own, where groups of unlike size share a batch.
+MOST_PADDING = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +101,13 @@ def pack(
             yield _together([groups[i] for i in places[start : start + limit]], size, limit)
         left = places[full:]
         larger = next((other for other in waiting[position + 1 :] if other.holds(size)), None)
-        if left and larger is not None and larger.tokens <= max_tokens:
-            members[larger] += left
-        elif left:
+        if larger is not None and larger.tokens <= max_tokens:
+            # A step that is not captured costs what its tokens cost: do not pad beyond reason.
+            most = math.inf if ladder else MOST_PADDING
+            moved = [i for i in left if larger.tokens <= most * size_of(groups[i]).tokens]
+            members[larger] += moved
+            left = [i for i in left if i not in moved]
+        if left:
             count = min(limit, ladder_step(len(left))) if ladder else len(left)
             yield _together([groups[i] for i in left], size, count)
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from transformers.pytorch_utils import Conv1D
 
 from userdp.clipping.any_layer import AnyLayer
@@ -22,8 +24,9 @@ from userdp.errors import MixedExamplesError
 
 LayerRule = type[Product | LayerNorm | RmsNorm | Embedding | Lstm | MergedLora | AnyLayer]
 
-# Rows in the tiny forward pass: two, so that a dimension of one is known to be shared by rows.
+# Rows in the tiny forward passes: what counts rows has another size in each.
 TRIAL_ROWS = 2
+MORE_ROWS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +41,14 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Called:
-    """How a module was called on `TRIAL_ROWS` rows: how often, on what, and who else read that."""
+    """How a module was called on a few rows: how often, on what, and who else read that.
+
+    `input_shape` is the first argument's, `all_shapes` are those of all tensors given.
+    """
 
     times: int
     input_shape: tuple[int, ...]
+    all_shapes: tuple[tuple[int, ...], ...]
     same_input: int
 
 
@@ -51,6 +58,7 @@ class Survey:
 
     layers: list[Layer]
     called: dict[nn.Module, Called]
+    called_on_more: dict[nn.Module, Called]
     groups: dict[int, int]
 
 
@@ -63,13 +71,24 @@ def survey(
 ) -> Survey:
     """Look at the model while `forward` runs on copies of one row; raise if rows cannot be told."""
     layers = find_layers(model, merge_lora=merge_lora)
-    trial = {name: tensor[:1].repeat_interleave(TRIAL_ROWS, 0) for name, tensor in row.items()}
-    called = look(layers, lambda: forward(trial))
+    called, more = (
+        look(layers, partial(forward, _repeated(row, rows))) for rows in (TRIAL_ROWS, MORE_ROWS)
+    )
     layers = [layer for layer in layers if layer.module in called]
     for layer in layers:
-        check_rows(layer, called[layer.module])
-    # Merging must not change what is clipped with what.
-    return Survey(layers=layers, called=called, groups=clip_groups(find_layers(model)))
+        check_rows(layer, called[layer.module], more[layer.module])
+    return Survey(
+        layers=layers,
+        called=called,
+        called_on_more=more,
+        # Merging must not change what is clipped with what.
+        groups=clip_groups(find_layers(model)),
+    )
+
+
+def _repeated(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    """The first row of a batch, so many times."""
+    return {name: tensor[:1].repeat_interleave(rows, 0) for name, tensor in batch.items()}
 
 
 def find_layers(model: nn.Module, *, merge_lora: bool = False) -> list[Layer]:
@@ -132,14 +151,17 @@ def _rule_for(module: nn.Module) -> LayerRule:
 
 
 def look(layers: list[Layer], forward: Callable[[], Any]) -> dict[nn.Module, Called]:
-    """How each layer is called in `forward`, a pass over `TRIAL_ROWS` rows."""
+    """How each layer is called in `forward`, a pass over a few rows."""
     times: dict[nn.Module, int] = {}
+    shapes: dict[nn.Module, tuple[tuple[int, ...], ...]] = {}
     inputs: dict[nn.Module, Any] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         times[module] = times.get(module, 0) + 1
         # The tensor is kept, so that no later one can be mistaken for it.
         inputs[module] = args[0] if args else next(iter(kwargs.values()), None)
+        leaves = pytree.tree_leaves((args, kwargs))
+        shapes[module] = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
 
     handles = [layer.module.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
@@ -152,21 +174,44 @@ def look(layers: list[Layer], forward: Callable[[], Any]) -> dict[nn.Module, Cal
         module: Called(
             times=times[module],
             input_shape=tuple(x.shape) if isinstance(x, Tensor) else (),
+            all_shapes=shapes[module],
             same_input=id(x),
         )
         for module, x in inputs.items()
     }
 
 
-def check_rows(layer: Layer, called: Called) -> None:
-    """Raise if the layer's input does not count rows in its first dimension."""
-    shape = called.input_shape
+def counts_rows(called: Called, more: Called) -> tuple[bool, ...] | None:
+    """Which of the tensors given to a module count rows first; None if that cannot be said."""
+    if called.times != 1 or len(called.all_shapes) != len(more.all_shapes):
+        return None
+    return tuple(
+        few[:1] == (TRIAL_ROWS,) and many[:1] == (MORE_ROWS,)
+        for few, many in zip(called.all_shapes, more.all_shapes, strict=True)
+    )
+
+
+def check_rows(layer: Layer, called: Called, more: Called) -> None:
+    """Raise if the layer's input does not count rows in its first dimension.
+
+    `called` saw `TRIAL_ROWS` rows, `more` saw `MORE_ROWS`.
+    """
+    shape, larger = called.input_shape, more.input_shape
     if layer.rule is AnyLayer:
-        return
-    rows_first = len(shape) > 1 and shape[0] == TRIAL_ROWS
+        counted = counts_rows(called, more)
+        if counted is None or any(counted):
+            return
+    first, larger_first = (sizes[0] if len(sizes) > 1 else 0 for sizes in (shape, larger))
+    rows_first = (first, larger_first) == (TRIAL_ROWS, MORE_ROWS)
     # Rows and tokens flattened into one dimension keep the rows of a user adjacent.
-    flattened = len(shape) == 2 and shape[0] % TRIAL_ROWS == 0 and layer.rule is not Embedding
-    shared = layer.rule is Embedding and len(shape) > 1 and shape[0] == 1
+    flattened = (
+        len(shape) == 2
+        and first % TRIAL_ROWS == 0
+        and larger_first * TRIAL_ROWS == first * MORE_ROWS
+        and first > 0
+        and layer.rule is not Embedding
+    )
+    shared = layer.rule is Embedding and first == larger_first == 1
     if not (rows_first or flattened or shared):
         raise MixedExamplesError(
             f"{type(layer.module).__name__} at {layer.name!r} sees an input of shape {shape} for "

@@ -132,6 +132,7 @@ def compare_with_plain(
     compared: int = _COMPARED,
 ) -> Verification:
     """Run the first users through both paths, the others at weight zero; raise if different."""
+    _refuse_dropout(model)
     compared = min(compared, users.count)
     weights = users.weights.clone()
     weights[compared * users.rows :] = 0
@@ -150,6 +151,15 @@ def compare_with_plain(
     )
     result.raise_if_different()
     return result
+
+
+def _refuse_dropout(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            raise InputError(
+                f"dropout at {name!r} is on: it gives every pass other numbers, so the fast path "
+                "cannot be compared with the plain loop. Call model.eval(), or set its p to 0."
+            )
 
 
 def _plain(

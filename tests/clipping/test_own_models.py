@@ -1,0 +1,212 @@
+"""Models that people write themselves: right where the fast path can be, else refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from comparing import RAGGED, assert_same_as_plain, cohort, fast_sum, shake, trainable
+from torch import Tensor, nn
+
+import models_zoo
+import userdp
+from userdp.clipping.fast import FastSettings
+from userdp.clipping.rules import FlatClip
+from userdp.clipping.verify import FastPathError
+from userdp.errors import InputError, MixedExamplesError
+
+WIDTH = 8
+RULE = FlatClip(clip_norm=0.5)
+# As many rows as tokens, more, and fewer: sizes must not be mistaken for one another.
+COHORTS = {
+    "rows = tokens": [[6], [6], [6], [6], [6], [6]],
+    "rows > tokens": [[4, 4, 3], [4, 4, 4], [4, 2, 2]],
+    "rows < tokens": [[9], [9]],
+    "two tokens": [[2], [2], [2]],
+}
+
+
+class Around(nn.Module):
+    """Something between an embedding and a head."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models_zoo.VOCABULARY, WIDTH)
+        self.inner = inner
+        self.head = nn.Linear(WIDTH, models_zoo.VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.inner(self.embedding(input_ids)))
+
+
+def around(inner: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return shake(Around(inner).double().eval())
+
+
+class Attention(nn.Module):
+    """torch's own attention, with a mask (tokens, tokens) that belongs to no row."""
+
+    def __init__(self, *, batch_first: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=batch_first)
+        self.batch_first = batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        x = x if self.batch_first else x.transpose(0, 1)
+        y, _ = self.attention(x, x, x, attn_mask=mask, need_weights=False)
+        return y if self.batch_first else y.transpose(0, 1)
+
+
+class Convolution(nn.Module):
+    """Over time, looking back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution(F.pad(x.mT, (2, 0))).mT
+
+
+class EncoderLayer(nn.Module):
+    """torch's own block, which takes a short cut around its layers where no gradient is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return self.layer(x, src_mask=mask)
+
+
+# torch on its own attention under vmap: it works, and could be faster.
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("lengths", COHORTS)
+@pytest.mark.parametrize(
+    "inner", [Attention, Convolution, EncoderLayer, nn.PReLU], ids=lambda kind: kind.__name__
+)
+def test_layers_without_a_rule_match_the_plain_loop(inner: type[nn.Module], lengths: str) -> None:
+    assert_same_as_plain(around(inner()), cohort(COHORTS[lengths]), rule=RULE)
+
+
+class Table(nn.Module):
+    """A layer applied to positions alone: every row uses its one output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.linspace(0, 1, 2 * x.shape[1], dtype=x.dtype).view(-1, 2)
+        return x + self.layer(places)
+
+
+class FlatPositions(nn.Module):
+    """Positions (tokens,) without a dimension for rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.positions(torch.arange(x.shape[1]))
+
+
+class TokensFirst(nn.Module):
+    """A layer that sees (tokens, rows, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer without a rule: its last state counts rows second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize("lengths", COHORTS)
+@pytest.mark.parametrize(
+    "inner",
+    [Table, FlatPositions, TokensFirst, Recurrent, lambda: Attention(batch_first=False)],
+    ids=["Table", "FlatPositions", "TokensFirst", "Recurrent", "Attention, tokens first"],
+)
+def test_layer_that_does_not_count_rows_first_is_refused_by_name(
+    inner: type[nn.Module], lengths: str
+) -> None:
+    with pytest.raises(MixedExamplesError, match=r"(Linear|Embedding|GRU|MultiheadAttention)"):
+        fast_sum(around(inner()), cohort(COHORTS[lengths]), RULE)
+
+
+class MixesRows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_rows_that_change_each_other_are_caught_by_the_check() -> None:
+    with pytest.raises(FastPathError, match='clipping="plain"'):
+        fast_sum(around(MixesRows()), cohort(RAGGED), RULE)
+
+
+def test_lstm_with_a_state_of_its_own_is_refused() -> None:
+    class WithState(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = x.new_zeros(1, len(x), WIDTH)
+            return self.layer(x, (state, state))[0]
+
+    with pytest.raises(InputError, match='clipping="plain"'):
+        fast_sum(around(WithState()), cohort(RAGGED), RULE)
+
+
+def test_dropout_that_is_on_is_refused_by_name() -> None:
+    model = models_zoo.build("gpt2 tied").train()
+    with pytest.raises(InputError, match=r"dropout at 'transformer\.drop'.*model\.eval"):
+        fast_sum(model, cohort(RAGGED), RULE)
+    with pytest.raises(InputError, match="dropout"):
+        userdp.verify(model, models_zoo.ragged_batch([5, 6], seed=0))
+
+
+@pytest.mark.parametrize("name", ["gpt2 tied", "llama tied"])
+def test_gradient_checkpointing_gives_the_same_sum(name: str) -> None:
+    model = shake(models_zoo.build(name)).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    assert_same_as_plain(model, cohort(RAGGED))
+
+
+def test_token_that_torch_gives_no_gradient_may_stand_inside_a_text() -> None:
+    # Llama pads with token 0, whose embedding torch leaves alone; texts may hold it all the same.
+    model = shake(models_zoo.build("llama tied"))
+    assert model.get_input_embeddings().padding_idx == 0  # type: ignore[operator]
+    groups = cohort(RAGGED)
+    for group in groups:
+        group["input_ids"][:, ::3] = 0
+    assert_same_as_plain(model, groups)
+
+
+@pytest.mark.parametrize("frozen", ["embed_tokens", "norm", "self_attn", "mlp.down_proj"])
+def test_frozen_parts_are_left_out(frozen: str) -> None:
+    model = shake(models_zoo.build("llama"))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    assert 0 < len(trainable(model)) < len(list(model.parameters()))
+    assert_same_as_plain(model, cohort(RAGGED), settings=FastSettings(microbatch_tokens=60))
