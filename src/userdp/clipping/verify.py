@@ -1,7 +1,7 @@
 """Does the fast path give what the plain loop gives, on this very model?
 
-The plain loop is the oracle: one user at a time through the model as it is. Training asks on the
-first batch of every shape; `verify` answers for anyone's model and batch, and names the parameter
+The plain loop is the oracle: one user at a time through the model as it is. Training asks on first
+batches of new shapes (`fast`); `verify` answers for anyone's model and batch, and names the parameter
 that differs.
 """
 
