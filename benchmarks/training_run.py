@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from clipping import CLIP, Setting, milliseconds
 
+from clipping import CLIP, Setting, milliseconds
 from userdp.clipping.compiled import Graph
 from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.data.tokens import TokenRows

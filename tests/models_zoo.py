@@ -257,6 +257,6 @@ def save_tiny_base(path: Path, *, seed: int = 0) -> Path:
     """A GPT-2 with a tokenizer of whole words, saved as `transformers` saves it."""
     tokenizer = word_tokenizer()
     torch.manual_seed(seed)
-    gpt2(vocabulary=len(tokenizer)).save_pretrained(path)
+    gpt2(vocabulary=len(tokenizer)).save_pretrained(path)  # pyright: ignore[reportCallIssue]
     tokenizer.save_pretrained(path)
     return path

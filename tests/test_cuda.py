@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -91,7 +93,7 @@ def _model(name: str) -> nn.Module:
 
     torch.manual_seed(0)
     if name == "gpt2":
-        model: nn.Module = transformers.GPT2LMHeadModel(
+        model: Any = transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
                 n_layer=2, n_embd=256, n_head=4, vocab_size=5003, n_positions=128
             )

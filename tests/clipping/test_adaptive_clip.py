@@ -70,7 +70,7 @@ def run(step: PrivateStep, norms: Tensor = NORMS, width: int = 3) -> list[float]
 
 
 @pytest.mark.parametrize("first", [0.05, 5.0])
-@pytest.mark.parametrize("target", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("target", [0.2, 0.9])
 def test_clip_norm_converges_to_the_quantile_of_the_norms(target: float, first: float) -> None:
     rule = AdaptiveClip(clip_norm=first, count_noise=1e-2, target_quantile=target)
     after = run(make_step(plan_of(rule, steps=250)))

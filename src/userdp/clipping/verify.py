@@ -1,8 +1,8 @@
 """Does the fast path give what the plain loop gives, on this very model?
 
-The plain loop is the oracle: one user at a time through the model as it is. Training asks on the
-first batch of every shape; `verify` answers for anyone's model and batch, and names the parameter
-that differs.
+The plain loop is the oracle: one user at a time through the model as it is. Training asks on first
+batches of new shapes (`fast`); `verify` answers for anyone's model and batch, and names the
+parameter that differs.
 """
 
 from __future__ import annotations
