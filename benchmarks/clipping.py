@@ -487,7 +487,7 @@ def main() -> None:
         + ([] if gpu else ["plain", "vmap", "ghost", "opacus", "opacus-ghost"]),
     )
     parser.add_argument("--tokens", type=int, default=16384 if gpu else 4096)
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--repetitions", type=int, default=9 if gpu else 4)
     parser.add_argument("--repeats", type=int, default=1, help="processes a setting")
     parser.add_argument("--side-by-side", type=int, default=8, help="processes at once")
     parser.add_argument("--patience", type=float, default=300)
