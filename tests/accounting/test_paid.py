@@ -19,6 +19,7 @@ from userdp.accounting import (
     search,
     selection,
 )
+from userdp.clipping.rules import AdaptiveClip
 from userdp.errors import InputError
 from userdp.units import Adjacency
 
@@ -71,8 +72,9 @@ def test_adaptive_clipping_prices_both_releases_as_one_gaussian():
 
 
 def test_clip_norm_shrinks_when_too_few_are_clipped():
-    assert quantile.next_clip_norm(1.0, noisy_share_unclipped=0.9, quantile=0.5) < 1.0
-    assert quantile.next_clip_norm(1.0, noisy_share_unclipped=0.1, quantile=0.5) > 1.0
+    rule = AdaptiveClip(clip_norm=1.0, count_noise=5.0, target_quantile=0.5)
+    assert rule.following(noisy_share_within=0.9).clip_norm < 1.0
+    assert rule.following(noisy_share_within=0.1).clip_norm > 1.0
 
 
 def test_random_stopping_costs_more_than_one_run_and_less_than_all():

@@ -91,16 +91,3 @@ def adaptive_clipping_noise(*, noise_multiplier: float, count_noise: float) -> f
             f"noise_multiplier={noise_multiplier}; a twentieth of the cohort size is common."
         )
     return 1 / math.sqrt(noise_multiplier**-2 - (2 * count_noise) ** -2)
-
-
-def next_clip_norm(
-    clip_norm: float, *, noisy_share_unclipped: float, quantile: float, learning_rate: float = 0.2
-) -> float:
-    """The clip norm of the next step: geometric steps towards the quantile of update norms.
-
-    Reference: Andrew et al. 2021, Alg. 1: C <- C exp(-eta (b - gamma)).
-
-    >>> next_clip_norm(1.0, noisy_share_unclipped=0.5, quantile=0.5)
-    1.0
-    """
-    return clip_norm * math.exp(-learning_rate * (noisy_share_unclipped - quantile))

@@ -9,21 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from userdp.clipping.layers import Tape
 from userdp.errors import MixedExamplesError
-
-
-class Forward(Protocol):
-    """Anything with a `forward` for modules that carry a tape."""
-
-    @staticmethod
-    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        """What the module computes instead."""
-        ...
 
 
 @cache
