@@ -54,7 +54,17 @@ def test_scaled_pairs_are_torchs_to_the_bit_and_their_norms_from_above(
     assert errors[case]["silenced"] == 0.0
 
 
-@pytest.mark.parametrize("case", ["stored together", "stored by layer"])
+@pytest.mark.parametrize("case", ["runs 5", "runs 32", "runs 130"])
+def test_users_of_unlike_many_rows_count_as_if_alone(case: str, errors: Errors) -> None:
+    assert errors[case]["norms"] <= 5e-4
+    assert errors[case]["scaled norms"] <= 5e-4
+    assert errors[case]["scaled values"] == 0.0
+    assert errors[case]["stored"] <= 1e-6
+    assert errors[case]["not read"] == 0.0
+    assert errors[case]["others read"] <= 1e-6
+
+
+@pytest.mark.parametrize("case", ["stored together", "stored by layer", "stored with gaps"])
 def test_stored_norms_and_weighted_sums_are_torchs(case: str, errors: Errors) -> None:
     assert errors[case]["finite alike"] == 0.0
     assert errors[case]["norms"] <= 1e-6

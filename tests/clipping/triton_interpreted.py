@@ -49,7 +49,52 @@ def gram_errors(length: int) -> dict[str, float]:
     }
 
 
-def stored_errors(groups: Sequence[int]) -> dict[str, float]:
+def run_errors(length: int) -> dict[str, float]:
+    """Users of 3, 1, 0 and 2 rows in six rows: as if each were alone."""
+    from userdp.clipping import triton_kernels
+
+    starts = torch.tensor([0, 3, 4, 4, 6], dtype=torch.int32)
+    owner = torch.tensor([0, 0, 0, 1, 3, 3])
+    x, wide, narrow, other = (torch.randn(6, length, width) for width in (24, 40, 8, 16))
+    entries: list[Entry] = [(x, [wide, narrow]), (wide, [other])]
+    table = triton_kernels.GramTable(entries, [True, False], users=4, most_rows=3)
+    found = table.squared_norms(entries, starts).double()
+    factors = torch.tensor([[0.5, 1.0, 0.7, 0.25], [0.3, 0.0, 1.0, 2.0]])
+    sides, again = table.scaled(entries, [0, 1], factors, factors[:, owner])
+    rounded = [
+        kernels.scaled(side, row[owner]) for side, row in zip((x, other), factors, strict=True)
+    ]
+    wholes, after = torch.zeros(2, 4).double(), torch.zeros(2, 4).double()
+    for user in range(4):
+        own = slice(*starts[user : user + 2].tolist())
+        alone = [t[own].flatten(0, 1)[None] for t in (x, wide, narrow, other, *rounded)]
+        wholes[:, user] = torch.cat([exact(alone[0], alone[1:3]), exact(alone[1], [alone[3]])])
+        after[:, user] = torch.cat([exact(alone[4], alone[1:3]), exact(alone[1], [alone[5]])])
+    gradients = [torch.randn(6, 60, 40), torch.randn(6, 128)]
+    stored = triton_kernels.StoredTable(gradients, [0, 0])
+    parts = stored.squared_norms(gradients, starts).sum(0)
+    expected = torch.stack(
+        [kernels.squared_norms(kernels.by_user(g, owner, 4)) for g in gradients]
+    ).sum(0)
+    # The third place has no user: what lies there is anything.
+    users_own = torch.randn(4, 60, 40)
+    users_own[2] = float("nan")
+    table_of_users = triton_kernels.StoredTable([users_own], [0])
+    own_parts = table_of_users.squared_norms([users_own], starts, by_row=False).sum(0)
+    own = kernels.squared_norms(users_own)
+    return {
+        "norms": float(((found - wholes).abs() / (wholes + 1e-30)).max()),
+        "scaled norms": float(((again.double() - after).abs() / (after + 1e-30)).max()),
+        "scaled values": max(
+            float((a - b).abs().max()) for a, b in zip(sides, rounded, strict=True)
+        ),
+        "stored": float(((parts - expected).abs() / (expected + 1e-30)).max()),
+        "not read": float(own_parts[2].abs()),
+        "others read": float(((own_parts - own)[[0, 1, 3]].abs() / own[[0, 1, 3]]).max()),
+    }
+
+
+def stored_errors(groups: Sequence[int], *, has_gaps: bool = False) -> dict[str, float]:
     """Tensors of many sizes, one of them with a user that is not finite, one with padded rows."""
     from userdp.clipping import triton_kernels
 
@@ -69,7 +114,7 @@ def stored_errors(groups: Sequence[int]) -> dict[str, float]:
     total, reference = FlatBuffer(short), FlatBuffer(short)
     total.values.fill_(1.0)
     reference.values.fill_(1.0)
-    table.add_weighted_sums(gradients, total.views, factors)
+    table.add_weighted_sums(gradients, total.views, factors, has_gaps=has_gaps)
     for view, gradient, group in zip(reference.views, gradients, groups, strict=True):
         kernels.add_weighted_sum(view, gradient.clone(), factors[group])
     return {
@@ -99,7 +144,9 @@ def silence_errors() -> dict[str, float]:
 if __name__ == "__main__":
     torch.manual_seed(0)
     results = {f"gram {length}": gram_errors(length) for length in (5, 16, 130)}
+    results |= {f"runs {length}": run_errors(length) for length in (5, 32, 130)}
     results["stored together"] = stored_errors([0, 0, 0, 0])
     results["stored by layer"] = stored_errors([0, 1, 1, 2])
+    results["stored with gaps"] = stored_errors([0, 1, 1, 2], has_gaps=True)
     results["silence"] = silence_errors()
     print(json.dumps(results))

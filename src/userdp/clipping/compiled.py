@@ -117,6 +117,19 @@ def head_padding(model: nn.Module) -> int:
     return -head.out_features % ALIGNMENT
 
 
+def has_aligned_head(model: nn.Module) -> bool:
+    """Whether grouped products can form the gradients of an output layer tied to the embedding."""
+    inner = pretrained(model)
+    head: Any = inner.get_output_embeddings() if inner is not None else None
+    if type(head) is not nn.Linear or head.weight is not _embedding(inner):
+        return True
+    return head.in_features % 8 == 0 and (head.out_features + head_padding(model)) % 8 == 0
+
+
+def _embedding(inner: Any) -> Tensor | None:
+    return getattr(inner.get_input_embeddings(), "weight", None)
+
+
 def vocabulary_size(model: nn.Module) -> int:
     """Columns of the model's logits."""
     inner = pretrained(model)

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from userdp.clipping.compiled import Execution, Graph
+from userdp.clipping.compiled import Execution, Graph, has_aligned_head
 from userdp.clipping.flat import FlatBuffer
 from userdp.clipping.one_pass import OnePass, look_at
 from userdp.clipping.one_user import OneUser
 from userdp.clipping.pack import Users, pack, size_of
 from userdp.clipping.rules import ClipRule, FlatClip
+from userdp.clipping.runs import Sizes, pack_runs
 from userdp.clipping.sums import ClippedSum
 from userdp.clipping.survey import Survey
 from userdp.clipping.verify import compare_with_plain
@@ -36,8 +37,9 @@ CUDA_TOKENS = 16_384
 CPU_TOKENS = 2_048
 # Batch shapes remembered where remembering saves little.
 EAGER_STEPS = 64
-# Bytes of stored per-user gradients in one backward pass on the CPU.
+# Stored per-user gradients in one backward pass: bytes on the CPU, a share of the memory on CUDA.
 CPU_STORED_BYTES = 1 << 29
+CUDA_STORED_SHARE = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +47,16 @@ class FastSettings:
     """How the fast path runs; None leaves the choice to the device.
 
     `compute_dtype` is what products are computed in while weights stay as they are. `merge_lora`
-    computes with W + s B A formed first: faster, rounded differently (`merged_lora`).
+    computes with W + s B A formed first: faster, rounded differently (`merged_lora`). `mix_sizes`
+    puts users of unlike size into batches of few shapes (`runs`), as captured steps want them;
+    otherwise users of like size share a batch (`pack`).
     """
 
     microbatch_tokens: int | None = None
     compute_dtype: torch.dtype | None = None
     compile_blocks: bool | None = None
     merge_lora: bool = False
+    mix_sizes: bool | None = None
     check: bool = True
 
 
@@ -82,6 +87,10 @@ class FastClipping:
         self._num_shapes = 0
         self._max_tokens = settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS)
         self._max_users = None if on_cuda else self._stored_users()
+        half = (self._dtype or self._parameters[0].dtype) == torch.bfloat16
+        mixes = self._graphs and half and has_aligned_head(model)
+        self._mix = mixes if settings.mix_sizes is None else settings.mix_sizes
+        self._sizes = Sizes(max_tokens=self._max_tokens, max_users=self._stored_users())
         self._total = FlatBuffer(self._parameters)
         # On the device, where captured steps read and write them.
         self._clip_norm = torch.tensor(1.0, dtype=self._total.values.dtype, device=self._device)
@@ -94,9 +103,13 @@ class FastClipping:
         self._pool: Any = None
 
     def _stored_users(self) -> int:
-        """Users whose stored gradients fit the CPU's allowance."""
-        each = sum(p.numel() * p.element_size() for p in self._parameters)
-        return max(1, CPU_STORED_BYTES // each)
+        """Users whose stored gradients fit the device's allowance."""
+        count = sum(p.numel() for p in self._parameters)
+        if self._device.type != "cuda":
+            return max(1, CPU_STORED_BYTES // (count * self._parameters[0].element_size()))
+        _, memory = torch.cuda.mem_get_info(self._device)
+        size = (self._dtype or self._parameters[0].dtype).itemsize
+        return max(2, int(CUDA_STORED_SHARE * memory) // (count * size))
 
     def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
         """The sum over the groups; overwritten by the next call. Secret.
@@ -109,16 +122,27 @@ class FastClipping:
         self._total.zero_()
         # A group without a record adds nothing, neither to the sum nor to the counts.
         listed = [group for group in groups if size_of(group).rows]
-        large = [group for group in listed if size_of(group).tokens > self._max_tokens]
-        small = [group for group in listed if size_of(group).tokens <= self._max_tokens]
-        packed = pack(
-            small, max_tokens=self._max_tokens, ladder=self._graphs, max_users=self._max_users
-        )
-        for users in packed:
+        self._sizes.see(listed)
+        large = [group for group in listed if not self._fits(group)]
+        small = [group for group in listed if self._fits(group)]
+        for users in self._packed(small):
             self._run(self._sent(users), self._alone if users.count == 1 else self._together)
         for group in large:
             self._add_large(group)
         return ClippedSum(total=self._total, num_within=self._num_within, num_updates=len(listed))
+
+    def _fits(self, group: Batch) -> bool:
+        """Whether the group is no larger than a batch."""
+        if self._mix:
+            return self._sizes.holds(group)
+        return size_of(group).tokens <= self._max_tokens
+
+    def _packed(self, groups: Sequence[Batch]) -> Iterable[Users]:
+        if self._mix:
+            return pack_runs(groups, self._sizes)
+        return pack(
+            groups, max_tokens=self._max_tokens, ladder=self._graphs, max_users=self._max_users
+        )
 
     def _sent(self, users: Users) -> Users:
         if users.weights.device == self._device:
@@ -129,8 +153,7 @@ class FastClipping:
                 return tensor.pin_memory().to(self._device, non_blocking=True)
             return tensor.to(self._device)
 
-        batch = {name: send(tensor) for name, tensor in users.batch.items()}
-        return Users(batch=batch, weights=send(users.weights), count=users.count)
+        return users.with_tensors([send(tensor) for tensor in users.tensors])
 
     def _pieces(self, group: Batch) -> list[Users]:
         """The rows of one large user in batches; each row weighs 1 / (all of the user's rows)."""
@@ -181,8 +204,7 @@ class FastClipping:
 
         def step(users: Users) -> None:
             norms = one_pass(users, self._total.views, self._clip_norm)
-            taking_part = users.weights.view(users.count, -1).sum(1) > 0
-            self._num_within += ((norms <= self._clip_norm) & taking_part).sum()
+            self._num_within += ((norms <= self._clip_norm) & users.taking_part).sum()
 
         return step
 
@@ -232,16 +254,14 @@ class FastClipping:
         if self._large_total is not None:
             kept.append(self._large_total.values)
         before = [tensor.clone() for tensor in kept]
-        names = list(users.batch)
 
         def flat(inputs: list[Tensor]) -> Any:
-            batch = dict(zip(names, inputs[:-1], strict=True))
-            return step(Users(batch=batch, weights=inputs[-1], count=users.count))
+            return step(users.with_tensors(inputs))
 
-        graph = Graph(flat, [*users.batch.values(), users.weights], pool=self._pool)
+        graph = Graph(flat, users.tensors, pool=self._pool)
         for tensor, value in zip(kept, before, strict=True):
             tensor.copy_(value)
-        return lambda given: graph([*given.batch.values(), given.weights])
+        return lambda given: graph(given.tensors)
 
     def _compare(self, step: Step, users: Users) -> None:
         """Raise if the step and the plain loop differ on the first users of a batch."""

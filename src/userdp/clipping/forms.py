@@ -8,7 +8,9 @@ later, once each user's factor is known, the sum of factor_u * g_u. Three forms 
     Rows    token ids and the gradients of their embeddings    embeddings: one row a token
 
 Shapes: U users, L tokens of a user (all its rows), I inputs and O outputs of a product, V
-vocabulary, D width of an embedding. Everything here is secret: it has seen data and no noise.
+vocabulary, D width of an embedding. Where users have unlike many rows (`pack.Runs`), U counts rows
+and L the tokens of one, but for a `Stored` that says otherwise: a user's gradient is the sum over
+its rows. Everything here is secret: it has seen data and no noise.
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stored:
-    """g_u kept as it is: the norm is that of exactly the values that are summed."""
+    """g_u kept as it is: the norm is that of exactly the values that are summed.
+
+    `by_row` where rows, not users, have each their gradient.
+    """
 
     gradients_U: Tensor
+    by_row: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,6 +10,7 @@ Shapes as in `forms`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -101,8 +102,15 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += torch.mm(a, b, out_dtype=torch.float32)[: len(total)]
 
 
-def gram_norms(x_ULI: Tensor, y_ULO: Tensor) -> Tensor:
-    """||y_u^T x_u||^2 from above: sum_st <x_s, x_t> <y_s, y_t> and its rounding error."""
+def gram_norms(x_ULI: Tensor, y_ULO: Tensor, starts: Tensor | None = None) -> Tensor:
+    """||y_u^T x_u||^2 from above: sum_st <x_s, x_t> <y_s, y_t> and its rounding error.
+
+    With `starts`, user u has the rows from `starts[u]` to `starts[u + 1]` of both.
+    """
+    if starts is not None:
+        runs = list(itertools.pairwise(starts.tolist()))
+        users = [(x_ULI[i:j].flatten(0, 1), y_ULO[i:j].flatten(0, 1)) for i, j in runs]
+        return torch.cat([gram_norms(x[None], y[None]) for x, y in users])
     x, y = at_least_float32(x_ULI), at_least_float32(y_ULO)
     terms = torch.bmm(x, x.mT) * torch.bmm(y, y.mT)
     largest = squared_norms(x) * squared_norms(y)
@@ -130,19 +138,65 @@ def rows_squared_norms(ids_UL: Tensor, gradients_ULD: Tensor) -> Tensor:
     return summed.view(users, -1).square().sum(1)
 
 
-def inner_with_stored(ids_UL: Tensor, gradients_ULD: Tensor, stored_UVD: Tensor) -> Tensor:
-    """<e_u, h_u> from above with h_u stored: only the rows of the user's tokens meet."""
-    users = torch.arange(len(ids_UL), device=ids_UL.device)[:, None]
-    met = at_least_float32(stored_UVD[users, ids_UL]) * at_least_float32(gradients_ULD)
-    # From above, as Gram norms are: ||e||^2 + ||h||^2 + 2 <e, h> may all but cancel.
-    return raised(met.sum((1, 2)), met.abs().sum((1, 2)), roundings=TORCH_GRAM_ROUNDINGS)
+def run_rows_squared_norms(
+    ids_RL: Tensor, gradients_RLD: Tensor, user_of_row: Tensor, starts: Tensor
+) -> Tensor:
+    """`rows_squared_norms` where users have unlike many rows."""
+    users = len(starts) - 1
+    user_N = user_of_row.repeat_interleave(ids_RL.shape[1])
+    # Sorted by user, then by token: equal tokens of a user are neighbours.
+    keys_N = user_N * (ids_RL.max() + 1) + ids_RL.flatten()
+    keys_N, order = keys_N.sort()
+    run_N = F.pad((keys_N[1:] != keys_N[:-1]).cumsum(0), (1, 0))
+    rows = at_least_float32(gradients_RLD).flatten(0, 1)[order]
+    summed = torch.zeros_like(rows).index_add(0, run_N, rows)
+    # Behind the last run are zeros.
+    user_of_run = torch.zeros_like(run_N).scatter(0, run_N, user_N[order])
+    return summed.new_zeros(users).index_add(0, user_of_run, summed.square().sum(1))
+
+
+def by_user(values_R: Tensor, user_of_row: Tensor, users: int) -> Tensor:
+    """Rows' values added up to users', in float32 at least."""
+    wide = at_least_float32(values_R)
+    return wide.new_zeros(users, *values_R.shape[1:]).index_add(0, user_of_row, wide)
+
+
+def inner_with_stored(
+    ids_RL: Tensor, gradients_RLD: Tensor, stored_UVD: Tensor, user_of_row: Tensor
+) -> Tensor:
+    """What each row's tokens add to <e_u, h_u>, h_u stored, and its rounding error: (2, rows)."""
+    met = at_least_float32(stored_UVD[user_of_row[:, None], ids_RL])
+    met = met * at_least_float32(gradients_RLD)
+    error = TORCH_GRAM_ROUNDINGS * torch.finfo(met.dtype).eps * met.abs()
+    return torch.stack([met.sum((1, 2)), error.sum((1, 2))])
 
 
 def inner_with_pair(
-    ids_UL: Tensor, gradients_ULD: Tensor, inputs_ULD: Tensor, output_gradients_ULV: Tensor
+    ids_RL: Tensor, gradients_RLD: Tensor, inputs_RLD: Tensor, output_gradients_RLV: Tensor
 ) -> Tensor:
-    """<e_u, h_u> with h_u = y_u^T x_u: sum_st y[s, token_t] <x_s, e_t>."""
-    length = ids_UL.shape[1]
-    picked_ULL = output_gradients_ULV.gather(2, ids_UL[:, None, :].expand(-1, length, -1))
-    products_ULL = torch.bmm(inputs_ULD, gradients_ULD.to(inputs_ULD.dtype).mT)
-    return (at_least_float32(picked_ULL) * at_least_float32(products_ULL)).sum((1, 2))
+    """The part of <e_u, h_u>, h_u = y_u^T x_u, that comes of row r of both, and its error: (2, R).
+
+    sum_st y[s, token_t] <x_s, e_t>, s and t the tokens of row r.
+    """
+    length = ids_RL.shape[1]
+    picked = output_gradients_RLV.gather(2, ids_RL[:, None, :].expand(-1, length, -1))
+    picked = at_least_float32(picked)
+    products, eps = _wide_products(inputs_RLD, gradients_RLD)
+    x_norms, e_norms = (
+        torch.linalg.vector_norm(values, dim=2, dtype=picked.dtype)
+        for values in (inputs_RLD, gradients_RLD)
+    )
+    sizes = picked.abs() * x_norms[:, :, None] * e_norms[:, None, :]
+    return torch.stack([(picked * products).sum((1, 2)), eps * sizes.sum((1, 2))])
+
+
+def _wide_products(x: Tensor, e: Tensor) -> tuple[Tensor, float]:
+    """x e^T for each row, of a half-precision x and a wider e, and its relative error."""
+    if not half_on_cuda(x):
+        wide = torch.bmm(at_least_float32(x), at_least_float32(e).mT)
+        return wide, TORCH_GRAM_ROUNDINGS * torch.finfo(wide.dtype).eps
+    # e in two halves: what the first leaves out is in the second, to 16 bits.
+    first = e.to(x.dtype)
+    second = (e - first.to(e.dtype)).to(x.dtype)
+    products = [torch.bmm(x, part.mT, out_dtype=torch.float32) for part in (first, second)]
+    return products[0] + products[1], 2.0**-15

@@ -12,6 +12,7 @@ equally many for each user.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,9 @@ class Tape:
     by_row: tuple[bool, ...] | None = None
     # Columns added to a head of unaligned width, for speed; they carry nothing.
     padding: int = 0
+    # Where users have unlike many rows: the end of each user's tokens. The stored gradients of a
+    # product are then the users' own; everything else is handed out for every row (`users` = rows).
+    ends: Tensor | None = None
 
 
 def per_user(tensor: Tensor, users: int) -> Tensor:
@@ -50,6 +54,14 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """What a product of x is computed in: autocast's dtype where that is on."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """a_u^T b_u for every user u, whose tokens begin where the last one's end: at `ends[u - 1]`."""
+    if a.is_cuda:
+        return F.grouped_mm(a.t(), b, offs=ends)
+    starts = [0, *ends.tolist()]
+    return torch.stack([a[i:j].t() @ b[i:j] for i, j in itertools.pairwise(starts)])
 
 
 class _Product(torch.autograd.Function):
@@ -67,8 +79,9 @@ class _Product(torch.autograd.Function):
         inputs: Tensor | None,
         outputs: Tensor | None,
         bias_gradients: Tensor | None,
+        ends: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight, *([] if ends is None else [ends]))
         ctx.users, ctx.transposed = users, transposed
         ctx.stored, ctx.inputs = stored is not None, inputs is not None
         ctx.outputs, ctx.bias = outputs is not None, bias_gradients is not None
@@ -77,16 +90,20 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (dy,) = gradients
-        x, weight = ctx.saved_tensors
+        x, weight, *ends = ctx.saved_tensors
         dx = (dy @ (weight.t() if ctx.transposed else weight)) if ctx.needs_input_grad[0] else None
         x_ULI, y_ULO = per_user(x, ctx.users), per_user(dy, ctx.users)
         stored, bias = None, None
         if ctx.stored:
-            stored = torch.bmm(x_ULI.mT, y_ULO) if ctx.transposed else torch.bmm(y_ULO.mT, x_ULI)
+            first, second = (x_ULI, y_ULO) if ctx.transposed else (y_ULO, x_ULI)
+            if ends:
+                stored = grouped_product(first.flatten(0, 1), second.flatten(0, 1), ends[0])
+            else:
+                stored = torch.bmm(first.mT, second)
         if ctx.bias:
             bias = y_ULO.sum(1, dtype=wide_dtype(dy.dtype))
         inputs, outputs = x_ULI if ctx.inputs else None, y_ULO if ctx.outputs else None
-        return dx, None, None, None, None, stored, inputs, outputs, bias
+        return dx, None, None, None, None, stored, inputs, outputs, bias, None
 
 
 class Product:
@@ -112,6 +129,7 @@ class Product:
             probe("inputs"),
             probe("outputs"),
             probe("bias"),
+            tape.ends,
         )
 
     @staticmethod

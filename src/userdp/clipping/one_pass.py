@@ -11,7 +11,9 @@ by keeping what the sum needs), Lee & Kifer 2021.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +43,8 @@ SMALL_MODEL = 2**20
 # on an H200. Up to twice that, a pair that takes half the memory is preferred.
 PAIR_BALANCE = 350.0
 PAIR_MEMORY = 0.55
+# Values of a stored gradient, of all rows together, up to which it is stored by row.
+MOST_BY_ROW = 2**25
 
 
 def look_at(model: nn.Module, batch: Batch, execution: Execution) -> Survey:
@@ -72,6 +76,9 @@ class OnePass:
         self._execution = execution
         self._users = example.count
         self._rows = len(example.weights)
+        self._runs = example.runs
+        # What layers hand out one gradient for: users, or rows where users have unlike many.
+        self._units = self._users if self._runs is None else self._rows
         found = survey or look_at(model, example.batch, execution)
         self._called, self._called_on_more = found.called, found.called_on_more
         self._layers = found.layers
@@ -121,7 +128,7 @@ class OnePass:
         stored: dict[int, Tensor] = {}
         tapes: dict[nn.Module, Tape] = {}
         for layer in self._layers:
-            tape = Tape(users=self._users, rows=self._rows)
+            tape = Tape(users=self._units, rows=self._rows)
             if layer.rule is AnyLayer:
                 called = self._called[layer.module]
                 tape.by_row = counts_rows(called, self._called_on_more[layer.module])
@@ -145,20 +152,39 @@ class OnePass:
                     padding = tape.padding if name == "weight" else 0
                     shape = (parameter.shape[0] + padding, *parameter.shape[1:])
                     dtype = self._stored_dtype(layer.rule, name, parameter)
-                    stored[id(parameter)] = _probe(parameter, dtype, self._users, *shape)
+                    count = self._users if self._is_grouped(parameter) else self._units
+                    stored[id(parameter)] = _probe(parameter, dtype, count, *shape)
                 tape.probes[name] = stored[id(parameter)]
         return tapes
+
+    def _is_grouped(self, weight: Tensor) -> bool:
+        """Whether users' stored gradients are formed where users have unlike many rows.
+
+        Otherwise rows' are, as is cheaper for thin weights.
+        """
+        layers = [
+            (layer, name)
+            for layer in self._layers
+            for name, own in layer.parameters.items()
+            if own is weight and layer.rule is not Embedding
+        ]
+        if self._runs is None or not all(
+            layer.rule is Product and name == "weight" for layer, name in layers
+        ):
+            return False
+        tied = any(layer in tie for layer, _ in layers for tie in self._ties)
+        return tied or (weight.numel() * self._rows > MOST_BY_ROW and is_aligned(weight))
 
     def _probe_pair(self, layer: Layer, tape: Tape) -> None:
         """Ask a product for its output gradients, and for its input if no layer has given it."""
         weight, called = layer.parameters["weight"], self._called[layer.module]
         tokens, dtype = self._tokens(called), self._product_dtype(weight)
         inputs, outputs = _widths(layer.module, weight)
-        tape.probes["outputs"] = _probe(weight, dtype, self._users, tokens, outputs + tape.padding)
+        tape.probes["outputs"] = _probe(weight, dtype, self._units, tokens, outputs + tape.padding)
         source = self._giver.setdefault(called.same_input, layer.module)
         self._inputs_from[layer.module] = source
         if source is layer.module:
-            tape.probes["inputs"] = _probe(weight, dtype, self._users, tokens, inputs)
+            tape.probes["inputs"] = _probe(weight, dtype, self._units, tokens, inputs)
 
     def _stored_dtype(self, rule: LayerRule, name: str, parameter: Tensor) -> torch.dtype:
         if rule is MergedLora or (rule is Product and name == "weight"):
@@ -166,11 +192,17 @@ class OnePass:
         return parameter.dtype if rule in (AnyLayer, Lstm) else wide_dtype(parameter.dtype)
 
     def _tokens(self, called: Called) -> int:
-        """Tokens of one user at a layer, from how it was called on the trial's rows."""
+        """Tokens of one user (or row) at a layer, from how it was called on the trial's rows."""
         positions = 1
         for size in called.input_shape[:-1]:
             positions *= size
-        return positions // TRIAL_ROWS * (self._rows // self._users)
+        return positions // TRIAL_ROWS * (self._rows // self._units)
+
+    def _typical_tokens(self, called: Called) -> float:
+        """Tokens of a user at a layer, where users differ that of a middling one."""
+        runs = self._runs
+        rows = 1.0 if runs is None else math.sqrt(runs.fewest_rows * runs.most_rows)
+        return rows * self._tokens(called)
 
     def _prefers_pair(self, layer: Layer) -> bool:
         weight = layer.parameters["weight"]
@@ -178,7 +210,7 @@ class OnePass:
         # ordinary backward pass does anyway.
         if not weight.is_cuda or not self._used_once(layer):
             return False
-        tokens = self._tokens(self._called[layer.module])
+        tokens = self._typical_tokens(self._called[layer.module])
         density = tokens * (1 / weight.shape[0] + 1 / weight.shape[1])
         balance = tokens * density
         if density > 1:
@@ -217,6 +249,9 @@ class OnePass:
     def _gradients(self, users: Users) -> list[tuple[nn.Parameter, Form]]:
         """The users' gradients of every parameter, each in its form."""
         assert (users.count, len(users.weights)) == (self._users, self._rows)
+        assert (users.runs is None) == (self._runs is None)
+        self._runs = users.runs
+        self._tell_ends()
         layers = [(layer.module, layer.rule) for layer in self._layers]
         with self._execution.prepared(self._model, layers, self._tapes):
             losses = self._execution.losses(self._model, users.batch)
@@ -226,7 +261,23 @@ class OnePass:
     def _squared_norms(self, forms: list[tuple[nn.Parameter, Form]]) -> Tensor:
         """(layers, users), or (1, users) where all are clipped together."""
         grouped = [(self._group[id(parameter)], form) for parameter, form in forms]
-        return self._sums.squared_norms(grouped, self._tied_places(forms))
+        return self._sums.squared_norms(grouped, self._tied_places(forms), self._runs)
+
+    def _tell_ends(self) -> None:
+        """Tell products where each user's tokens end."""
+        runs = self._runs
+        if runs is None:
+            return
+        ends: dict[int, Tensor] = {}
+        for layer in self._layers:
+            tape = self._tapes[layer.module]
+            if layer.rule is not Product or "weight" not in tape.probes:
+                continue
+            if self._is_grouped(layer.parameters["weight"]):
+                tokens = self._tokens(self._called[layer.module])
+                if tokens not in ends:
+                    ends[tokens] = runs.starts[1:] * tokens
+                tape.ends = ends[tokens]
 
     def _hand_out(self, loss: Tensor) -> dict[nn.Module, dict[str, Tensor]]:
         probes: dict[int, Tensor] = {
@@ -254,7 +305,11 @@ class OnePass:
                 continue
             source = self._inputs_from.get(layer.module)
             inputs = handed[source].get("inputs") if source is not None else None
+            tape = self._tapes[layer.module]
             for name, form in layer.rule.forms(layer.module, gradients, inputs).items():
+                grouped = name == "weight" and tape.ends is not None
+                if isinstance(form, Stored) and self._runs is not None and not grouped:
+                    form = replace(form, by_row=True)
                 # A stored gradient that several layers added to is one form.
                 key = id(form.gradients_U) if isinstance(form, Stored) else id(form)
                 if key not in seen:
@@ -293,6 +348,11 @@ def _ties(layers: list[Layer], called: dict[nn.Module, Called]) -> list[tuple[La
         and id(weight) in embeddings
         and uses[id(weight)] == 2
     ]
+
+
+def is_aligned(weight: Tensor) -> bool:
+    """Whether CUDA's grouped products take a weight of this shape."""
+    return all(size % 8 == 0 for size in weight.shape)
 
 
 def _probe(like: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:

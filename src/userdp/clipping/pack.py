@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +31,22 @@ MOST_PADDING = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
+class Runs:
+    """Whose rows are whose where users have unlike many: u's are `starts[u]` to `starts[u + 1]`.
+
+    Every row is somebody's; a place without a user has no row, or rows of padding. No user has more
+    than `most_rows`, and few have less than `fewest_rows`.
+    """
+
+    starts: Tensor
+    user_of_row: Tensor
+    fewest_rows: int
+    most_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Users:
-    """Several users' rows as one batch, equally many rows each, those of a user adjacent.
+    """Several users' rows as one batch, those of a user adjacent: equally many, or as `runs` says.
 
     `weights` is 1 / (the user's records) for a record and 0 for a row of padding.
     """
@@ -39,16 +54,55 @@ class Users:
     batch: dict[str, Tensor]
     weights: Tensor
     count: int
+    runs: Runs | None = None
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What a step captured for one batch needs to be the same in the next."""
+        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in self.batch.items())
+        most = None if self.runs is None else self.runs.most_rows
+        return self.count, most, shapes
 
     @property
     def rows(self) -> int:
-        """Rows of each user."""
+        """Rows of each user, where all have equally many."""
+        assert self.runs is None
         return len(self.weights) // self.count
 
+    def rows_of(self, user: int) -> tuple[int, int]:
+        """Where a user's rows begin and end. Asks the device."""
+        if self.runs is None:
+            return user * self.rows, (user + 1) * self.rows
+        start, stop = self.runs.starts[user : user + 2].tolist()
+        return start, stop
+
     @property
-    def shape(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """What a step captured for one batch needs to be the same in the next."""
-        return ("users", (self.count,)), *((n, tuple(t.shape)) for n, t in self.batch.items())
+    def taking_part(self) -> Tensor:
+        """Which places have a user with a record. Secret."""
+        if self.runs is None:
+            return self.weights.view(self.count, -1).sum(1) > 0
+        by_user = self.weights.new_zeros(self.count)
+        return by_user.index_add(0, self.runs.user_of_row, self.weights) > 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Everything here that is on the device."""
+        runs = [] if self.runs is None else [self.runs.starts, self.runs.user_of_row]
+        return [*self.batch.values(), self.weights, *runs]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Users:
+        """The same with other `tensors`."""
+        batch = dict(zip(self.batch, tensors, strict=False))
+        weights, *rest = tensors[len(batch) :]
+        runs = self.runs
+        if runs is not None:
+            starts, user_of_row = rest
+            runs = replace(runs, starts=starts, user_of_row=user_of_row)
+        return replace(self, batch=batch, weights=weights, runs=runs)
+
+
+# Names and shapes of what cannot be padded.
+Rest = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -57,7 +111,7 @@ class Size:
 
     rows: int
     length: int
-    rest: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    rest: Rest = ()
 
     @property
     def tokens(self) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from userdp.clipping import kernels
 from userdp.clipping.flat import FlatBuffer
 from userdp.clipping.forms import Form, Pair, Rows, Stored
+from userdp.clipping.pack import Runs
 from userdp.updates import at_least_float32
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Entry:
 class Sums:
     """The clipped sum of one batch's forms: `squared_norms`, then `scale`, then `add`.
 
+    Forms count users, or rows where `runs` say whose they are; norms and factors always users.
+
     One object serves batches of one shape, one after the other. On CUDA, all stored gradients go
     through one kernel launch for the norms and one for the sums, and so do all pairs, instead of
     one launch for each of hundreds of small tensors.
@@ -63,12 +66,17 @@ class Sums:
 
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
-        self._stored: dict[torch.dtype, StoredTable] = {}
+        self._stored: dict[_Kind, StoredTable] = {}
         self._grams: dict[int, GramTable] = {}
         self._group_rows: dict[tuple[int, ...], Tensor] = {}
         self._batch: _Batch | None = None
 
-    def squared_norms(self, forms: Sequence[Grouped], ties: Sequence[tuple[int, int]]) -> Tensor:
+    def squared_norms(
+        self,
+        forms: Sequence[Grouped],
+        ties: Sequence[tuple[int, int]],
+        runs: Runs | None = None,
+    ) -> Tensor:
         """(groups, users): the squared norm of each user's gradient over each group's parameters.
 
         `ties` are places (embedding, head) in `forms` of one shared weight: ||e + h||^2 is
@@ -76,39 +84,39 @@ class Sums:
         """
         forms = [(group if self._num_groups > 1 else 0, form) for group, form in forms]
         entries = _entries(forms)
-        batch = _Batch(forms=forms, ties=list(ties), entries=entries)
-        batch.others = self._other_norms(forms)
+        batch = _Batch(forms=forms, ties=list(ties), entries=entries, runs=runs)
+        batch.others = self._other_norms(batch)
         parts = [batch.others]
         if entries:
-            parts.append(self._by_group([e.group for e in entries], self._pair_norms(entries)))
+            parts.append(self._by_group([e.group for e in entries], self._pair_norms(batch)))
         if ties:
             groups = [forms[embedding][0] for embedding, _ in ties]
-            inner = [_inner_products(forms[e][1], forms[h][1]) for e, h in ties]
+            inner = [batch.inner_products(forms[e][1], forms[h][1]) for e, h in ties]
             parts.append(self._by_group(groups, 2 * torch.stack(inner)))
         self._batch = batch
         return torch.stack(parts).sum(0)
 
-    def _other_norms(self, forms: Sequence[Grouped]) -> Tensor:
+    def _other_norms(self, batch: _Batch) -> Tensor:
         """Squared norms of what is stored and of embedding rows, by group."""
         groups: list[int] = []
         norms: list[Tensor] = []
-        for dtype, members in _stored_by_dtype(forms).items():
+        for kind, members in _stored_by_kind(batch.forms).items():
             gradients = [form.gradients_U for _, form in members]
-            table = self._stored_table(dtype, members)
+            table = self._stored_table(kind, members)
             if table is not None:
                 groups += table.block_groups
-                norms.append(table.squared_norms(gradients))
+                norms.append(table.squared_norms(gradients, batch.starts, by_row=kind.by_row))
             else:
                 groups += [group for group, _ in members]
-                norms += [kernels.squared_norms(gradient)[None] for gradient in gradients]
-        for group, form in forms:
+                users = [batch.by_user(g) if kind.by_row else g for g in gradients]
+                norms += [kernels.squared_norms(gradient)[None] for gradient in users]
+        for group, form in batch.forms:
             if isinstance(form, Rows):
                 groups.append(group)
-                ids, gradients_ULD = form.ids_UL, form.gradients_ULD
-                norms.append(kernels.run(kernels.rows_squared_norms, ids, gradients_ULD)[None])
+                norms.append(batch.rows_squared_norms(form)[None])
         if not norms:
-            first = next(form for _, form in forms if isinstance(form, Pair)).inputs_ULI
-            return at_least_float32(first.new_zeros(self._num_groups, len(first)))
+            first = next(form for _, form in batch.forms if isinstance(form, Pair)).inputs_ULI
+            return at_least_float32(first.new_zeros(self._num_groups, batch.users))
         return self._by_group(groups, torch.cat(norms))
 
     def _by_group(self, groups: Sequence[int], values: Tensor) -> Tensor:
@@ -122,18 +130,19 @@ class Sums:
         zeros = values.new_zeros(self._num_groups, values.shape[1])
         return zeros.index_add_(0, self._group_rows[key], values)
 
-    def _pair_norms(self, entries: Sequence[Entry]) -> Tensor:
+    def _pair_norms(self, batch: _Batch) -> Tensor:
         """(entries, users)."""
+        entries, starts = batch.entries, batch.starts
         if not kernels.half_on_cuda(entries[0].tensors[0]):
             return torch.stack(
                 [
-                    torch.stack([kernels.gram_norms(x, y) for y in ys]).sum(0)
+                    torch.stack([kernels.gram_norms(x, y, starts) for y in ys]).sum(0)
                     for x, ys in (entry.tensors for entry in entries)
                 ]
             )
         return torch.cat(
             [
-                self._gram_table(part).squared_norms([entry.tensors for entry in part])
+                self._gram_table(part, batch).squared_norms([e.tensors for e in part], starts)
                 for part in _by_length(entries)
             ]
         )
@@ -149,21 +158,22 @@ class Sums:
         assert batch is not None
         if not batch.entries or batch.entries[0].tensors[0].dtype.itemsize >= 4:
             # Rounding in float32 or better stays within the margin.
+            spread = batch.spread(factors)
             batch.scaled = {
-                id(entry): kernels.run(kernels.scaled, _scaled_side(entry), factors[entry.group])
+                id(entry): kernels.run(kernels.scaled, _scaled_side(entry), spread[entry.group])
                 for entry in batch.entries
             }
             return factors
         parts = [factors.square() * batch.others]
         for part in _by_length(batch.entries):
             rows = [entry.group for entry in part]
-            sides, norms = self._scaled_pairs(part, factors)
+            sides, norms = self._scaled_pairs(part, factors, batch)
             batch.scaled |= {id(entry): side for entry, side in zip(part, sides, strict=True)}
             parts.append(self._by_group(rows, norms))
         for embedding, head in batch.ties:
             group, rows_form = batch.forms[embedding]
             other = batch.rounded(batch.forms[head][1])
-            inner = _inner_products(rows_form, other)
+            inner = batch.inner_products(rows_form, other)
             # The scaled side already holds the factor once.
             once = factors[group] if isinstance(other, Pair) else factors[group].square()
             parts.append(self._by_group([group], (2 * once * inner)[None]))
@@ -171,18 +181,19 @@ class Sums:
         return torch.where(total <= bound**2, factors, 0.0)
 
     def _scaled_pairs(
-        self, entries: Sequence[Entry], factors: Tensor
+        self, entries: Sequence[Entry], factors: Tensor, batch: _Batch
     ) -> tuple[Sequence[Tensor], Tensor]:
         """The scaled sides, and the squared norms (entries, users) with them."""
+        spread, starts = batch.spread(factors), batch.starts
         if kernels.half_on_cuda(entries[0].tensors[0]):
             rows = [entry.group for entry in entries]
             tensors = [entry.tensors for entry in entries]
-            return self._gram_table(entries).scaled(tensors, rows, factors)
-        sides = [kernels.scaled(_scaled_side(entry), factors[entry.group]) for entry in entries]
+            return self._gram_table(entries, batch).scaled(tensors, rows, factors, spread)
+        sides = [kernels.scaled(_scaled_side(entry), spread[entry.group]) for entry in entries]
         norms = [
-            torch.stack([kernels.gram_norms(side, y) for y in entry.tensors[1]]).sum(0)
+            torch.stack([kernels.gram_norms(side, y, starts) for y in entry.tensors[1]]).sum(0)
             if entry.scale_input
-            else kernels.gram_norms(entry.tensors[0], side)
+            else kernels.gram_norms(entry.tensors[0], side, starts)
             for entry, side in zip(entries, sides, strict=True)
         ]
         return sides, torch.stack(norms)
@@ -192,48 +203,54 @@ class Sums:
         batch, self._batch = self._batch, None
         assert batch is not None
         place = {id(form): total for (_, form), total in zip(batch.forms, totals, strict=True)}
-        for dtype, members in _stored_by_dtype(batch.forms).items():
+        spread = batch.spread(factors)
+        for kind, members in _stored_by_kind(batch.forms).items():
             gradients = [form.gradients_U for _, form in members]
             where = [place[id(form)] for _, form in members]
-            table = self._stored_table(dtype, members)
+            weights = spread if kind.by_row else factors
+            table = self._stored_table(kind, members)
             if table is not None:
-                table.add_weighted_sums(gradients, where, factors)
+                has_gaps = batch.runs is not None and not kind.by_row
+                table.add_weighted_sums(gradients, where, weights, has_gaps=has_gaps)
                 continue
             for (group, _), gradient, total in zip(members, gradients, where, strict=True):
-                kernels.add_weighted_sum(total, gradient, factors[group])
+                kernels.add_weighted_sum(total, gradient, weights[group])
         for entry in batch.entries:
             scaled = batch.scaled[id(entry)]
-            kernels.silence_(scaled, factors[entry.group])
+            kernels.silence_(scaled, spread[entry.group])
             for pair in entry.pairs:
-                _add_pair(place[id(pair)], pair, entry.scale_input, scaled, factors[entry.group])
+                _add_pair(place[id(pair)], pair, entry.scale_input, scaled, spread[entry.group])
         for group, form in batch.forms:
             if isinstance(form, Rows):
                 wide = at_least_float32(form.gradients_ULD)
-                rows = kernels.run(kernels.scaled, wide, factors[group]).flatten(0, 1)
+                rows = kernels.run(kernels.scaled, wide, spread[group]).flatten(0, 1)
                 total = place[id(form)]
                 total.index_add_(0, form.ids_UL.flatten(), rows.to(total.dtype))
 
     def _stored_table(
-        self, dtype: torch.dtype, members: Sequence[tuple[int, Stored]]
+        self, kind: _Kind, members: Sequence[tuple[int, Stored]]
     ) -> StoredTable | None:
         """The CUDA kernels' table of these gradients, made when they are first seen."""
         first = members[0][1].gradients_U
-        if not first.is_cuda or dtype == torch.float64:
+        if not first.is_cuda or kind.dtype == torch.float64:
             return None
-        if dtype not in self._stored:
+        if kind not in self._stored:
             from userdp.clipping.triton_kernels import StoredTable
 
             gradients = [form.gradients_U for _, form in members]
-            self._stored[dtype] = StoredTable(gradients, [group for group, _ in members])
-        return self._stored[dtype]
+            self._stored[kind] = StoredTable(gradients, [group for group, _ in members])
+        return self._stored[kind]
 
-    def _gram_table(self, entries: Sequence[Entry]) -> GramTable:
+    def _gram_table(self, entries: Sequence[Entry], batch: _Batch) -> GramTable:
         length = entries[0].tensors[0].shape[1]
         if length not in self._grams:
             from userdp.clipping.triton_kernels import GramTable
 
             self._grams[length] = GramTable(
-                [entry.tensors for entry in entries], [entry.scale_input for entry in entries]
+                [entry.tensors for entry in entries],
+                [entry.scale_input for entry in entries],
+                users=batch.users,
+                most_rows=1 if batch.runs is None else batch.runs.most_rows,
             )
         return self._grams[length]
 
@@ -242,13 +259,86 @@ class _Batch:
     """What is known of one batch between its norms and its sum."""
 
     def __init__(
-        self, *, forms: list[Grouped], ties: list[tuple[int, int]], entries: list[Entry]
+        self,
+        *,
+        forms: list[Grouped],
+        ties: list[tuple[int, int]],
+        entries: list[Entry],
+        runs: Runs | None,
     ) -> None:
         self.forms = forms
         self.ties = ties
         self.entries = entries
+        self.runs = runs
         self.others: Tensor
         self.scaled: dict[int, Tensor] = {}
+
+    @property
+    def users(self) -> int:
+        """Users, or places for them."""
+        if self.runs is not None:
+            return len(self.runs.starts) - 1
+        _, form = self.forms[0]
+        if isinstance(form, Stored):
+            return len(form.gradients_U)
+        return len(form.inputs_ULI if isinstance(form, Pair) else form.ids_UL)
+
+    @property
+    def starts(self) -> Tensor | None:
+        """Where users' rows begin, if users have unlike many."""
+        return None if self.runs is None else self.runs.starts
+
+    def spread(self, factors: Tensor) -> Tensor:
+        """Users' factors as those of their rows."""
+        return factors if self.runs is None else factors[:, self.runs.user_of_row]
+
+    def by_user(self, values_R: Tensor) -> Tensor:
+        """Rows' values added up to users'."""
+        if self.runs is None:
+            return values_R
+        return kernels.by_user(values_R, self.runs.user_of_row, self.users)
+
+    def rows_squared_norms(self, form: Rows) -> Tensor:
+        """Squared norms of an embedding's gradients, by user."""
+        if self.runs is None:
+            return kernels.run(kernels.rows_squared_norms, form.ids_UL, form.gradients_ULD)
+        where = (self.runs.user_of_row, self.runs.starts)
+        return kernels.run(kernels.run_rows_squared_norms, form.ids_UL, form.gradients_ULD, *where)
+
+    def inner_products(self, rows: Form, other: Form) -> Tensor:
+        """<e_u, h_u> from above, of an embedding and a head that share their weight.
+
+        From above, as Gram norms are: ||e||^2 + ||h||^2 + 2 <e, h> may all but cancel.
+        """
+        assert isinstance(rows, Rows)
+        ids, gradients = rows.ids_UL, rows.gradients_ULD
+        if isinstance(other, Stored):
+            assert not other.by_row
+            owner = self.runs.user_of_row if self.runs is not None else _numbers(ids)
+            parts = kernels.run(kernels.inner_with_stored, ids, gradients, other.gradients_U, owner)
+            return self.by_user(parts.T).sum(1)
+        assert isinstance(other, Pair)
+        x, y = other.inputs_ULI, other.output_gradients_ULO
+        if self.runs is None:
+            return kernels.inner_with_pair(ids, gradients, x, y).sum(0)
+        return self._inner_with_rows(ids, gradients, x, y, self.runs)
+
+    def _inner_with_rows(
+        self, ids: Tensor, gradients: Tensor, x: Tensor, y: Tensor, runs: Runs
+    ) -> Tensor:
+        """Each row of the head's meets each row of the same user's embedding."""
+        row, owner = _numbers(ids), runs.user_of_row
+        total: Tensor | None = None
+        for shift in range(1 - runs.most_rows, runs.most_rows):
+            other = row + shift
+            same = (other >= 0) & (other < len(row))
+            other = other.clamp(0, len(row) - 1)
+            same &= owner[other] == owner
+            parts = kernels.inner_with_pair(ids[other], gradients[other], x, y).sum(0)
+            met = torch.where(same, parts, 0.0)
+            total = met if total is None else total + met
+        assert total is not None
+        return self.by_user(total)
 
     def rounded(self, form: Form) -> Form:
         """A pair with its scaled side as it will be summed; any other form as it is."""
@@ -264,12 +354,25 @@ class _Batch:
         )
 
 
-def _stored_by_dtype(forms: Sequence[Grouped]) -> dict[torch.dtype, list[tuple[int, Stored]]]:
-    found: dict[torch.dtype, list[tuple[int, Stored]]] = {}
+@dataclass(frozen=True)
+class _Kind:
+    """What stored gradients in one table have in common."""
+
+    dtype: torch.dtype
+    by_row: bool
+
+
+def _stored_by_kind(forms: Sequence[Grouped]) -> dict[_Kind, list[tuple[int, Stored]]]:
+    found: dict[_Kind, list[tuple[int, Stored]]] = {}
     for group, form in forms:
         if isinstance(form, Stored):
-            found.setdefault(form.gradients_U.dtype, []).append((group, form))
+            kind = _Kind(form.gradients_U.dtype, form.by_row)
+            found.setdefault(kind, []).append((group, form))
     return found
+
+
+def _numbers(rows: Tensor) -> Tensor:
+    return torch.arange(len(rows), device=rows.device)
 
 
 def _entries(forms: Sequence[Grouped]) -> list[Entry]:
@@ -312,15 +415,3 @@ def _add_pair(
         kernels.add_product(total, x.T, y)
     else:
         kernels.add_product(total, y.T, x)
-
-
-def _inner_products(rows: Form, other: Form) -> Tensor:
-    """<e_u, h_u> of an embedding and a head that share their weight."""
-    assert isinstance(rows, Rows)
-    ids, gradients = rows.ids_UL, rows.gradients_ULD
-    if isinstance(other, Stored):
-        return kernels.run(kernels.inner_with_stored, ids, gradients, other.gradients_U)
-    assert isinstance(other, Pair)
-    return kernels.run(
-        kernels.inner_with_pair, ids, gradients, other.inputs_ULI, other.output_gradients_ULO
-    )

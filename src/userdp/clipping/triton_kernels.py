@@ -82,6 +82,14 @@ def _tiles_of(pair):
 
 
 @triton.jit
+def _tokens_of(starts, user, row_length):
+    """A user's first token in the batch, and how many it has."""
+    first = tl.load(starts + user).to(tl.int64)
+    last = tl.load(starts + user + 1).to(tl.int64)
+    return first * row_length, ((last - first) * row_length).to(tl.int32)
+
+
+@triton.jit
 def _add_gram(
     gram, base, width, rows_i, rows_j, length, SLICE: tl.constexpr, ONE_TILE: tl.constexpr
 ):
@@ -112,10 +120,13 @@ def _gram_kernel(
     y_widths,
     sums_pointer,
     kept_pointer,
-    length,
+    starts,
+    first_pairs,
+    row_length,
     num_users,
     num_pairs,
     num_tiles,
+    all_pairs,
     TILE: tl.constexpr,
     SLICE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -128,18 +139,21 @@ def _gram_kernel(
     pair = tl.program_id(0) % num_pairs
     user = tl.program_id(1).to(tl.int64)
     i, j = _tiles_of(pair)
+    start, length = _tokens_of(starts, user, row_length)
+    if i * TILE >= length:
+        return
     rows_i = i * TILE + tl.arange(0, TILE)
     rows_j = j * TILE + tl.arange(0, TILE)
 
     x_width = tl.load(x_widths + entry).to(tl.int32) * UNIT
-    x = _typed(tl.load(x_addresses + entry), DTYPE) + user * length * x_width
+    x = _typed(tl.load(x_addresses + entry), DTYPE) + start * x_width
     gram_x = tl.zeros((TILE, TILE), tl.float32)
     gram_x = _add_gram(gram_x, x, x_width, rows_i, rows_j, length, SLICE, ONE_TILE)
 
     gram_y = tl.zeros((TILE, TILE), tl.float32)
     for k in range(tl.load(first_y + entry), tl.load(last_y + entry)):
         y_width = tl.load(y_widths + k).to(tl.int32) * UNIT
-        y = _typed(tl.load(y_addresses + k), DTYPE) + user * length * y_width
+        y = _typed(tl.load(y_addresses + k), DTYPE) + start * y_width
         gram_y = _add_gram(gram_y, y, y_width, rows_i, rows_j, length, SLICE, ONE_TILE)
 
     terms = tl.sum(gram_x * gram_y)
@@ -153,7 +167,8 @@ def _gram_kernel(
     # The Gram matrix of the side that will not be scaled is kept for the second look.
     kept = tl.where(tl.load(scale_x + entry) != 0, gram_y, gram_x)
     square = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    tl.store(kept_pointer + (item * num_pairs + pair) * TILE * TILE + square, kept)
+    place = entry.to(tl.int64) * all_pairs + tl.load(first_pairs + user) + pair
+    tl.store(kept_pointer + place * TILE * TILE + square, kept)
 
 
 @triton.jit
@@ -165,10 +180,13 @@ def _scale_kernel(
     factors_pointer,
     sums_pointer,
     kept_pointer,
-    length,
+    starts,
+    first_pairs,
+    row_length,
     num_users,
     num_pairs,
     num_tiles,
+    all_pairs,
     TILE: tl.constexpr,
     SLICE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -182,16 +200,19 @@ def _scale_kernel(
     pair = tl.program_id(0) % num_pairs
     user = tl.program_id(1).to(tl.int64)
     i, j = _tiles_of(pair)
+    start, length = _tokens_of(starts, user, row_length)
+    if i * TILE >= length:
+        return
     rows_i = i * TILE + tl.arange(0, TILE)
     rows_j = j * TILE + tl.arange(0, TILE)
     width = tl.load(widths + entry).to(tl.int32) * UNIT
-    out = _typed(tl.load(out_addresses + entry), DTYPE) + user * length * width
+    out = _typed(tl.load(out_addresses + entry), DTYPE) + start * width
     gram = tl.zeros((TILE, TILE), tl.float32)
     if ONE_TILE:
         factor = tl.load(factors_pointer + tl.load(factor_rows + entry) * num_users + user)
-        values = _typed(tl.load(in_addresses + entry), DTYPE) + user * length * width
-        for start in range(0, width, SLICE):
-            column = start + tl.arange(0, SLICE)[None, :]
+        values = _typed(tl.load(in_addresses + entry), DTYPE) + start * width
+        for first in range(0, width, SLICE):
+            column = first + tl.arange(0, SLICE)[None, :]
             place = rows_i[:, None] * width + column
             inside = (rows_i[:, None] < length) & (column < width)
             value = tl.load(values + place, inside, 0.0)
@@ -204,7 +225,8 @@ def _scale_kernel(
         gram = _add_gram(gram, out, width, rows_i, rows_j, length, SLICE, ONE_TILE)
     item = entry * num_users + user
     square = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    kept = tl.load(kept_pointer + (item * num_pairs + pair) * TILE * TILE + square)
+    place = entry.to(tl.int64) * all_pairs + tl.load(first_pairs + user) + pair
+    kept = tl.load(kept_pointer + place * TILE * TILE + square)
     terms = tl.sum(gram * kept)
     sums = sums_pointer + item * (num_pairs + 2 * num_tiles)
     tl.store(sums + pair, tl.where(i == j, terms, 2 * terms))
@@ -219,27 +241,47 @@ class GramTable:
 
     Each entry is an input x_ULI and the outputs' gradients y_ULO computed from it; their squared
     norms add up. One side is later scaled: x where `scale_inputs` says so, else its only y.
+
+    Where users have unlike many rows, up to `most_rows`, U counts rows, L the tokens of a row, and
+    `starts` says where in the rows each of the `users` begins.
     """
 
     def __init__(
-        self, entries: Sequence[tuple[Tensor, Sequence[Tensor]]], scale_inputs: Sequence[bool]
+        self,
+        entries: Sequence[tuple[Tensor, Sequence[Tensor]]],
+        scale_inputs: Sequence[bool],
+        *,
+        users: int | None = None,
+        most_rows: int = 1,
     ) -> None:
         first, _ = entries[0]
-        self._users, self._length, _ = first.shape
+        rows, self._length, _ = first.shape
+        self._users = rows if users is None else users
         self._dtype = _dtype_name(first)
         self._device = first.device
         self._unit = math.gcd(8, *(t.shape[2] for x, ys in entries for t in (x, *ys)))
         self._scale_x = list(scale_inputs)
-        self._tile = max(16, min(_TILE, triton.next_power_of_2(self._length)))
-        self._num_tiles = triton.cdiv(self._length, self._tile)
+        longest = most_rows * self._length
+        self._tile = max(16, min(_TILE, triton.next_power_of_2(longest)))
+        self._num_tiles = triton.cdiv(longest, self._tile)
         self._num_pairs = self._num_tiles * (self._num_tiles + 1) // 2
+        # Tiles of all users are at most these, a tile in at most (tiles + 1) / 2 pairs on average.
+        last_tiles = self._users if self._length % self._tile else 0
+        tiles = min(rows * self._length // self._tile + last_tiles, self._users * self._num_tiles)
+        self._all_pairs = tiles * (self._num_tiles + 1) // 2
+        each = torch.arange(self._users + 1, dtype=torch.int32, device=self._device)
+        self._equal = (each, each * self._num_pairs)
         self._inputs = Addresses(5, len(entries), self._device)
         self._outputs = Addresses(2, sum(len(ys) for _, ys in entries), self._device)
         self._scaled = Addresses(4, len(entries), self._device)
         self._kept: Tensor | None = None
+        self._where = self._equal
 
-    def squared_norms(self, entries: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Tensor:
+    def squared_norms(
+        self, entries: Sequence[tuple[Tensor, Sequence[Tensor]]], starts: Tensor | None = None
+    ) -> Tensor:
         """(entries, users), from above; keeps what `scaled` needs."""
+        self._where = self._equal if starts is None else (starts, self._first_pairs(starts))
         _check_aligned([t for x, ys in entries for t in (x, *ys)])
         ends = [0]
         for _, ys in entries:
@@ -255,8 +297,7 @@ class GramTable:
         outputs = self._outputs.send(
             [y.data_ptr() for y in all_y], [y.shape[2] // self._unit for y in all_y]
         )
-        items = len(entries) * self._users
-        self._kept = self._empty(items, self._num_pairs, self._tile, self._tile)
+        self._kept = self._empty(len(entries), self._all_pairs, self._tile, self._tile)
         sums = self._launch(_gram_kernel, len(entries), *inputs, *outputs)
         return self._norms(sums)
 
@@ -265,10 +306,11 @@ class GramTable:
         entries: Sequence[tuple[Tensor, Sequence[Tensor]]],
         factor_rows: Sequence[int],
         factors: Tensor,
+        spread: Tensor | None = None,
     ) -> tuple[list[Tensor], Tensor]:
         """The scaled side of every entry, and the squared norms (entries, users) of what it gives.
 
-        Entry e's factors are `factors[factor_rows[e]]`.
+        Entry e's factors are `factors[factor_rows[e]]`; `spread` are those of rows.
         """
         sides = [
             x if scale_x else ys[0] for (x, ys), scale_x in zip(entries, self._scale_x, strict=True)
@@ -276,8 +318,9 @@ class GramTable:
         if self._num_tiles == 1:
             out = [torch.empty_like(side) for side in sides]
         else:
+            by_row = factors if spread is None else spread
             out = [
-                kernels.run(kernels.scaled, side, factors[row])
+                kernels.run(kernels.scaled, side, by_row[row])
                 for side, row in zip(sides, factor_rows, strict=True)
             ]
         rows = self._scaled.send(
@@ -293,16 +336,25 @@ class GramTable:
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
 
+    def _first_pairs(self, starts: Tensor) -> Tensor:
+        """Where each user's pairs of tiles begin."""
+        tiles = (starts.diff() * self._length + (self._tile - 1)) // self._tile
+        pairs = tiles * (tiles + 1) // 2
+        return (pairs.cumsum(0) - pairs).to(torch.int32)
+
     def _launch(self, kernel: Any, entries: int, *arguments: Tensor) -> Tensor:
-        sums = self._empty(entries, self._users, self._num_pairs + 2 * self._num_tiles)
+        # Zeros: users have unlike many tiles.
+        sums = self._empty(entries, self._users, self._num_pairs + 2 * self._num_tiles).zero_()
         kernel[(entries * self._num_pairs, self._users)](
             *arguments,
             sums,
             self._kept,
+            *self._where,
             self._length,
             self._users,
             self._num_pairs,
             self._num_tiles,
+            self._all_pairs,
             TILE=self._tile,
             SLICE=_SLICE,
             UNIT=self._unit,
@@ -329,24 +381,43 @@ def _stored_norms_kernel(
     tensor_of_block,
     start_of_block,
     sizes,
+    starts,
     out_pointer,
     num_users,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     UNIT: tl.constexpr,
     DTYPE: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    HAS_GAPS: tl.constexpr,
 ):
     block = tl.program_id(0)
     user = tl.program_id(1).to(tl.int64)
     tensor = tl.load(tensor_of_block + block)
     start = tl.load(start_of_block + block) * BLOCK
     size = tl.load(sizes + tensor) * UNIT
-    values = _typed(tl.load(addresses + tensor), DTYPE) + user * size
+    values = _typed(tl.load(addresses + tensor), DTYPE)
     total = tl.zeros((BLOCK,), tl.float32)
-    for i in range(BLOCKS):
-        offsets = start + i * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(values + offsets, offsets < size, 0.0).to(tl.float32)
-        total += value * value
+    if BY_ROW:
+        # A user's rows add up before they are squared.
+        first, last = tl.load(starts + user), tl.load(starts + user + 1)
+        for i in range(BLOCKS):
+            offsets = start + i * BLOCK + tl.arange(0, BLOCK)
+            summed = tl.zeros((BLOCK,), tl.float32)
+            place = values + first.to(tl.int64) * size + offsets
+            for _ in range(first, last):
+                summed += tl.load(place, offsets < size, 0.0).to(tl.float32)
+                place += size
+            total += summed * summed
+    else:
+        values += user * size
+        if HAS_GAPS:
+            # Nothing is read where there is no user.
+            size = tl.where(tl.load(starts + user) == tl.load(starts + user + 1), 0, size)
+        for i in range(BLOCKS):
+            offsets = start + i * BLOCK + tl.arange(0, BLOCK)
+            value = tl.load(values + offsets, offsets < size, 0.0).to(tl.float32)
+            total += value * value
     tl.store(out_pointer + block * num_users + user, tl.sum(total))
 
 
@@ -364,6 +435,7 @@ def _stored_sums_kernel(
     BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
     DTYPE: tl.constexpr,
+    HAS_GAPS: tl.constexpr,
 ):
     block = tl.program_id(0)
     tensor = tl.load(tensor_of_block + block)
@@ -375,7 +447,11 @@ def _stored_sums_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for user in range(num_users):
         factor = tl.load(factors + user)
-        value = tl.load(place, inside, 0.0).to(tl.float32)
+        read = inside
+        if HAS_GAPS:
+            # Places without a user are not read: waiting for the factor is worth it.
+            read = inside & (tl.zeros((BLOCK,), tl.float32) + factor != 0.0)
+        value = tl.load(place, read, 0.0).to(tl.float32)
         # A factor of zero silences even a value that is not finite.
         total += tl.where(factor == 0.0, 0.0, factor * value)
         place += size
@@ -389,7 +465,7 @@ class StoredTable:
 
     def __init__(self, gradients: Sequence[Tensor], groups: Sequence[int]) -> None:
         device = gradients[0].device
-        self._users = len(gradients[0])
+        self._count = len(gradients[0])
         sizes = [gradient[0].numel() for gradient in gradients]
         self._unit = math.gcd(8, *sizes)
         self._sizes = torch.tensor([size // self._unit for size in sizes], device=device)
@@ -400,30 +476,48 @@ class StoredTable:
         self._for_norms = Addresses(1, len(sizes), device)
         self._for_sums = Addresses(3, len(sizes), device)
 
-    def squared_norms(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Partial squared norms (blocks, users); `block_groups` says whose."""
+    def squared_norms(
+        self, gradients: Sequence[Tensor], starts: Tensor | None = None, *, by_row: bool = True
+    ) -> Tensor:
+        """Partial squared norms (blocks, users); `block_groups` says of which group.
+
+        With `starts`, a user's rows begin there: it may have none, and is then not read. Tensors
+        count rows if `by_row`, else users.
+        """
         _check_aligned(gradients)
         (addresses,) = self._for_norms.send([g.data_ptr() for g in gradients])
-        tensors, starts = self._norm_blocks
-        out = torch.empty(len(tensors), self._users, dtype=torch.float32, device=tensors.device)
-        _stored_norms_kernel[(len(tensors), self._users)](
+        tensors, firsts = self._norm_blocks
+        users = self._count if starts is None else len(starts) - 1
+        out = torch.empty(len(tensors), users, dtype=torch.float32, device=tensors.device)
+        _stored_norms_kernel[(len(tensors), users)](
             addresses,
             tensors,
-            starts,
+            firsts,
             self._sizes,
+            self._sizes if starts is None else starts,
             out,
-            self._users,
+            users,
             BLOCK=_BLOCK,
             BLOCKS=_BLOCKS_A_NORM,
             UNIT=self._unit,
             DTYPE=_dtype_name(gradients[0]),
+            BY_ROW=starts is not None and by_row,
+            HAS_GAPS=starts is not None,
         )
         return out
 
     def add_weighted_sums(
-        self, gradients: Sequence[Tensor], totals: Sequence[Tensor], factors: Tensor
+        self,
+        gradients: Sequence[Tensor],
+        totals: Sequence[Tensor],
+        factors: Tensor,
+        *,
+        has_gaps: bool = False,
     ) -> None:
-        """totals[i] += sum_u factors[group_i, u] gradients[i][u]; totals may be cut short."""
+        """totals[i] += sum_u factors[group_i, u] gradients[i][u]; totals may be cut short.
+
+        With `has_gaps` many factors are zero: places without a user.
+        """
         _check_aligned([*gradients, *totals])
         addresses = self._for_sums.send(
             [g.data_ptr() for g in gradients],
@@ -438,10 +532,11 @@ class StoredTable:
             self._sizes,
             self._groups,
             factors.contiguous(),
-            self._users,
+            self._count,
             BLOCK=_BLOCK,
             UNIT=self._unit,
             DTYPE=_dtype_name(gradients[0]),
+            HAS_GAPS=has_gaps,
         )
 
 

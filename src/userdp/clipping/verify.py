@@ -8,7 +8,7 @@ parameter that differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -135,8 +135,8 @@ def compare_with_plain(
     _refuse_dropout(model)
     compared = min(compared, users.count)
     weights = users.weights.clone()
-    weights[compared * users.rows :] = 0
-    found = fast(Users(batch=users.batch, weights=weights, count=users.count))
+    weights[users.rows_of(compared - 1)[1] :] = 0
+    found = fast(replace(users, weights=weights))
     expected = _plain(model, parameters, rule, users, weights, compared, record_loss, compute_dtype)
     largest = max(float(tensor.norm()) for tensor in expected)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -177,8 +177,8 @@ def _plain(
     updates: list[Update] = []
     with torch.autocast(device, compute_dtype, enabled=compute_dtype is not None):
         for user in range(compared):
-            start = user * users.rows
-            count = int((weights[start : start + users.rows] > 0).sum())
+            start, stop = users.rows_of(user)
+            count = int((weights[start:stop] > 0).sum())
             if count:
                 own = {n: tensor[start : start + count] for n, tensor in users.batch.items()}
                 updates.append(mean_gradient(model, parameters, own, record_loss=record_loss))
@@ -191,8 +191,9 @@ def _middle_norm(
     model: nn.Module, parameters: Sequence[nn.Parameter], users: Users, record_loss: RecordLoss
 ) -> float:
     norms: list[float] = []
-    for start in range(0, len(users.weights), users.rows):
-        own = {n: tensor[start : start + users.rows] for n, tensor in users.batch.items()}
+    for user in range(users.count):
+        start, stop = users.rows_of(user)
+        own = {n: tensor[start:stop] for n, tensor in users.batch.items()}
         update = mean_gradient(model, parameters, own, record_loss=record_loss)
         norms.append(float(sum(tensor.square().sum() for tensor in update)) ** 0.5)
     return sorted(norms)[len(norms) // 2] or 1.0

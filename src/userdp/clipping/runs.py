@@ -1,0 +1,192 @@
+"""Users of unlike size in batches of few shapes: each user has a run of rows, as many as it needs.
+
+Compiled steps want shapes that come back. A batch of such a shape has a fixed number of rows of one
+length, and of places for users; whose rows are whose is data, not shape. Groups are put into
+batches largest first, the smaller ones into what is left, so that rows without a record are rare.
+Only a cohort's last batch is smaller than the others.
+
+Users of a few hundred tokens, of up to a few thousand, and larger ones go into batches of their own
+kind: the cheapest form of a gradient differs (`forms`). Smaller users fill up batches of larger.
+
+Secret: everything here but the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from userdp.clipping.pack import PADDING, Rest, Runs, Size, Users, size_of
+from userdp.updates import Batch
+
+# The most tokens of a user, by kind of batch; the last kind has no bound.
+KINDS = (512, 2_048)
+# How often the rows of a batch may be halved for the end of a cohort.
+HALVINGS = 3
+SHORTEST_ROW = 16
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Rows of a batch and their length, places for users, and how many rows such users have."""
+
+    rows: int
+    length: int
+    users: int
+    fewest_rows: int
+    most_rows: int
+
+
+@dataclass(kw_only=True)
+class Sizes:
+    """What batches have to hold. Grows with what is seen, so that shapes settle."""
+
+    max_tokens: int
+    max_users: int | None = None
+    longest: int = 0
+    most_rows: int = 1
+
+    def see(self, groups: Sequence[Batch]) -> None:
+        """Take note of the groups' longest row and of the most rows."""
+        for group in groups:
+            size = size_of(group)
+            self.longest = max(self.longest, -(-size.length // ALIGNMENT) * ALIGNMENT)
+            self.most_rows = max(self.most_rows, _power_of_two(size.rows))
+
+    def holds(self, group: Batch) -> bool:
+        """Whether the group fits into a batch."""
+        size = size_of(group)
+        return size.rows * self.length(size) <= self.max_tokens
+
+    def length(self, size: Size) -> int:
+        """The row length of batches for groups of this size."""
+        if size.length <= 1:
+            return 1
+        return min(max(SHORTEST_ROW, _power_of_two(size.length)), self.longest)
+
+    def shape(self, rows: int, length: int, halvings: int = 0) -> Shape:
+        """The batch for a user of so many rows of this length, and its like."""
+        tokens = rows * length
+        lower = max(bound for bound in (0, *KINDS) if bound < tokens)
+        upper = next((bound for bound in KINDS if bound >= tokens), self.max_tokens)
+        fewest = lower // length + 1
+        most = min(upper // length, self.most_rows)
+        all_rows = (self.max_tokens // length) >> halvings
+        users = max(1, all_rows // fewest)
+        if self.max_users is not None:
+            users = min(users, self.max_users)
+        return Shape(
+            rows=min(all_rows, users * most),
+            length=length,
+            # One place more: the rows that nobody needs must be somewhere.
+            users=users + 1,
+            fewest_rows=fewest,
+            most_rows=most,
+        )
+
+
+def pack_runs(groups: Sequence[Batch], sizes: Sizes) -> Iterator[Users]:
+    """Batches that hold all the groups, each of which `sizes` says to fit."""
+    sizes.see(groups)
+    by_rest: dict[Rest, list[Batch]] = {}
+    for group in groups:
+        by_rest.setdefault(size_of(group).rest, []).append(group)
+    for alike in by_rest.values():
+        yield from _pack(alike, sizes)
+
+
+def _pack(groups: Sequence[Batch], sizes: Sizes) -> Iterator[Users]:
+    waiting = _Waiting(groups, sizes)
+    while (largest := waiting.largest()) is not None:
+        length, rows = largest
+        shape = sizes.shape(rows, length)
+        chosen = waiting.take(shape)
+        used = sum(size_of(groups[i]).rows for i in chosen)
+        for halvings in range(1, HALVINGS + 1):
+            smaller = sizes.shape(rows, length, halvings)
+            if smaller.rows < used or not _has_places(smaller, len(chosen), used):
+                break
+            shape = smaller
+        yield _filled([groups[i] for i in chosen], shape)
+
+
+class _Waiting:
+    """Groups that are in no batch yet, by the length of their rows and by rows."""
+
+    def __init__(self, groups: Sequence[Batch], sizes: Sizes) -> None:
+        self._places: dict[tuple[int, int], list[int]] = {}
+        for place, group in enumerate(groups):
+            size = size_of(group)
+            self._places.setdefault((sizes.length(size), size.rows), []).append(place)
+
+    def largest(self) -> tuple[int, int] | None:
+        """Length and rows of the group to begin a batch with."""
+        return max(self._places, default=None)
+
+    def take(self, shape: Shape) -> list[int]:
+        """The groups of a batch of this shape, in the order in which they came."""
+        chosen: list[int] = []
+        used = 0
+        # Longer rows first: a shorter one is padded there.
+        for length, rows in sorted(self._places, reverse=True):
+            places = self._places[length, rows]
+            while (
+                places
+                and used + rows <= shape.rows
+                and _has_places(shape, len(chosen) + 1, used + rows)
+            ):
+                chosen.append(places.pop())
+                used += rows
+            if not places:
+                del self._places[length, rows]
+        return sorted(chosen)
+
+
+def _has_places(shape: Shape, users: int, used: int) -> bool:
+    """Whether the users, and the rows that nobody uses, find places."""
+    empty = -(-(shape.rows - used) // shape.most_rows)
+    return users + empty <= shape.users
+
+
+def _filled(groups: Sequence[Batch], shape: Shape) -> Users:
+    """The groups one after the other; rows without a record have no label and weigh nothing."""
+    first = groups[0]
+    batch: dict[str, torch.Tensor] = {}
+    for name, tensor in first.items():
+        if name in PADDING:
+            whole = tensor.new_full((shape.rows, shape.length, *tensor.shape[2:]), PADDING[name])
+        else:
+            # A padded row must be one that the model can read: a copy, with weight zero.
+            whole = tensor[:1].expand(shape.rows, *tensor.shape[1:]).clone()
+        start = 0
+        for group in groups:
+            part = group[name]
+            where = whole[start : start + len(part)]
+            (where[:, : part.shape[1]] if name in PADDING else where).copy_(part)
+            start += len(part)
+        batch[name] = whole
+    counts = [len(next(iter(group.values()))) for group in groups]
+    weights = torch.zeros(shape.rows, dtype=torch.float64)
+    used = sum(counts)
+    own = torch.tensor(counts)
+    weights[:used] = torch.repeat_interleave(1 / own.double(), own)
+    empty = shape.rows - used
+    counts += [shape.most_rows] * (empty // shape.most_rows)
+    counts += [empty % shape.most_rows] if empty % shape.most_rows else []
+    counts += [0] * (shape.users - len(counts))
+    rows_of_user = torch.tensor(counts)
+    runs = Runs(
+        starts=F.pad(rows_of_user.cumsum(0), (1, 0)).to(torch.int32),
+        user_of_row=torch.repeat_interleave(torch.arange(shape.users), rows_of_user),
+        most_rows=shape.most_rows,
+        fewest_rows=shape.fewest_rows,
+    )
+    return Users(batch=batch, weights=weights, count=shape.users, runs=runs)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
