@@ -52,8 +52,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128 if gpu else 64)
     parser.add_argument("--group-size", type=int, default=16 if gpu else 4)
     parser.add_argument("--cohort", type=int, default=64 if gpu else 16)
-    parser.add_argument("--warm", type=int, default=12 if gpu else 2)
-    parser.add_argument("--steps", type=int, default=20 if gpu else 4)
+    parser.add_argument("--warm", type=int, default=60 if gpu else 2)
+    parser.add_argument("--steps", type=int, default=40 if gpu else 4)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     tokens = 16_384 if gpu else 2_048
@@ -117,6 +117,7 @@ def run(step: PrivateStep, rows: TokenRows, warm: int) -> dict[str, float]:
     """Useful and padded tokens per second after the first `warm` steps."""
     useful, padded, seconds = [0], [0], []
     count_padded(step, padded)
+    started = time.perf_counter()
     lengths = np.diff(rows.indptr)
     began = time.perf_counter()
     for number, cohort in enumerate(step.cohorts()):
@@ -124,6 +125,8 @@ def run(step: PrivateStep, rows: TokenRows, warm: int) -> dict[str, float]:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             began, useful[0], padded[0] = time.perf_counter(), 0, 0
+            shapes = len(step._clipping._steps)  # type: ignore[union-attr]
+            print(f"{warm} steps, {shapes} shapes: {began - started:.0f} s", flush=True)
         useful[0] += sum(int(lengths[np.asarray(group)].sum()) for group in cohort)
         step.apply(cohort_batches(rows, cohort, pad_token=0))
         seconds.append(time.perf_counter())

@@ -94,7 +94,7 @@ def run_errors(length: int) -> dict[str, float]:
     }
 
 
-def stored_errors(groups: Sequence[int], *, has_gaps: bool = False) -> dict[str, float]:
+def stored_errors(groups: Sequence[int], used: int = 5) -> dict[str, float]:
     """Tensors of many sizes, one of them with a user that is not finite, one with padded rows."""
     from userdp.clipping import triton_kernels
 
@@ -114,7 +114,10 @@ def stored_errors(groups: Sequence[int], *, has_gaps: bool = False) -> dict[str,
     total, reference = FlatBuffer(short), FlatBuffer(short)
     total.values.fill_(1.0)
     reference.values.fill_(1.0)
-    table.add_weighted_sums(gradients, total.views, factors, has_gaps=has_gaps)
+    table.add_weighted_sums(
+        gradients, total.views, factors, None if used == users else torch.tensor(used)
+    )
+    factors[:, used:] = 0
     for view, gradient, group in zip(reference.views, gradients, groups, strict=True):
         kernels.add_weighted_sum(view, gradient.clone(), factors[group])
     return {
@@ -147,6 +150,6 @@ if __name__ == "__main__":
     results |= {f"runs {length}": run_errors(length) for length in (5, 32, 130)}
     results["stored together"] = stored_errors([0, 0, 0, 0])
     results["stored by layer"] = stored_errors([0, 1, 1, 2])
-    results["stored with gaps"] = stored_errors([0, 1, 1, 2], has_gaps=True)
+    results["stored with gaps"] = stored_errors([0, 1, 1, 2], used=4)
     results["silence"] = silence_errors()
     print(json.dumps(results))

@@ -145,11 +145,8 @@ class FastClipping:
         )
 
     def _sent(self, users: Users) -> Users:
-        if users.weights.device == self._device:
-            return users
-
         def send(tensor: Tensor) -> Tensor:
-            if self._device.type == "cuda":
+            if self._device.type == "cuda" and not tensor.is_cuda:
                 return tensor.pin_memory().to(self._device, non_blocking=True)
             return tensor.to(self._device)
 

@@ -34,8 +34,8 @@ MOST_PADDING = 1.5
 class Runs:
     """Whose rows are whose where users have unlike many: u's are `starts[u]` to `starts[u + 1]`.
 
-    Every row is somebody's; a place without a user has no row, or rows of padding. No user has more
-    than `most_rows`, and few have less than `fewest_rows`.
+    Every row is somebody's: behind the users come places with rows of padding, then places without.
+    No user has more than `most_rows`, and few have less than `fewest_rows`.
     """
 
     starts: Tensor
@@ -152,7 +152,7 @@ def pack(
         limit = limit if max_users is None else min(limit, max_users)
         full = len(places) // limit * limit
         for start in range(0, full, limit):
-            yield _together([groups[i] for i in places[start : start + limit]], size, limit)
+            yield together([groups[i] for i in places[start : start + limit]], size, limit)
         left = places[full:]
         larger = next((other for other in waiting[position + 1 :] if other.holds(size)), None)
         if larger is not None and larger.tokens <= max_tokens:
@@ -163,7 +163,7 @@ def pack(
             left = [i for i in left if i not in moved]
         if left:
             count = min(limit, ladder_step(len(left))) if ladder else len(left)
-            yield _together([groups[i] for i in left], size, count)
+            yield together([groups[i] for i in left], size, count)
 
 
 def _rounded(size: Size) -> Size:
@@ -184,7 +184,7 @@ def ladder_step(number: int) -> int:
     return power * 3 // 4 if power >= 4 and power * 3 // 4 >= number else power
 
 
-def _together(groups: Sequence[Batch], size: Size, count: int) -> Users:
+def together(groups: Sequence[Batch], size: Size, count: int) -> Users:
     """The groups padded to one size, and empty users up to the count."""
     first = groups[0]
     device = next(iter(first.values())).device

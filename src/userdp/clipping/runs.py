@@ -5,8 +5,10 @@ length, and of places for users; whose rows are whose is data, not shape. Groups
 batches largest first, the smaller ones into what is left, so that rows without a record are rare.
 Only a cohort's last batch is smaller than the others.
 
-Users of a few hundred tokens, of up to a few thousand, and larger ones go into batches of their own
-kind: the cheapest form of a gradient differs (`forms`). Smaller users fill up batches of larger.
+Users of at most 512 tokens, of at most 1,024, and so on go into batches of their own kind: how many
+places there must be and which form of a gradient is cheapest (`forms`) differ. Smaller users fill
+up batches of larger. Users with the most rows of all, often as many as the sampler admits, share
+batches where all have equally many: the fastest ones.
 
 Secret: everything here but the budget.
 """
@@ -19,11 +21,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from userdp.clipping.pack import PADDING, Rest, Runs, Size, Users, size_of
+from userdp.clipping.pack import PADDING, Rest, Runs, Size, Users, size_of, together
 from userdp.updates import Batch
 
-# The most tokens of a user, by kind of batch; the last kind has no bound.
-KINDS = (512, 2_048)
+# The most tokens of a user in batches of the first kind; in each further kind twice as many.
+FIRST_KIND = 512
 # How often the rows of a batch may be halved for the end of a cohort.
 HALVINGS = 3
 SHORTEST_ROW = 16
@@ -48,14 +50,14 @@ class Sizes:
     max_tokens: int
     max_users: int | None = None
     longest: int = 0
-    most_rows: int = 1
+    most_seen: int = 1
 
     def see(self, groups: Sequence[Batch]) -> None:
         """Take note of the groups' longest row and of the most rows."""
         for group in groups:
             size = size_of(group)
             self.longest = max(self.longest, -(-size.length // ALIGNMENT) * ALIGNMENT)
-            self.most_rows = max(self.most_rows, _power_of_two(size.rows))
+            self.most_seen = max(self.most_seen, size.rows)
 
     def holds(self, group: Batch) -> bool:
         """Whether the group fits into a batch."""
@@ -66,15 +68,15 @@ class Sizes:
         """The row length of batches for groups of this size."""
         if size.length <= 1:
             return 1
-        return min(max(SHORTEST_ROW, _power_of_two(size.length)), self.longest)
+        return min(max(SHORTEST_ROW, power_of_two(size.length)), self.longest)
 
     def shape(self, rows: int, length: int, halvings: int = 0) -> Shape:
         """The batch for a user of so many rows of this length, and its like."""
         tokens = rows * length
-        lower = max(bound for bound in (0, *KINDS) if bound < tokens)
-        upper = next((bound for bound in KINDS if bound >= tokens), self.max_tokens)
+        upper = max(FIRST_KIND, power_of_two(tokens))
+        lower = upper // 2 if upper > FIRST_KIND else 0
         fewest = lower // length + 1
-        most = min(upper // length, self.most_rows)
+        most = min(upper // length, power_of_two(self.most_seen))
         all_rows = (self.max_tokens // length) >> halvings
         users = max(1, all_rows // fewest)
         if self.max_users is not None:
@@ -101,6 +103,8 @@ def pack_runs(groups: Sequence[Batch], sizes: Sizes) -> Iterator[Users]:
 
 def _pack(groups: Sequence[Batch], sizes: Sizes) -> Iterator[Users]:
     waiting = _Waiting(groups, sizes)
+    for alike, size in waiting.take_alike(sizes):
+        yield together([groups[i] for i in alike], size, len(alike))
     while (largest := waiting.largest()) is not None:
         length, rows = largest
         shape = sizes.shape(rows, length)
@@ -126,6 +130,19 @@ class _Waiting:
     def largest(self) -> tuple[int, int] | None:
         """Length and rows of the group to begin a batch with."""
         return max(self._places, default=None)
+
+    def take_alike(self, sizes: Sizes) -> Iterator[tuple[list[int], Size]]:
+        """Full batches of groups with the most rows of all, and what each is padded to."""
+        for length, rows in list(self._places):
+            places = self._places[length, rows]
+            count = sizes.max_tokens // (length * rows)
+            full = rows == sizes.most_seen and count > 1
+            full &= (count * rows + 1) * length > sizes.max_tokens
+            while full and len(places) >= count:
+                alike = [places.pop() for _ in range(count)]
+                yield alike, Size(rows=rows, length=length)
+            if not places:
+                del self._places[length, rows]
 
     def take(self, shape: Shape) -> list[int]:
         """The groups of a batch of this shape, in the order in which they came."""
@@ -188,5 +205,6 @@ def _filled(groups: Sequence[Batch], shape: Shape) -> Users:
     return Users(batch=batch, weights=weights, count=shape.users, runs=runs)
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below the number."""
     return 1 << (number - 1).bit_length()

@@ -210,8 +210,8 @@ class Sums:
             weights = spread if kind.by_row else factors
             table = self._stored_table(kind, members)
             if table is not None:
-                has_gaps = batch.runs is not None and not kind.by_row
-                table.add_weighted_sums(gradients, where, weights, has_gaps=has_gaps)
+                num_used = None if kind.by_row else batch.num_used
+                table.add_weighted_sums(gradients, where, weights, num_used)
                 continue
             for (group, _), gradient, total in zip(members, gradients, where, strict=True):
                 kernels.add_weighted_sum(total, gradient, weights[group])
@@ -287,6 +287,11 @@ class _Batch:
     def starts(self) -> Tensor | None:
         """Where users' rows begin, if users have unlike many."""
         return None if self.runs is None else self.runs.starts
+
+    @property
+    def num_used(self) -> Tensor | None:
+        """How many places have rows, where that is not all: they come first."""
+        return None if self.starts is None else (self.starts.diff() > 0).sum()
 
     def spread(self, factors: Tensor) -> Tensor:
         """Users' factors as those of their rows."""

@@ -431,6 +431,7 @@ def _stored_sums_kernel(
     sizes,
     groups,
     factors_pointer,
+    num_used,
     num_users,
     BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
@@ -445,13 +446,12 @@ def _stored_sums_kernel(
     place = _typed(tl.load(addresses + tensor), DTYPE) + offsets
     factors = factors_pointer + tl.load(groups + tensor) * num_users
     total = tl.zeros((BLOCK,), tl.float32)
-    for user in range(num_users):
+    last = num_users
+    if HAS_GAPS:
+        last = tl.load(num_used)
+    for user in range(last):
         factor = tl.load(factors + user)
-        read = inside
-        if HAS_GAPS:
-            # Places without a user are not read: waiting for the factor is worth it.
-            read = inside & (tl.zeros((BLOCK,), tl.float32) + factor != 0.0)
-        value = tl.load(place, read, 0.0).to(tl.float32)
+        value = tl.load(place, inside, 0.0).to(tl.float32)
         # A factor of zero silences even a value that is not finite.
         total += tl.where(factor == 0.0, 0.0, factor * value)
         place += size
@@ -511,12 +511,11 @@ class StoredTable:
         gradients: Sequence[Tensor],
         totals: Sequence[Tensor],
         factors: Tensor,
-        *,
-        has_gaps: bool = False,
+        num_used: Tensor | None = None,
     ) -> None:
         """totals[i] += sum_u factors[group_i, u] gradients[i][u]; totals may be cut short.
 
-        With `has_gaps` many factors are zero: places without a user.
+        With `num_used`, only that many users are read.
         """
         _check_aligned([*gradients, *totals])
         addresses = self._for_sums.send(
@@ -532,11 +531,12 @@ class StoredTable:
             self._sizes,
             self._groups,
             factors.contiguous(),
+            self._sizes if num_used is None else num_used,
             self._count,
             BLOCK=_BLOCK,
             UNIT=self._unit,
             DTYPE=_dtype_name(gradients[0]),
-            HAS_GAPS=has_gaps,
+            HAS_GAPS=num_used is not None,
         )
 
 
