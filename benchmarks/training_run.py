@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -29,6 +28,9 @@ from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
 from userdp.step import PrivateStep
 from userdp.training import cohort_batches
+
+# Steps timed together: the host may run ahead, as it does in a long run.
+STRETCH = 10
 
 
 def ragged_rows(users: int, length: int, group_size: int, vocabulary: int) -> TokenRows:
@@ -94,7 +96,8 @@ def main() -> None:
         "bare_tokens_per_second": bare,
         "useful_share": rates["useful"] / bare,
         "padded_share": rates["padded"] / bare,
-        "steps": options.steps,
+        "cohort": options.cohort,
+        "steps": rates["steps"],
     }
     print(json.dumps(row))
     if options.json:
@@ -114,34 +117,59 @@ def bare_rate(setting: Setting, group_size: int) -> float:
 
 
 def run(step: PrivateStep, rows: TokenRows, warm: int) -> dict[str, float]:
-    """Useful and padded tokens per second after the first `warm` steps."""
-    useful, padded, seconds = [0], [0], []
-    count_padded(step, padded)
-    started = time.perf_counter()
-    lengths = np.diff(rows.indptr)
-    began = time.perf_counter()
-    for number, cohort in enumerate(step.cohorts()):
-        if number == warm:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            began, useful[0], padded[0] = time.perf_counter(), 0, 0
-            shapes = len(step._clipping._steps)  # type: ignore[union-attr]
-            print(f"{warm} steps, {shapes} shapes: {began - started:.0f} s", flush=True)
-        useful[0] += sum(int(lengths[np.asarray(group)].sum()) for group in cohort)
-        step.apply(cohort_batches(rows, cohort, pad_token=0))
-        seconds.append(time.perf_counter())
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    took = time.perf_counter() - began
-    gaps = np.diff(seconds[warm:])
-    print(f"median gap between steps {1000 * statistics.median(gaps):.1f} ms", flush=True)
-    return {"useful": useful[0] / took, "padded": padded[0] / took}
+    """Useful and padded tokens per second after the first `warm` steps.
 
-
-def count_padded(step: PrivateStep, padded: list[int]) -> None:
-    """Count what the fast path runs, padding included."""
+    Steps that bring a shape not seen before (and compile it) are left out.
+    """
     clipping = step._clipping
     assert isinstance(clipping, FastClipping)
+    padded = [0]
+    count_padded(clipping, padded)
+    lengths = np.diff(rows.indptr)
+    sums = {"useful": 0, "padded": 0, "seconds": 0.0, "steps": 0}
+    stretch: dict[str, float] = {}
+    shapes = len(clipping._steps)
+
+    def begin() -> None:
+        synchronise()
+        stretch.update(useful=0, steps=0, began=time.perf_counter())
+        padded[0] = 0
+
+    started = time.perf_counter()
+    begin()
+    for number, cohort in enumerate(step.cohorts()):
+        useful = sum(int(lengths[np.asarray(group)].sum()) for group in cohort)
+        step.apply(cohort_batches(rows, cohort, pad_token=0))
+        stretch["useful"] += useful
+        stretch["steps"] += 1
+        compiled = clipping._graphs and len(clipping._steps) > shapes
+        if compiled or number + 1 == warm:
+            # How long the steps before the new shape took is not known: the stretch is dropped.
+            shapes = len(clipping._steps)
+            if number + 1 == warm:
+                took = time.perf_counter() - started
+                print(f"{warm} steps, {shapes} shapes: {took:.0f} s", flush=True)
+            begin()
+        elif number + 1 > warm and (stretch["steps"] == STRETCH or not step.steps_left):
+            synchronise()
+            sums["seconds"] += time.perf_counter() - stretch["began"]
+            sums["useful"] += stretch["useful"]
+            sums["padded"] += padded[0]
+            sums["steps"] += stretch["steps"]
+            begin()
+    assert sums["steps"], "every stretch of steps brought a new shape: run more"
+    return {name: sums[name] / sums["seconds"] for name in ("useful", "padded")} | {
+        "steps": sums["steps"]
+    }
+
+
+def synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def count_padded(clipping: FastClipping, padded: list[int]) -> None:
+    """Count what the fast path runs, padding included."""
     honest = clipping._run
 
     def counted(users, make):  # type: ignore[no-untyped-def]

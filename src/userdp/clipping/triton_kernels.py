@@ -111,13 +111,11 @@ def _add_gram(
 
 @triton.jit
 def _gram_kernel(
-    x_addresses,
-    x_widths,
-    scale_x,
-    first_y,
-    last_y,
-    y_addresses,
-    y_widths,
+    first_kept,
+    first_other,
+    after_other,
+    addresses,
+    widths,
     sums_pointer,
     kept_pointer,
     starts,
@@ -134,7 +132,9 @@ def _gram_kernel(
     DTYPE: tl.constexpr,
 ):
     # One program: one input x with the outputs y that were computed from it, one user, and one pair
-    # of token tiles; its mirror image counts too.
+    # of token tiles; its mirror image counts too. First the side that will not be scaled, whose
+    # Gram matrix is kept for the second look, and read back here: with one of the two in registers
+    # at a time, two programs fit on a processor and one computes while the other loads.
     entry = tl.program_id(0) // num_pairs
     pair = tl.program_id(0) % num_pairs
     user = tl.program_id(1).to(tl.int64)
@@ -144,31 +144,32 @@ def _gram_kernel(
         return
     rows_i = i * TILE + tl.arange(0, TILE)
     rows_j = j * TILE + tl.arange(0, TILE)
-
-    x_width = tl.load(x_widths + entry).to(tl.int32) * UNIT
-    x = _typed(tl.load(x_addresses + entry), DTYPE) + start * x_width
-    gram_x = tl.zeros((TILE, TILE), tl.float32)
-    gram_x = _add_gram(gram_x, x, x_width, rows_i, rows_j, length, SLICE, ONE_TILE)
-
-    gram_y = tl.zeros((TILE, TILE), tl.float32)
-    for k in range(tl.load(first_y + entry), tl.load(last_y + entry)):
-        y_width = tl.load(y_widths + k).to(tl.int32) * UNIT
-        y = _typed(tl.load(y_addresses + k), DTYPE) + start * y_width
-        gram_y = _add_gram(gram_y, y, y_width, rows_i, rows_j, length, SLICE, ONE_TILE)
-
-    terms = tl.sum(gram_x * gram_y)
-    item = entry * num_users + user
-    sums = sums_pointer + item * (num_pairs + 2 * num_tiles)
-    tl.store(sums + pair, tl.where(i == j, terms, 2 * terms))
-    if i == j:
-        diagonal = rows_i[:, None] == rows_j[None, :]
-        tl.store(sums + num_pairs + i, tl.sum(tl.where(diagonal, gram_x, 0.0)))
-        tl.store(sums + num_pairs + num_tiles + i, tl.sum(tl.where(diagonal, gram_y, 0.0)))
-    # The Gram matrix of the side that will not be scaled is kept for the second look.
-    kept = tl.where(tl.load(scale_x + entry) != 0, gram_y, gram_x)
+    sums = sums_pointer + (entry * num_users + user) * (num_pairs + 2 * num_tiles)
     square = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
     place = entry.to(tl.int64) * all_pairs + tl.load(first_pairs + user) + pair
-    tl.store(kept_pointer + place * TILE * TILE + square, kept)
+    kept_here = kept_pointer + place * TILE * TILE + square
+    diagonal = rows_i[:, None] == rows_j[None, :]
+    middle = tl.load(first_other + entry)
+
+    gram = tl.zeros((TILE, TILE), tl.float32)
+    for k in range(tl.load(first_kept + entry), middle):
+        width = tl.load(widths + k).to(tl.int32) * UNIT
+        values = _typed(tl.load(addresses + k), DTYPE) + start * width
+        gram = _add_gram(gram, values, width, rows_i, rows_j, length, SLICE, ONE_TILE)
+    tl.store(kept_here, gram)
+    if i == j:
+        tl.store(sums + num_pairs + i, tl.sum(tl.where(diagonal, gram, 0.0)))
+
+    gram = tl.zeros((TILE, TILE), tl.float32)
+    for k in range(middle, tl.load(after_other + entry)):
+        width = tl.load(widths + k).to(tl.int32) * UNIT
+        values = _typed(tl.load(addresses + k), DTYPE) + start * width
+        gram = _add_gram(gram, values, width, rows_i, rows_j, length, SLICE, ONE_TILE)
+    if i == j:
+        tl.store(sums + num_pairs + num_tiles + i, tl.sum(tl.where(diagonal, gram, 0.0)))
+    tl.debug_barrier()
+    terms = tl.sum(gram * tl.load(kept_here))
+    tl.store(sums + pair, tl.where(i == j, terms, 2 * terms))
 
 
 @triton.jit
@@ -271,11 +272,17 @@ class GramTable:
         self._all_pairs = tiles * (self._num_tiles + 1) // 2
         each = torch.arange(self._users + 1, dtype=torch.int32, device=self._device)
         self._equal = (each, each * self._num_pairs)
-        self._inputs = Addresses(5, len(entries), self._device)
-        self._outputs = Addresses(2, sum(len(ys) for _, ys in entries), self._device)
+        self._entries = Addresses(3, len(entries), self._device)
+        self._tensors = Addresses(2, sum(1 + len(ys) for _, ys in entries), self._device)
         self._scaled = Addresses(4, len(entries), self._device)
         self._kept: Tensor | None = None
         self._where = self._equal
+        self._options = {
+            "SLICE": _SLICE,
+            "num_warps": 8 if self._tile == _TILE else 4,
+            # A single tile is read once: more of it can be on its way.
+            "num_stages": 5 if self._num_tiles == 1 else 3,
+        }
 
     def squared_norms(
         self, entries: Sequence[tuple[Tensor, Sequence[Tensor]]], starts: Tensor | None = None
@@ -283,22 +290,20 @@ class GramTable:
         """(entries, users), from above; keeps what `scaled` needs."""
         self._where = self._equal if starts is None else (starts, self._first_pairs(starts))
         _check_aligned([t for x, ys in entries for t in (x, *ys)])
-        ends = [0]
-        for _, ys in entries:
-            ends.append(ends[-1] + len(ys))
-        inputs = self._inputs.send(
-            [x.data_ptr() for x, _ in entries],
-            [x.shape[2] // self._unit for x, _ in entries],
-            [int(scale) for scale in self._scale_x],
-            ends[:-1],
-            ends[1:],
-        )
-        all_y = [y for _, ys in entries for y in ys]
-        outputs = self._outputs.send(
-            [y.data_ptr() for y in all_y], [y.shape[2] // self._unit for y in all_y]
+        tensors: list[Tensor] = []
+        places: list[tuple[int, int, int]] = []
+        for (x, ys), scale_x in zip(entries, self._scale_x, strict=True):
+            kept, other = (ys, [x]) if scale_x else ([x], ys)
+            first = len(tensors)
+            tensors += [*kept, *other]
+            places.append((first, first + len(kept), len(tensors)))
+        entry_rows = self._entries.send(*zip(*places, strict=True))
+        tensor_rows = self._tensors.send(
+            [tensor.data_ptr() for tensor in tensors],
+            [tensor.shape[2] // self._unit for tensor in tensors],
         )
         self._kept = self._empty(len(entries), self._all_pairs, self._tile, self._tile)
-        sums = self._launch(_gram_kernel, len(entries), *inputs, *outputs)
+        sums = self._launch(_gram_kernel, len(entries), *entry_rows, *tensor_rows)
         return self._norms(sums)
 
     def scaled(
@@ -356,13 +361,10 @@ class GramTable:
             self._num_tiles,
             self._all_pairs,
             TILE=self._tile,
-            SLICE=_SLICE,
             UNIT=self._unit,
             ONE_TILE=self._num_tiles == 1,
             DTYPE=self._dtype,
-            num_warps=8 if self._tile == _TILE else 4,
-            # A single tile is read once: more of it can be on its way.
-            num_stages=5 if self._num_tiles == 1 else 3,
+            **self._options,
         )
         return sums
 
