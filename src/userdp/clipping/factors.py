@@ -12,6 +12,9 @@ from userdp.clipping.rules import AutomaticClip, ClipRule, NormalisedClip, PerLa
 # Scaled updates aim this many roundings below the bound, so that rounding cannot carry them over:
 # one part in a million in float32.
 ROUNDING_MARGIN = 8
+# Factors that are tried in `evenly_rounding`, and how far above the norm asked for is still on it.
+_CANDIDATES = 16
+_HARDLY_ABOVE = 1e-6
 
 
 def clip_factors(
@@ -37,6 +40,27 @@ def clip_factors(
             factors = factors / norm_bound
     finite = torch.isfinite(squared_norms).all(0, keepdim=True)
     return torch.where(finite, factors, 0.0)
+
+
+def evenly_rounding(factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Factors at most these, and hardly smaller, by which values of `dtype` scale without a bias.
+
+    A product is rounded to the digits of its dtype. For most factors as many values are rounded up
+    as down; near 1, 1/2, 3/4, ... all go one way: by 0.999 no bfloat16 value changes at all. Of a
+    few factors that lie close together, the one is taken that comes nearest to the norm asked for
+    without going above it, for values with small and for values with large leading digits.
+    """
+    eps = torch.finfo(dtype).eps
+    steps = torch.arange(_CANDIDATES, dtype=factors.dtype, device=factors.device)
+    candidates = factors[..., None] * (1 - eps / (2 * _CANDIDATES) * steps)
+    one = round(1 / eps)
+    digits = torch.arange(one, 2 * one, dtype=factors.dtype, device=factors.device)
+    exact = candidates[..., None] * digits
+    growth = (exact.to(dtype).to(factors.dtype) / exact).square()
+    reached = candidates * growth.unflatten(-1, (2, -1)).mean(-1).amax(-1).sqrt()
+    within = reached <= factors[..., None] * (1 + _HARDLY_ABOVE)
+    best = torch.where(within, reached, -reached).argmax(-1, keepdim=True)
+    return torch.where(factors > 0, candidates.gather(-1, best)[..., 0], factors)
 
 
 def largest_norm(rule: ClipRule, clip_norm: Tensor | float | None = None) -> Tensor | float:

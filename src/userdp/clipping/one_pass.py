@@ -34,8 +34,9 @@ from userdp.clipping.survey import survey as survey_of
 from userdp.updates import Batch, wide_dtype
 
 # A kept pair is scaled in its own dtype, one rounding a value: in bfloat16 leave room for it, or
-# users whose rounded sum is above the bound are lost. Roundings average out over many values.
-PAIR_MARGIN = 2.0**-10
+# users whose rounded sum is above the bound are lost. Factors are chosen so that roundings average
+# out over many values (`evenly_rounding`).
+PAIR_MARGIN = 2.0**-12
 PAIR_MARGIN_SMALL = 2.0**-9
 SMALL_MODEL = 2**20
 # Where a Gram norm (L^2 (I + O) products) beats writing and reading back stored gradients (I O

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from userdp.clipping import kernels
+from userdp.clipping.factors import evenly_rounding
 from userdp.clipping.flat import FlatBuffer
 from userdp.clipping.forms import Form, Pair, Rows, Stored
 from userdp.clipping.pack import Runs
@@ -164,6 +165,7 @@ class Sums:
                 for entry in batch.entries
             }
             return factors
+        factors = evenly_rounding(factors, batch.entries[0].tensors[0].dtype)
         parts = [factors.square() * batch.others]
         for part in _by_length(batch.entries):
             rows = [entry.group for entry in part]

@@ -23,7 +23,6 @@ from torch import Tensor
 from userdp.clipping import kernels
 
 _TILE = 128
-_SLICE = 64
 _BLOCK = 1024
 _BLOCKS_A_NORM = 16
 _SILENCE_BLOCK = 4096
@@ -133,8 +132,7 @@ def _gram_kernel(
 ):
     # One program: one input x with the outputs y that were computed from it, one user, and one pair
     # of token tiles; its mirror image counts too. First the side that will not be scaled, whose
-    # Gram matrix is kept for the second look, and read back here: with one of the two in registers
-    # at a time, two programs fit on a processor and one computes while the other loads.
+    # Gram matrix is kept for the second look.
     entry = tl.program_id(0) // num_pairs
     pair = tl.program_id(0) % num_pairs
     user = tl.program_id(1).to(tl.int64)
@@ -147,29 +145,25 @@ def _gram_kernel(
     sums = sums_pointer + (entry * num_users + user) * (num_pairs + 2 * num_tiles)
     square = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
     place = entry.to(tl.int64) * all_pairs + tl.load(first_pairs + user) + pair
-    kept_here = kept_pointer + place * TILE * TILE + square
     diagonal = rows_i[:, None] == rows_j[None, :]
     middle = tl.load(first_other + entry)
 
-    gram = tl.zeros((TILE, TILE), tl.float32)
+    kept = tl.zeros((TILE, TILE), tl.float32)
     for k in range(tl.load(first_kept + entry), middle):
         width = tl.load(widths + k).to(tl.int32) * UNIT
         values = _typed(tl.load(addresses + k), DTYPE) + start * width
-        gram = _add_gram(gram, values, width, rows_i, rows_j, length, SLICE, ONE_TILE)
-    tl.store(kept_here, gram)
-    if i == j:
-        tl.store(sums + num_pairs + i, tl.sum(tl.where(diagonal, gram, 0.0)))
-
+        kept = _add_gram(kept, values, width, rows_i, rows_j, length, SLICE, ONE_TILE)
     gram = tl.zeros((TILE, TILE), tl.float32)
     for k in range(middle, tl.load(after_other + entry)):
         width = tl.load(widths + k).to(tl.int32) * UNIT
         values = _typed(tl.load(addresses + k), DTYPE) + start * width
         gram = _add_gram(gram, values, width, rows_i, rows_j, length, SLICE, ONE_TILE)
-    if i == j:
-        tl.store(sums + num_pairs + num_tiles + i, tl.sum(tl.where(diagonal, gram, 0.0)))
-    tl.debug_barrier()
-    terms = tl.sum(gram * tl.load(kept_here))
+    terms = tl.sum(gram * kept)
     tl.store(sums + pair, tl.where(i == j, terms, 2 * terms))
+    if i == j:
+        tl.store(sums + num_pairs + i, tl.sum(tl.where(diagonal, kept, 0.0)))
+        tl.store(sums + num_pairs + num_tiles + i, tl.sum(tl.where(diagonal, gram, 0.0)))
+    tl.store(kept_pointer + place * TILE * TILE + square, kept)
 
 
 @triton.jit
@@ -277,11 +271,14 @@ class GramTable:
         self._scaled = Addresses(4, len(entries), self._device)
         self._kept: Tensor | None = None
         self._where = self._equal
-        self._options = {
-            "SLICE": _SLICE,
-            "num_warps": 8 if self._tile == _TILE else 4,
-            # A single tile is read once: more of it can be on its way.
-            "num_stages": 5 if self._num_tiles == 1 else 3,
+        warps = 8 if self._tile == _TILE else 4
+        one_tile = self._num_tiles == 1
+        # As measured: a single tile is read once, and more of it can be on its way.
+        self._for_gram = {"SLICE": 64, "num_warps": warps, "num_stages": 5 if one_tile else 4}
+        self._for_scale = {
+            "SLICE": 128 if one_tile else 64,
+            "num_warps": warps,
+            "num_stages": 3,
         }
 
     def squared_norms(
@@ -303,7 +300,9 @@ class GramTable:
             [tensor.shape[2] // self._unit for tensor in tensors],
         )
         self._kept = self._empty(len(entries), self._all_pairs, self._tile, self._tile)
-        sums = self._launch(_gram_kernel, len(entries), *entry_rows, *tensor_rows)
+        sums = self._launch(
+            _gram_kernel, len(entries), *entry_rows, *tensor_rows, options=self._for_gram
+        )
         return self._norms(sums)
 
     def scaled(
@@ -334,7 +333,9 @@ class GramTable:
             [side.shape[2] // self._unit for side in sides],
             factor_rows,
         )
-        sums = self._launch(_scale_kernel, len(entries), *rows, factors.contiguous())
+        sums = self._launch(
+            _scale_kernel, len(entries), *rows, factors.contiguous(), options=self._for_scale
+        )
         self._kept = None
         return out, self._norms(sums)
 
@@ -347,7 +348,9 @@ class GramTable:
         pairs = tiles * (tiles + 1) // 2
         return (pairs.cumsum(0) - pairs).to(torch.int32)
 
-    def _launch(self, kernel: Any, entries: int, *arguments: Tensor) -> Tensor:
+    def _launch(
+        self, kernel: Any, entries: int, *arguments: Tensor, options: dict[str, int]
+    ) -> Tensor:
         # Zeros: users have unlike many tiles.
         sums = self._empty(entries, self._users, self._num_pairs + 2 * self._num_tiles).zero_()
         kernel[(entries * self._num_pairs, self._users)](
@@ -364,7 +367,7 @@ class GramTable:
             UNIT=self._unit,
             ONE_TILE=self._num_tiles == 1,
             DTYPE=self._dtype,
-            **self._options,
+            **options,
         )
         return sums
 
