@@ -295,6 +295,7 @@ class Setting:
 
 
 GRAPHED = ("ordinary", "userdp", "userdp-merged", "ghost")
+ATTEMPTS = 8
 
 
 def milliseconds(step: Step, repetitions: int, on_gpu: bool) -> float:
@@ -364,30 +365,22 @@ def work(options: argparse.Namespace) -> None:
         "finetune": options.finetune[0],
         "sequence_length": options.lengths[0],
     }
-    failed: dict[tuple[str, int], str] = {}
+    steps: dict[tuple[str, int], Step] = {}
     todo = variants(options.methods, options.groups)
     if setting.on_gpu:
         for variant in todo:
             if variant[0] in GRAPHED:
                 began = time.time()
                 try:
-                    setting.make(*variant)()
-                    torch.cuda.synchronize()
+                    steps[variant] = compiled(setting, variant)
                 except Exception as error:
-                    failed[variant] = f"{type(error).__name__}: {error}"[:300]
-                clear()
-                print(
-                    "compiled",
-                    key,
-                    variant,
-                    f"{time.time() - began:.0f} s",
-                    failed.get(variant, ""),
-                    flush=True,
-                )
+                    print("failed", variant, f"{type(error).__name__}: {error}"[:300], flush=True)
+                print("compiled", key, variant, f"{time.time() - began:.0f} s", flush=True)
         meet(options)
+        todo = [variant for variant in todo if variant in steps or variant[0] not in GRAPHED]
     with open(options.work_dir / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        rows = [row for row in (timed(setting, v, failed, options) for v in todo) if row]
+        rows = [row for row in (timed(setting, v, steps, options) for v in todo) if row]
     floor = next((row["milliseconds"] for row in rows if row["method"] == "ordinary"), None)
     rate = matrix_rate() if setting.on_gpu else None
     for row in rows:
@@ -402,18 +395,36 @@ def work(options: argparse.Namespace) -> None:
         out.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def compiled(setting: Setting, variant: tuple[str, int]) -> Step:
+    """A step that has run once; other processes may hold the device's memory for a moment."""
+    step = setting.make(*variant)
+    for attempt in range(ATTEMPTS):
+        try:
+            step()
+            torch.cuda.synchronize()
+            break
+        except torch.cuda.OutOfMemoryError:
+            if attempt + 1 == ATTEMPTS:
+                raise
+            clear()
+            time.sleep(1 + attempt)
+    clear()
+    return step
+
+
 def timed(
-    setting: Setting, variant: tuple[str, int], failed: dict[Any, str], options: argparse.Namespace
+    setting: Setting,
+    variant: tuple[str, int],
+    steps: dict[tuple[str, int], Step],
+    options: argparse.Namespace,
 ) -> dict[str, Any] | None:
     """The time and memory of one variant, or None with the reason printed."""
     method, group_size = variant
-    if variant in failed:
-        return None
     setting.cleanup = lambda: None
     row: dict[str, Any] = {"method": method, "group_size": group_size, "peak_gib": None}
     try:
         clear()
-        step = setting.make(method, group_size)
+        step = steps.pop(variant, None) or setting.make(method, group_size)
         step()
         if setting.on_gpu:
             torch.cuda.synchronize()
@@ -476,7 +487,11 @@ def main() -> None:
     words = lambda text: text.split(",")  # noqa: E731
     numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
     parser.add_argument("--models", type=words, default=["gpt2"] if gpu else ["gpt2-tiny"])
-    parser.add_argument("--settings", type=words, help="model:finetune:length instead of a grid")
+    parser.add_argument(
+        "--settings",
+        type=words,
+        help="model:finetune:length or model:finetune:length:groups (1/4/16) instead of a grid",
+    )
     parser.add_argument("--finetune", type=words, default=["lora", "full"])
     parser.add_argument("--lengths", type=numbers, default=[128, 1024] if gpu else [64])
     parser.add_argument("--groups", type=numbers, default=[1, 4, 16])
@@ -500,10 +515,19 @@ def main() -> None:
     if options.work_dir is not None:
         work(options)
         return
-    settings = list(itertools.product(options.models, options.finetune, options.lengths))
+    grid = itertools.product(options.models, options.finetune, options.lengths)
+    settings = [(*setting, options.groups) for setting in grid]
     if options.settings:
         split = [setting.split(":") for setting in options.settings]
-        settings = [(model, finetune, int(length)) for model, finetune, length in split]
+        settings = [
+            (
+                model,
+                finetune,
+                int(length),
+                numbers(own[0].replace("/", ",")) if own else options.groups,
+            )
+            for model, finetune, length, *own in split
+        ]
     settings *= options.repeats
     rows: list[dict[str, Any]] = []
     width = options.side_by_side if gpu else 1
@@ -557,19 +581,19 @@ def picture(rows: list[dict[str, Any]]) -> str:
 
 
 def run_side_by_side(
-    settings: list[tuple[str, str, int]], scratch: Path, options: argparse.Namespace
+    settings: list[tuple[str, str, int, list[int]]], scratch: Path, options: argparse.Namespace
 ) -> None:
     """Start one process a setting and wait for all."""
     running = [
         subprocess.Popen(
             [sys.executable, __file__, "--models", model, "--finetune", finetune]
-            + ["--lengths", str(length), "--groups", ",".join(map(str, options.groups))]
+            + ["--lengths", str(length), "--groups", ",".join(map(str, groups))]
             + ["--methods", ",".join(options.methods), "--tokens", str(options.tokens)]
             + ["--repetitions", str(options.repetitions), "--patience", str(options.patience)]
             + ["--work-dir", str(scratch), "--processes", str(len(settings))]
             + (["--profile"] if options.profile else [])
         )
-        for model, finetune, length in settings
+        for model, finetune, length, groups in settings
     ]
     for process in running:
         process.wait()

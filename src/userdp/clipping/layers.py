@@ -24,6 +24,8 @@ from transformers.pytorch_utils import Conv1D
 from userdp.clipping.forms import Form, Pair, Rows, Stored
 from userdp.updates import wide_dtype
 
+_CHUNK = 128
+
 
 @dataclass(eq=False, kw_only=True)
 class Tape:
@@ -48,6 +50,17 @@ class Tape:
 def per_user(tensor: Tensor, users: int) -> Tensor:
     """(rows, ..., features) as (users, tokens, features)."""
     return tensor.reshape(users, -1, tensor.shape[-1])
+
+
+def summed_tokens(values_ULD: Tensor) -> Tensor:
+    """Each user's values added up over its tokens, in float32 at least."""
+    users, length, width = values_ULD.shape
+    wide = wide_dtype(values_ULD.dtype)
+    if length > _CHUNK and length % _CHUNK == 0:
+        # In two steps: the first gives a device enough to do at the same time.
+        parts = values_ULD.reshape(users, length // _CHUNK, _CHUNK, width).sum(2, dtype=wide)
+        return parts.sum(1)
+    return values_ULD.sum(1, dtype=wide)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -101,7 +114,7 @@ class _Product(torch.autograd.Function):
             else:
                 stored = torch.bmm(first.mT, second)
         if ctx.bias:
-            bias = y_ULO.sum(1, dtype=wide_dtype(dy.dtype))
+            bias = summed_tokens(y_ULO)
         inputs, outputs = x_ULI if ctx.inputs else None, y_ULO if ctx.outputs else None
         return dx, None, None, None, None, stored, inputs, outputs, bias, None
 
@@ -173,12 +186,11 @@ class _Affine(torch.autograd.Function):
         (dy,) = gradients
         h, weight = ctx.saved_tensors
         dh = dy * weight if ctx.needs_input_grad[0] else None
-        wide = wide_dtype(dy.dtype)
         by_weight, by_bias = None, None
         if ctx.weight:
-            by_weight = per_user(dy * h, ctx.users).sum(1, dtype=wide)
+            by_weight = summed_tokens(per_user(dy * h, ctx.users))
         if ctx.bias:
-            by_bias = per_user(dy, ctx.users).sum(1, dtype=wide)
+            by_bias = summed_tokens(per_user(dy, ctx.users))
         return dh, None, None, None, by_weight, by_bias
 
 
