@@ -128,19 +128,21 @@ def stored_errors(groups: Sequence[int], used: int = 5) -> dict[str, float]:
 
 
 def silence_errors() -> dict[str, float]:
-    """A user with a value that is not finite, in memory order and across it."""
+    """A user with a value that is not finite; in another tensor another user."""
     from userdp.clipping import triton_kernels
 
-    values = torch.randn(4, 70, 130)
+    values, wide = torch.randn(4, 70, 130), torch.randn(4, 3, 8)
     values[2, 3, 4] = float("nan")
-    kept, factors = values.clone(), torch.tensor([1.0, 0.5, 0.0, 1e-30])
-    triton_kernels.silence_(values, factors)
-    across = torch.randn(6, 4, 5).transpose(0, 1)
-    triton_kernels.silence_(across, factors)
+    kept, kept_wide = values.clone(), wide.clone()
+    factors = torch.tensor([[1.0, 0.5, 0.0, 1e-30], [0.0, 1.0, 1.0, 1.0]])
+    silencer = triton_kernels.Silencer(2, values.device)
+    silencer([values, wide], [0, 1], factors)
     others = [0, 1, 3]
     return {
-        "silenced": float(values[2].abs().max() + across[2].abs().max()),
-        "others": float((values[others] - kept[others]).abs().max()),
+        "silenced": float(values[2].abs().max() + wide[0].abs().max()),
+        "others": float(
+            (values[others] - kept[others]).abs().max() + (wide[1:] - kept_wide[1:]).abs().max()
+        ),
     }
 
 

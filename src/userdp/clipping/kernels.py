@@ -25,6 +25,8 @@ from userdp.updates import at_least_float32, wide_dtype
 # make a norm look smaller than it is. Tensor cores cut digits off where torch rounds.
 GRAM_ROUNDINGS = 8
 TORCH_GRAM_ROUNDINGS = 2
+# The relative error of a product with a wide number that is written as two bfloat16 numbers.
+HALVES_ERROR = 2.0**-15
 # One compilation for each shape; torch's default would give up at 8.
 RECOMPILATIONS = 256
 
@@ -84,9 +86,8 @@ def scaled(values_U: Tensor, factors_U: Tensor) -> Tensor:
 def silence_(values_U: Tensor, factors_U: Tensor) -> None:
     """Set to zero, in place, the values of users whose factor is zero: 0 * inf is not 0."""
     if values_U.is_cuda:
-        from userdp.clipping import triton_kernels
-
-        triton_kernels.silence_(values_U, factors_U)
+        # Asks the device nothing.
+        values_U.masked_fill_((factors_U == 0).view(-1, *[1] * (values_U.dim() - 1)), 0)
     elif not bool(factors_U.all()):
         values_U[factors_U == 0] = 0
 
@@ -178,25 +179,28 @@ def inner_with_pair(
 
     sum_st y[s, token_t] <x_s, e_t>, s and t the tokens of row r.
     """
-    length = ids_RL.shape[1]
-    picked = output_gradients_RLV.gather(2, ids_RL[:, None, :].expand(-1, length, -1))
+    products = _wide_products(inputs_RLD, gradients_RLD)
+    return run(_met, ids_RL, products, output_gradients_RLV, inputs_RLD, gradients_RLD)
+
+
+def _met(ids_RL: Tensor, products_RLL: Tensor, y_RLV: Tensor, x: Tensor, e: Tensor) -> Tensor:
+    picked = y_RLV.gather(2, ids_RL[:, None, :].expand(-1, ids_RL.shape[1], -1))
     picked = at_least_float32(picked)
-    products, eps = _wide_products(inputs_RLD, gradients_RLD)
     x_norms, e_norms = (
-        torch.linalg.vector_norm(values, dim=2, dtype=picked.dtype)
-        for values in (inputs_RLD, gradients_RLD)
+        at_least_float32(values).square().sum(2).sqrt().to(picked.dtype) for values in (x, e)
     )
     sizes = picked.abs() * x_norms[:, :, None] * e_norms[:, None, :]
-    return torch.stack([(picked * products).sum((1, 2)), eps * sizes.sum((1, 2))])
+    eps = TORCH_GRAM_ROUNDINGS * torch.finfo(picked.dtype).eps
+    error = max(eps, HALVES_ERROR) if x.dtype.itemsize < 4 else eps
+    return torch.stack([(picked * products_RLL).sum((1, 2)), error * sizes.sum((1, 2))])
 
 
-def _wide_products(x: Tensor, e: Tensor) -> tuple[Tensor, float]:
-    """x e^T for each row, of a half-precision x and a wider e, and its relative error."""
+def _wide_products(x: Tensor, e: Tensor) -> Tensor:
+    """x e^T for each row, of a half-precision x and a wider e."""
     if not half_on_cuda(x):
-        wide = torch.bmm(at_least_float32(x), at_least_float32(e).mT)
-        return wide, TORCH_GRAM_ROUNDINGS * torch.finfo(wide.dtype).eps
+        return torch.bmm(at_least_float32(x), at_least_float32(e).mT)
     # e in two halves: what the first leaves out is in the second, to 16 bits.
     first = e.to(x.dtype)
     second = (e - first.to(e.dtype)).to(x.dtype)
     products = [torch.bmm(x, part.mT, out_dtype=torch.float32) for part in (first, second)]
-    return products[0] + products[1], 2.0**-15
+    return products[0] + products[1]

@@ -17,7 +17,7 @@ from userdp.clipping.pack import Runs
 from userdp.updates import at_least_float32
 
 if TYPE_CHECKING:
-    from userdp.clipping.triton_kernels import GramTable, StoredTable
+    from userdp.clipping.triton_kernels import GramTable, Silencer, StoredTable
 
 # A form and the clip group (layer) that its parameter belongs to.
 Grouped = tuple[int, Form]
@@ -69,6 +69,7 @@ class Sums:
         self._num_groups = num_groups
         self._stored: dict[_Kind, StoredTable] = {}
         self._grams: dict[int, GramTable] = {}
+        self._silencer: Silencer | None = None
         self._group_rows: dict[tuple[int, ...], Tensor] = {}
         self._batch: _Batch | None = None
 
@@ -174,7 +175,8 @@ class Sums:
             parts.append(self._by_group(rows, norms))
         for embedding, head in batch.ties:
             group, rows_form = batch.forms[embedding]
-            other = batch.rounded(batch.forms[head][1])
+            head_form = batch.forms[head][1]
+            other = batch.rounded(head_form) if isinstance(head_form, Pair) else head_form
             inner = batch.inner_products(rows_form, other)
             # The scaled side already holds the factor once.
             once = factors[group] if isinstance(other, Pair) else factors[group].square()
@@ -217,17 +219,37 @@ class Sums:
                 continue
             for (group, _), gradient, total in zip(members, gradients, where, strict=True):
                 kernels.add_weighted_sum(total, gradient, weights[group])
+        self._silence_pairs(batch, spread)
         for entry in batch.entries:
-            scaled = batch.scaled[id(entry)]
-            kernels.silence_(scaled, spread[entry.group])
             for pair in entry.pairs:
-                _add_pair(place[id(pair)], pair, entry.scale_input, scaled, spread[entry.group])
+                _add_pair(place[id(pair)], batch.rounded(pair))
         for group, form in batch.forms:
             if isinstance(form, Rows):
                 wide = at_least_float32(form.gradients_ULD)
                 rows = kernels.run(kernels.scaled, wide, spread[group]).flatten(0, 1)
                 total = place[id(form)]
                 total.index_add_(0, form.ids_UL.flatten(), rows.to(total.dtype))
+
+    def _silence_pairs(self, batch: _Batch, factors: Tensor) -> None:
+        """Set both sides of pairs to zero where the factor is zero: 0 * inf is not 0."""
+        if not batch.entries:
+            return
+        sides: list[Tensor] = []
+        rows: list[int] = []
+        for entry in batch.entries:
+            x, ys = entry.tensors
+            own = [batch.scaled[id(entry)], *(ys if entry.scale_input else [x])]
+            sides += own
+            rows += [entry.group] * len(own)
+        if not kernels.half_on_cuda(sides[0]):
+            for side, row in zip(sides, rows, strict=True):
+                kernels.silence_(side, factors[row])
+            return
+        if self._silencer is None:
+            from userdp.clipping.triton_kernels import Silencer
+
+            self._silencer = Silencer(len(sides), sides[0].device)
+        self._silencer(sides, rows, factors)
 
     def _stored_table(
         self, kind: _Kind, members: Sequence[tuple[int, Stored]]
@@ -347,17 +369,15 @@ class _Batch:
         assert total is not None
         return self.by_user(total)
 
-    def rounded(self, form: Form) -> Form:
-        """A pair with its scaled side as it will be summed; any other form as it is."""
-        if not isinstance(form, Pair):
-            return form
-        entry = next(entry for entry in self.entries if form in entry.pairs)
+    def rounded(self, pair: Pair) -> Pair:
+        """A pair with its scaled side, as it will be summed."""
+        entry = next(entry for entry in self.entries if pair in entry.pairs)
         scaled = self.scaled[id(entry)]
-        x, y = form.inputs_ULI, form.output_gradients_ULO
+        x, y = pair.inputs_ULI, pair.output_gradients_ULO
         return Pair(
             inputs_ULI=scaled if entry.scale_input else x,
             output_gradients_ULO=y if entry.scale_input else scaled,
-            transposed=form.transposed,
+            transposed=pair.transposed,
         )
 
 
@@ -410,14 +430,9 @@ def _scaled_side(entry: Entry) -> Tensor:
     return x if entry.scale_input else ys[0]
 
 
-def _add_pair(
-    total: Tensor, pair: Pair, scale_input: bool, scaled: Tensor, factors_U: Tensor
-) -> None:
-    """total += y^T x with one side scaled; the other is silenced where the factor is zero."""
-    x, y = pair.inputs_ULI, pair.output_gradients_ULO
-    kernels.silence_(y if scale_input else x, factors_U)
-    x, y = (scaled, y) if scale_input else (x, scaled)
-    x, y = x.flatten(0, 1), y.flatten(0, 1)
+def _add_pair(total: Tensor, pair: Pair) -> None:
+    """total += y^T x over all users' tokens."""
+    x, y = pair.inputs_ULI.flatten(0, 1), pair.output_gradients_ULO.flatten(0, 1)
     if pair.transposed:
         kernels.add_product(total, x.T, y)
     else:

@@ -26,7 +26,6 @@ _TILE = 128
 _BLOCK = 1024
 _BLOCKS_A_NORM = 16
 _SILENCE_BLOCK = 4096
-_SILENCE_PROGRAMS = 8
 
 
 class Addresses:
@@ -557,21 +556,55 @@ def _blocks(sizes: Sequence[int], step: int, device: torch.device) -> tuple[Tens
 
 
 @triton.jit
-def _silence_kernel(values_pointer, factors_pointer, size, BLOCK: tl.constexpr):
+def _silence_kernel(
+    addresses,
+    sizes,
+    factor_rows,
+    factors_pointer,
+    num_users,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    tensor = tl.program_id(0)
     user = tl.program_id(1).to(tl.int64)
-    # Almost always leaves here, having read one number.
-    if tl.load(factors_pointer + user) == 0.0:
-        first = tl.program_id(0) * BLOCK
-        for start in range(first, size, tl.num_programs(0) * BLOCK):
-            offsets = start + tl.arange(0, BLOCK)
-            tl.store(values_pointer + user * size + offsets, 0.0, mask=offsets < size)
+    # Almost always leaves here, having read one factor.
+    if tl.load(factors_pointer + tl.load(factor_rows + tensor) * num_users + user) == 0.0:
+        size = tl.load(sizes + tensor) * UNIT
+        values = _typed(tl.load(addresses + tensor), DTYPE) + user * size
+        offsets = tl.arange(0, BLOCK)
+        for _ in range(tl.cdiv(size, BLOCK)):
+            tl.store(values + offsets, 0.0, mask=offsets < size)
+            offsets += BLOCK
 
 
-def silence_(values_U: Tensor, factors_U: Tensor) -> None:
-    """Set to zero, in place, the values of users whose factor is zero."""
-    if not values_U.is_contiguous():
-        values_U.masked_fill_((factors_U == 0).view(-1, *[1] * (values_U.dim() - 1)), 0)
-        return
-    _silence_kernel[(_SILENCE_PROGRAMS, len(values_U))](
-        values_U, factors_U, values_U[0].numel(), BLOCK=_SILENCE_BLOCK
-    )
+class Silencer:
+    """Sets to zero, in place and in one launch, the values of users whose factor is zero.
+
+    For as many tensors as it is made for, of one dtype and with equally many users.
+    """
+
+    def __init__(self, num_tensors: int, device: torch.device) -> None:
+        self._table = Addresses(3, num_tensors, device)
+
+    def __call__(
+        self, tensors: Sequence[Tensor], factor_rows: Sequence[int], factors: Tensor
+    ) -> None:
+        """Tensor i's factors are `factors[factor_rows[i]]`."""
+        _check_aligned(tensors)
+        sizes = [tensor[0].numel() for tensor in tensors]
+        unit = math.gcd(8, *sizes)
+        rows = self._table.send(
+            [tensor.data_ptr() for tensor in tensors],
+            [size // unit for size in sizes],
+            factor_rows,
+        )
+        users = len(tensors[0])
+        _silence_kernel[(len(tensors), users)](
+            *rows,
+            factors.contiguous(),
+            users,
+            BLOCK=_SILENCE_BLOCK,
+            UNIT=unit,
+            DTYPE=_dtype_name(tensors[0]),
+        )
