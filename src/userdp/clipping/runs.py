@@ -26,8 +26,8 @@ from userdp.updates import Batch
 
 # The most tokens of a user in batches of the first kind; in each further kind twice as many.
 FIRST_KIND = 512
-# How often the rows of a batch may be halved for the end of a cohort.
-HALVINGS = 3
+# Of a batch's rows, what batches at the end of a cohort may have, smallest first.
+SMALLER = (1 / 8, 1 / 4, 1 / 2, 3 / 4)
 SHORTEST_ROW = 16
 ALIGNMENT = 8
 
@@ -70,14 +70,14 @@ class Sizes:
             return 1
         return min(max(SHORTEST_ROW, power_of_two(size.length)), self.longest)
 
-    def shape(self, rows: int, length: int, halvings: int = 0) -> Shape:
-        """The batch for a user of so many rows of this length, and its like."""
+    def shape(self, rows: int, length: int, share: float = 1.0) -> Shape:
+        """The batch, or a share of it, for a user of so many rows of this length, and its like."""
         tokens = rows * length
         upper = max(FIRST_KIND, power_of_two(tokens))
         lower = upper // 2 if upper > FIRST_KIND else 0
         fewest = lower // length + 1
         most = min(upper // length, power_of_two(self.most_seen))
-        all_rows = (self.max_tokens // length) >> halvings
+        all_rows = max(1, int(self.max_tokens // length * share))
         users = max(1, all_rows // fewest)
         if self.max_users is not None:
             users = min(users, self.max_users)
@@ -110,12 +110,9 @@ def _pack(groups: Sequence[Batch], sizes: Sizes) -> Iterator[Users]:
         shape = sizes.shape(rows, length)
         chosen = waiting.take(shape)
         used = sum(size_of(groups[i]).rows for i in chosen)
-        for halvings in range(1, HALVINGS + 1):
-            smaller = sizes.shape(rows, length, halvings)
-            if smaller.rows < used or not _has_places(smaller, len(chosen), used):
-                break
-            shape = smaller
-        yield _filled([groups[i] for i in chosen], shape)
+        smaller = (sizes.shape(rows, length, share) for share in SMALLER)
+        holding = (s for s in smaller if s.rows >= used and _has_places(s, len(chosen), used))
+        yield _filled([groups[i] for i in chosen], next(holding, shape))
 
 
 class _Waiting:
