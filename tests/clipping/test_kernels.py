@@ -58,7 +58,12 @@ def test_embedding_norm_is_that_of_the_whole_matrix(ids: list[list[int]], seed: 
     for user in range(len(ids)):
         whole[user].index_add_(0, ids_UL[user], gradients[user])
     expected = whole.square().sum((1, 2))
-    torch.testing.assert_close(kernels.rows_squared_norms(ids_UL, gradients), expected)
+    # All pairs of tokens, and sorted tokens.
+    for most_paired in (7, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "MOST_TOKENS_PAIRED", most_paired)
+            found = kernels.rows_squared_norms(ids_UL, gradients)
+        torch.testing.assert_close(found, expected)
 
 
 @hypothesis.given(users=st.integers(1, 4), length=st.integers(1, 9), seed=st.integers(0, 10_000))

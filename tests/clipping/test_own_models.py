@@ -210,3 +210,23 @@ def test_frozen_parts_are_left_out(frozen: str) -> None:
         parameter.requires_grad_(frozen not in name)
     assert 0 < len(trainable(model)) < len(list(model.parameters()))
     assert_same_as_plain(model, cohort(RAGGED), settings=FastSettings(microbatch_tokens=60))
+
+
+class ByName(nn.Module):
+    """Calls its layers by the names of their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.embedding = nn.Embedding(models_zoo.VOCABULARY, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, models_zoo.VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(input=self.norm(input=self.embedding(input=input_ids)))
+
+
+@pytest.mark.parametrize("mix_sizes", [False, True])
+def test_layers_called_by_name_are_clipped_alike(mix_sizes: bool) -> None:
+    model = shake(ByName().double())
+    assert_same_as_plain(model, cohort(RAGGED), settings=FastSettings(mix_sizes=mix_sizes))

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from userdp.clipping import kernels
-from userdp.clipping.layers import Tape
+from userdp.clipping.layers import Tape, only
 from userdp.clipping.swap import swapped
 from userdp.updates import Batch, RecordLoss, TokenMean, causal_lm_loss, mean_token_loss
 
@@ -142,8 +142,9 @@ class PaddedHead:
     """An output layer that hands nothing out, padded to an aligned width."""
 
     @staticmethod
-    def forward(module: Any, x: Tensor) -> Tensor:
+    def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """The layer's output and columns that the loss cuts off."""
+        x = only(args, kwargs)
         padding = module.userdp_tape.padding
         return F.linear(x, F.pad(module.weight, (0, 0, 0, padding)), module.bias)
 

@@ -27,6 +27,8 @@ GRAM_ROUNDINGS = 8
 TORCH_GRAM_ROUNDINGS = 2
 # The relative error of a product with a wide number that is written as two bfloat16 numbers.
 HALVES_ERROR = 2.0**-15
+# Tokens of a user up to which all pairs of them cost less than sorting them.
+MOST_TOKENS_PAIRED = 256
 # One compilation for each shape; torch's default would give up at 8.
 RECOMPILATIONS = 256
 
@@ -126,8 +128,17 @@ def raised(
 
 
 def rows_squared_norms(ids_UL: Tensor, gradients_ULD: Tensor) -> Tensor:
-    """The squared norm of a user's embedding gradient: rows of equal tokens are summed first."""
+    """The squared norm of a user's embedding gradient: rows of equal tokens count as their sum."""
     users, length, width = gradients_ULD.shape
+    if length <= MOST_TOKENS_PAIRED:
+        # ||sum of rows||^2 is the sum of all inner products of rows with equal tokens.
+        wide = at_least_float32(gradients_ULD)
+        equal = ids_UL[:, :, None] == ids_UL[:, None, :]
+        products = torch.bmm(wide, wide.mT)
+        norms = products.diagonal(dim1=1, dim2=2).sqrt()
+        sizes = torch.where(equal, norms[:, :, None] * norms[:, None, :], 0.0)
+        squared = torch.where(equal, products, 0.0).sum((1, 2))
+        return raised(squared, sizes.sum((1, 2)), roundings=TORCH_GRAM_ROUNDINGS)
     order = ids_UL.argsort(1)
     tokens = ids_UL.gather(1, order)
     # Number the runs of equal tokens within each user, apart from the runs of all other users.

@@ -47,6 +47,12 @@ class Tape:
     ends: Tensor | None = None
 
 
+def only(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
+    """The one tensor that a layer was called with, by place or by name."""
+    (tensor,) = (*args, *kwargs.values())
+    return tensor
+
+
 def per_user(tensor: Tensor, users: int) -> Tensor:
     """(rows, ..., features) as (users, tokens, features)."""
     return tensor.reshape(users, -1, tensor.shape[-1])
@@ -123,8 +129,9 @@ class Product:
     """nn.Linear and Conv1D; LoRA's two thin layers are of this kind."""
 
     @staticmethod
-    def forward(module: Any, x: Tensor) -> Tensor:
+    def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """The layer's own output."""
+        x = only(args, kwargs)
         tape: Tape = module.userdp_tape
         dtype = compute_dtype(x)
         weight = module.weight.detach().to(dtype)
@@ -207,8 +214,9 @@ class LayerNorm(StoredForms):
     """nn.LayerNorm over the last dimension."""
 
     @staticmethod
-    def forward(module: Any, x: Tensor) -> Tensor:
+    def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """The layer's own output."""
+        x = only(args, kwargs)
         h = F.layer_norm(x, module.normalized_shape, None, None, module.eps)
         return _affine(module, h)
 
@@ -217,9 +225,9 @@ class RmsNorm(StoredForms):
     """w * x / rms(x), the statistics in float32 as Hugging Face models take them."""
 
     @staticmethod
-    def forward(module: Any, x: Tensor) -> Tensor:
+    def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """The layer's own output."""
-        return _affine(module, rms_normalised(module, x))
+        return _affine(module, rms_normalised(module, only(args, kwargs)))
 
     @staticmethod
     def describes(module: nn.Module) -> bool:
@@ -274,8 +282,9 @@ class Embedding:
     """nn.Embedding of ids (rows, tokens), or (1, tokens) for positions shared by all rows."""
 
     @staticmethod
-    def forward(module: Any, ids: Tensor) -> Tensor:
+    def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """The layer's own output, repeated for every row."""
+        ids = only(args, kwargs)
         tape: Tape = module.userdp_tape
         tape.ids = ids
         probe = tape.probes["weight"]

@@ -329,8 +329,9 @@ class _Batch:
 
     def rows_squared_norms(self, form: Rows) -> Tensor:
         """Squared norms of an embedding's gradients, by user."""
-        if self.runs is None:
-            return kernels.run(kernels.rows_squared_norms, form.ids_UL, form.gradients_ULD)
+        if self.runs is None or self.runs.most_rows == 1:
+            norms = kernels.run(kernels.rows_squared_norms, form.ids_UL, form.gradients_ULD)
+            return self.by_user(norms)
         where = (self.runs.user_of_row, self.runs.starts)
         return kernels.run(kernels.run_rows_squared_norms, form.ids_UL, form.gradients_ULD, *where)
 
