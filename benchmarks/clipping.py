@@ -9,7 +9,8 @@ Methods, all giving gradients of the same 16,384 tokens in bfloat16 (CPU: 4,096 
     plain      one user at a time (the oracle)
     vmap       per-user gradients by torch.func
     ghost      two passes: norms first, then the gradient of the reweighted loss
-    opacus, opacus-ghost   Opacus per record, if it is installed (it has no users: group size 1)
+    opacus, opacus-ghost   Opacus per record, if it is installed (it has no users: group size 1),
+               on CUDA with weights in bfloat16; ghost refuses tied weights
 
 Times are CUDA-event medians; peak memory is that of one ungraphed step. Each setting runs in
 processes of its own, which compile side by side and are timed one at a time.
@@ -240,8 +241,7 @@ class Setting:
         positions = torch.arange(self.length, device=self.device).expand(self.rows, -1)
 
         def losses() -> Tensor:
-            with self.autocast():
-                logits = wrapped(input_ids=self.ids, position_ids=positions, use_cache=False).logits
+            logits = wrapped(input_ids=self.ids, position_ids=positions, use_cache=False).logits
             token = nn.functional.cross_entropy(
                 logits[:, :-1].float().transpose(1, 2), self.ids[:, 1:], reduction="none"
             )
@@ -270,9 +270,12 @@ class Setting:
 
         def cleanup() -> None:
             wrapped.to_standard_module()
-            self.model.eval()
+            self.model.float().eval()
 
         self.model.train()
+        if self.dtype is not None:
+            # Weights as well: under autocast it multiplies tensors of unlike dtype and fails.
+            self.model.to(self.dtype)
         self.cleanup = cleanup
         return step
 
