@@ -125,7 +125,10 @@ def _ragged_groups(vocabulary: int) -> list[dict[str, torch.Tensor]]:
     return groups
 
 
-def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloat16() -> None:
+@pytest.mark.parametrize("checkpoint_blocks", [False, True])
+def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloat16(
+    checkpoint_blocks: bool,
+) -> None:
     model = _model("gpt2")
     parameters = list(model.parameters())
     groups = _ragged_groups(5003)
@@ -135,7 +138,11 @@ def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloa
         parameters,
         rule,
         record_loss=causal_lm_loss,
-        settings=FastSettings(microbatch_tokens=2048, compute_dtype=torch.bfloat16),
+        settings=FastSettings(
+            microbatch_tokens=2048,
+            compute_dtype=torch.bfloat16,
+            checkpoint_blocks=checkpoint_blocks,
+        ),
     )
     exact = PlainClipping(model, parameters, record_loss=causal_lm_loss)
     plain = PlainClipping(

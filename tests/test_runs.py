@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import models_zoo
 from userdp import runs
+from userdp.clipping.fast import FastSettings
 from userdp.config import load_config
 from userdp.data.store import UserStore
 from userdp.errors import InputError
@@ -70,6 +73,28 @@ def test_loaded_run_is_the_trained_model(config_file: Callable[..., Path], tmp_p
         with torch.no_grad():
             ours, theirs = (m.eval()(input_ids=ids).logits for m in (run.model, again))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_checkpointed_blocks_train_the_same_model(
+    config_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One configuration for both: a run's noise follows from it. What it asks for is then undone.
+    path = config_file(training="fixed_seed = 7\ncheckpoint_blocks = true")
+    config = load_config(path)
+    train = runs.train
+    weights: list[dict[str, torch.Tensor]] = []
+    for checkpoint in (True, False):
+
+        def changed(*args: Any, settings: FastSettings, on: bool = checkpoint, **more: Any) -> Any:
+            assert settings.checkpoint_blocks
+            return train(*args, settings=replace(settings, checkpoint_blocks=on), **more)
+
+        monkeypatch.setattr(runs, "train", changed)
+        out = tmp_path / f"run {checkpoint}"
+        run = runs.train_from_config(path, config, config.plan(), out)
+        weights.append(run.model.state_dict())
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name])
 
 
 def test_directory_with_something_in_it_is_refused(

@@ -131,6 +131,9 @@ class TrainingSettings(_Section):
     merge_lora: bool = Field(
         False, description="Compute with adapters merged into their weights: faster (fast)."
     )
+    checkpoint_blocks: bool = Field(
+        False, description="Run blocks again in the backward pass: less memory, slower (fast)."
+    )
     device: str = "cpu"
     fixed_seed: int | None = Field(
         None, description="For tests only: whoever knows it can remove the noise."

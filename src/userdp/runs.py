@@ -65,6 +65,7 @@ def train_from_config(
             if settings.compute_dtype
             else None,
             merge_lora=settings.merge_lora,
+            checkpoint_blocks=settings.checkpoint_blocks,
         ),
         microbatch_records=settings.microbatch_records,
         out=out,

@@ -34,6 +34,9 @@ class AnyLayer(StoredForms):
         names = list(tape.probes)
         flat, structure = pytree.tree_flatten((args, kwargs))
         places = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
+        tensors_given = [flat[place] for place in places]
+        # Tensors are kept by autograd alone, which a checkpointed block may ask to let go of them.
+        flat = [None if isinstance(value, Tensor) else value for value in flat]
         # The output's other leaves in their places: None, for one, where attention blocks have
         # weights that were not asked for. Tensors are not kept: they hold on to this call.
         others: list[Any] = []
@@ -57,7 +60,7 @@ class AnyLayer(StoredForms):
             tape,
             type(original).__name__,
             len(places),
-            *[flat[place] for place in places],
+            *tensors_given,
             *[tape.probes[name] for name in names],
         )
         tensors = iter(outputs)

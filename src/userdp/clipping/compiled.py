@@ -22,6 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from userdp.clipping import kernels
+from userdp.clipping.checkpointed import checkpointed_blocks
 from userdp.clipping.layers import Tape, only
 from userdp.clipping.swap import swapped
 from userdp.updates import Batch, RecordLoss, TokenMean, causal_lm_loss, mean_token_loss
@@ -154,6 +155,7 @@ class Execution:
     """How a model is run for batches of one length: in which dtype, compiled or not.
 
     `compute_dtype` is autocast's; None leaves the model's own. `record_loss` as in `updates`.
+    `checkpoint_blocks` runs blocks a second time instead of keeping what they computed.
     """
 
     record_loss: RecordLoss
@@ -162,6 +164,7 @@ class Execution:
     skip_mask: bool = False
     head_padding: int = 0
     merge_lora: bool = False
+    checkpoint_blocks: bool = False
 
     @staticmethod
     def choose(
@@ -172,6 +175,7 @@ class Execution:
         compute_dtype: torch.dtype | None,
         compile_blocks: bool,
         merge_lora: bool = False,
+        checkpoint_blocks: bool = False,
     ) -> Execution:
         """The fastest way to run this model on such rows that gives what it always gives."""
         skip = compile_blocks and record_loss is causal_lm_loss and can_skip_mask(model, length)
@@ -182,6 +186,7 @@ class Execution:
             skip_mask=skip,
             head_padding=head_padding(model) if skip else 0,
             merge_lora=merge_lora,
+            checkpoint_blocks=checkpoint_blocks,
         )
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -216,6 +221,9 @@ class Execution:
             device = next(model.parameters()).device.type
             stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(swapped(swaps, carried))
+            if self.checkpoint_blocks:
+                swapped_layers = [module for module, _ in swaps]
+                stack.enter_context(checkpointed_blocks(model, swapped_layers))
             if self.skip_mask:
                 stack.enter_context(without_mask(model))
             if self.compile_blocks:

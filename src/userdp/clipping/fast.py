@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from userdp.clipping.checkpointed import blocks_of
 from userdp.clipping.compiled import Execution, Graph, has_aligned_head
 from userdp.clipping.flat import FlatBuffer
 from userdp.clipping.one_pass import OnePass, look_at
@@ -49,13 +50,16 @@ class FastSettings:
     `compute_dtype` is what products are computed in while weights stay as they are. `merge_lora`
     computes with W + s B A formed first: faster, rounded differently (`merged_lora`). `mix_sizes`
     puts users of unlike size into batches of few shapes (`runs`), as captured steps want them;
-    otherwise users of like size share a batch (`pack`).
+    otherwise users of like size share a batch (`pack`). `checkpoint_blocks` keeps only the input of
+    every block and runs the block again in the backward pass: less memory, more time
+    (`checkpointed`).
     """
 
     microbatch_tokens: int | None = None
     compute_dtype: torch.dtype | None = None
     compile_blocks: bool | None = None
     merge_lora: bool = False
+    checkpoint_blocks: bool = False
     mix_sizes: bool | None = None
     check: bool = True
 
@@ -83,6 +87,9 @@ class FastClipping:
         self._graphs = self._compile and on_cuda
         self._dtype = settings.compute_dtype
         self._merge_lora = settings.merge_lora
+        self._checkpoint = settings.checkpoint_blocks
+        if self._checkpoint:
+            blocks_of(model)  # Raises now, not at the first step, if there are none.
         self._check = settings.check
         self._num_shapes = 0
         self._max_tokens = settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS)
@@ -183,6 +190,7 @@ class FastClipping:
             compute_dtype=self._dtype,
             compile_blocks=self._compile,
             merge_lora=self._merge_lora,
+            checkpoint_blocks=self._checkpoint,
         )
 
     def _together(self, example: Users) -> Step:
