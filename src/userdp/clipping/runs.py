@@ -153,6 +153,8 @@ class _Waiting:
             places = self._places[length, rows]
             while (
                 places
+                # Of shorter rows a user may have more than those that the batch is made for.
+                and rows <= shape.most_rows
                 and used + rows <= shape.rows
                 and _has_places(shape, len(chosen) + 1, used + rows)
             ):
