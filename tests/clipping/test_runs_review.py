@@ -46,3 +46,12 @@ def test_many_short_rows_beside_a_long_one_give_the_plain_loops_sum() -> None:
             rule=FlatClip(clip_norm=0.5),
             settings=FastSettings(mix_sizes=True, microbatch_tokens=1500, check=False),
         )
+
+
+@hypothesis.given(rows=st.integers(1, 4), max_users=st.integers(1, 20))
+@hypothesis.example(rows=1, max_users=2)
+def test_no_batch_has_more_places_than_memory_allows(rows: int, max_users: int) -> None:
+    # One more than users: the rows that nobody needs.
+    sizes = Sizes(max_tokens=512, max_users=max_users)
+    for users in pack_runs(groups_of([[40] * rows] * 30), sizes):
+        assert users.count <= max_users + 1

@@ -138,6 +138,7 @@ class _Waiting:
             count = sizes.max_tokens // (length * rows)
             full = rows == sizes.most_seen and count > 1
             full &= (count * rows + 1) * length > sizes.max_tokens
+            full &= sizes.max_users is None or count <= sizes.max_users
             while full and len(places) >= count:
                 alike = [places.pop() for _ in range(count)]
                 yield alike, Size(rows=rows, length=length)
