@@ -5,9 +5,9 @@ from __future__ import annotations
 import hypothesis
 from comparing import assert_same_as_plain, cohort, pairs_wherever_possible, shake
 from hypothesis import strategies as st
-from test_runs import groups_of
 
 import models_zoo
+from test_runs import groups_of
 from userdp.clipping.fast import FastSettings
 from userdp.clipping.rules import FlatClip
 from userdp.clipping.runs import Sizes, pack_runs
