@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hypothesis
-from comparing import assert_same_as_plain, cohort, pairs_wherever_possible, shake
+import pytest
+import torch
+from comparing import RAGGED, assert_same_as_plain, cohort, pairs_wherever_possible, shake
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 import models_zoo
-from test_runs import groups_of
+from test_runs import FORMS, MIXED, groups_of
 from userdp.clipping.fast import FastSettings
 from userdp.clipping.rules import FlatClip
 from userdp.clipping.runs import Sizes, pack_runs
@@ -55,3 +58,24 @@ def test_no_batch_has_more_places_than_memory_allows(rows: int, max_users: int) 
     sizes = Sizes(max_tokens=512, max_users=max_users)
     for users in pack_runs(groups_of([[40] * rows] * 30), sizes):
         assert users.count <= max_users + 1
+
+
+class ReadTwice(nn.Module):
+    """One layer at every token and again at the first alone: unlike many tokens in its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models_zoo.VOCABULARY, 8)
+        self.mix = nn.Linear(8, 8)
+        self.head = nn.Linear(8, models_zoo.VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = torch.tanh(self.mix(self.embedding(input_ids)))
+        return self.head(hidden + torch.tanh(self.mix(hidden[:, 0]))[:, None])
+
+
+@pytest.mark.parametrize("forms", FORMS)
+def test_layer_called_on_unlike_many_tokens_keeps_users_apart(forms: str) -> None:
+    torch.manual_seed(0)
+    with FORMS[forms]():
+        assert_same_as_plain(ReadTwice().double(), cohort(RAGGED), settings=MIXED)

@@ -265,20 +265,18 @@ class OnePass:
         return self._sums.squared_norms(grouped, self._tied_places(forms), self._runs)
 
     def _tell_ends(self) -> None:
-        """Tell products where each user's tokens end."""
+        """Tell products where each user's rows end."""
         runs = self._runs
         if runs is None:
             return
-        ends: dict[int, Tensor] = {}
+        # A copy: compiled blocks want their inputs aligned.
+        ends = runs.starts[1:].clone()
         for layer in self._layers:
             tape = self._tapes[layer.module]
             if layer.rule is not Product or "weight" not in tape.probes:
                 continue
             if self._is_grouped(layer.parameters["weight"]):
-                tokens = self._tokens(self._called[layer.module])
-                if tokens not in ends:
-                    ends[tokens] = runs.starts[1:] * tokens
-                tape.ends = ends[tokens]
+                tape.ends = ends
 
     def _hand_out(self, loss: Tensor) -> dict[nn.Module, dict[str, Tensor]]:
         probes: dict[int, Tensor] = {
