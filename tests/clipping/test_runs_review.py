@@ -11,9 +11,13 @@ from torch import Tensor, nn
 
 import models_zoo
 from test_runs import FORMS, MIXED, groups_of
+from userdp.clipping.factors import clip_factors
 from userdp.clipping.fast import FastSettings
+from userdp.clipping.forms import Form, Rows, Stored
+from userdp.clipping.pack import Runs
 from userdp.clipping.rules import FlatClip
 from userdp.clipping.runs import Sizes, pack_runs
+from userdp.clipping.sums import Sums
 
 # Rows of one length within a user, so that many short rows meet few long ones.
 UNLIKE = st.lists(
@@ -79,3 +83,36 @@ def test_layer_called_on_unlike_many_tokens_keeps_users_apart(forms: str) -> Non
     torch.manual_seed(0)
     with FORMS[forms]():
         assert_same_as_plain(ReadTwice().double(), cohort(RAGGED), settings=MIXED)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e2, 1e4])
+@pytest.mark.parametrize("form", ["stored by row", "tokens", "tokens of rows"])
+def test_rows_that_nearly_cancel_do_not_hide_the_rest(form: str, size: float) -> None:
+    # Rows are scaled one by one: what is left of large ones is mostly rounding. Seed 0.
+    generator = torch.Generator().manual_seed(0)
+    users, shape = 40, (8, 11)
+    large = size * torch.randn(users, *shape, generator=generator)
+    rest = 0.1 * torch.randn(users, *shape, generator=generator)
+    rows = torch.stack([large, rest - large], 1).flatten(0, 1)
+    ids = torch.arange(shape[0]).expand(2 * users, -1)
+    runs: Runs | None = Runs(
+        starts=torch.arange(0, 2 * users + 1, 2, dtype=torch.int32),
+        user_of_row=torch.arange(users).repeat_interleave(2),
+        fewest_rows=1,
+        most_rows=2,
+    )
+    made: Form = Rows(ids_UL=ids, gradients_ULD=rows)
+    if form == "stored by row":
+        made = Stored(gradients_U=rows, by_row=True)
+    if form == "tokens":
+        runs = None
+        made = Rows(ids_UL=ids.reshape(users, -1), gradients_ULD=rows.view(users, -1, shape[1]))
+    rule = FlatClip(clip_norm=0.01)
+    for user in range(users):
+        sums, total = Sums(1), torch.zeros(shape)
+        squared = sums.squared_norms([(0, made)], [], runs)
+        factors = clip_factors(squared, rule, margin=2.0**-20)
+        # Stored values are silenced in place: this user's stay.
+        alone = torch.where(torch.arange(users) == user, factors, factors * 1e-30)
+        sums.add([total], sums.scale(alone, rule.bound))
+        assert float(total.double().norm()) <= rule.bound * (1 + 1e-5)

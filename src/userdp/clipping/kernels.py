@@ -124,8 +124,21 @@ def raised(
     return squared_norms_U + roundings * torch.finfo(largest_U.dtype).eps * largest_U
 
 
+def run_squared_norms(values_R: Tensor, user_of_row: Tensor, starts: Tensor) -> Tensor:
+    """||sum of a user's rows||^2 from above: rows are scaled one by one, and may all but cancel."""
+    users = len(starts) - 1
+    squares_R = squared_norms(values_R)
+    # (sum of n norms)^2 is at most n times the sum of their squares.
+    largest_U = starts.diff() * by_user(squares_R, user_of_row, users)
+    whole_U = squared_norms(by_user(values_R, user_of_row, users))
+    return raised(whole_U, largest_U, roundings=TORCH_GRAM_ROUNDINGS)
+
+
 def rows_squared_norms(ids_UL: Tensor, gradients_ULD: Tensor) -> Tensor:
-    """The squared norm of a user's embedding gradient: rows of equal tokens are summed first."""
+    """The squared norm of a user's embedding gradient: rows of equal tokens are summed first.
+
+    From above, as all norms of sums that may all but cancel.
+    """
     users, length, width = gradients_ULD.shape
     order = ids_UL.argsort(1)
     tokens = ids_UL.gather(1, order)
@@ -134,8 +147,7 @@ def rows_squared_norms(ids_UL: Tensor, gradients_ULD: Tensor) -> Tensor:
     run_UL = run_UL + length * torch.arange(users, device=ids_UL.device)[:, None]
     rows = gradients_ULD.gather(1, order[..., None].expand(-1, -1, width))
     rows = at_least_float32(rows).reshape(users * length, width)
-    summed = torch.zeros_like(rows).index_add(0, run_UL.flatten(), rows)
-    return summed.view(users, -1).square().sum(1)
+    return _token_squared_norms(rows, run_UL.flatten()).view(users, -1).sum(1)
 
 
 def run_rows_squared_norms(
@@ -149,10 +161,20 @@ def run_rows_squared_norms(
     keys_N, order = keys_N.sort()
     run_N = F.pad((keys_N[1:] != keys_N[:-1]).cumsum(0), (1, 0))
     rows = at_least_float32(gradients_RLD).flatten(0, 1)[order]
-    summed = torch.zeros_like(rows).index_add(0, run_N, rows)
+    norms = _token_squared_norms(rows, run_N)
     # Behind the last run are zeros.
     user_of_run = torch.zeros_like(run_N).scatter(0, run_N, user_N[order])
-    return summed.new_zeros(users).index_add(0, user_of_run, summed.square().sum(1))
+    return norms.new_zeros(users).index_add(0, user_of_run, norms)
+
+
+def _token_squared_norms(rows_ND: Tensor, run_N: Tensor) -> Tensor:
+    """The squared norm of the sum of each run of rows, from above."""
+    summed = torch.zeros_like(rows_ND).index_add(0, run_N, rows_ND)
+    squares_N = rows_ND.square().sum(1)
+    zeros = torch.zeros_like(squares_N)
+    counts = zeros.index_add(0, run_N, torch.ones_like(squares_N))
+    largest = counts * zeros.index_add(0, run_N, squares_N)
+    return raised(summed.square().sum(1), largest, roundings=TORCH_GRAM_ROUNDINGS)
 
 
 def by_user(values_R: Tensor, user_of_row: Tensor, users: int) -> Tensor:

@@ -109,8 +109,7 @@ class Sums:
                 norms.append(table.squared_norms(gradients, batch.starts, by_row=kind.by_row))
             else:
                 groups += [group for group, _ in members]
-                users = [batch.by_user(g) if kind.by_row else g for g in gradients]
-                norms += [kernels.squared_norms(gradient)[None] for gradient in users]
+                norms += [batch.stored_squared_norms(g, kind.by_row)[None] for g in gradients]
         for group, form in batch.forms:
             if isinstance(form, Rows):
                 groups.append(group)
@@ -304,6 +303,12 @@ class _Batch:
         if self.runs is None:
             return values_R
         return kernels.by_user(values_R, self.runs.user_of_row, self.users)
+
+    def stored_squared_norms(self, gradients: Tensor, by_row: bool) -> Tensor:
+        """Squared norms of stored gradients, by user."""
+        if self.runs is None or not by_row:
+            return kernels.squared_norms(gradients)
+        return kernels.run_squared_norms(gradients, self.runs.user_of_row, self.runs.starts)
 
     def rows_squared_norms(self, form: Rows) -> Tensor:
         """Squared norms of an embedding's gradients, by user."""

@@ -395,6 +395,7 @@ def _stored_norms_kernel(
     DTYPE: tl.constexpr,
     BY_ROW: tl.constexpr,
     HAS_GAPS: tl.constexpr,
+    ROUNDING: tl.constexpr,
 ):
     block = tl.program_id(0)
     user = tl.program_id(1).to(tl.int64)
@@ -404,16 +405,20 @@ def _stored_norms_kernel(
     values = _typed(tl.load(addresses + tensor), DTYPE)
     total = tl.zeros((BLOCK,), tl.float32)
     if BY_ROW:
-        # A user's rows add up before they are squared.
+        # A user's rows add up before they are squared: `kernels.run_squared_norms`.
         first, last = tl.load(starts + user), tl.load(starts + user + 1)
+        raised = (last - first).to(tl.float32) * ROUNDING
         for i in range(BLOCKS):
             offsets = start + i * BLOCK + tl.arange(0, BLOCK)
             summed = tl.zeros((BLOCK,), tl.float32)
+            squares = tl.zeros((BLOCK,), tl.float32)
             place = values + first.to(tl.int64) * size + offsets
             for _ in range(first, last):
-                summed += tl.load(place, offsets < size, 0.0).to(tl.float32)
+                value = tl.load(place, offsets < size, 0.0).to(tl.float32)
+                summed += value
+                squares += value * value
                 place += size
-            total += summed * summed
+            total += summed * summed + raised * squares
     else:
         values += user * size
         if HAS_GAPS:
@@ -487,7 +492,7 @@ class StoredTable:
         """Partial squared norms (blocks, users); `block_groups` says of which group.
 
         With `starts`, a user's rows begin there: it may have none, and is then not read. Tensors
-        count rows if `by_row`, else users.
+        count rows if `by_row`, and norms of their sums are from above; else they count users.
         """
         _check_aligned(gradients)
         (addresses,) = self._for_norms.send([g.data_ptr() for g in gradients])
@@ -508,6 +513,7 @@ class StoredTable:
             DTYPE=_dtype_name(gradients[0]),
             BY_ROW=starts is not None and by_row,
             HAS_GAPS=starts is not None,
+            ROUNDING=kernels.TORCH_GRAM_ROUNDINGS * torch.finfo(torch.float32).eps,
         )
         return out
 
