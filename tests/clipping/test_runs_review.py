@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import hypothesis
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 import models_zoo
 from test_runs import FORMS, MIXED, groups_of
+from userdp.clipping.compiled import has_aligned_head
 from userdp.clipping.factors import clip_factors
 from userdp.clipping.fast import FastSettings
 from userdp.clipping.forms import Form, Rows, Stored
@@ -18,6 +21,7 @@ from userdp.clipping.pack import Runs
 from userdp.clipping.rules import FlatClip
 from userdp.clipping.runs import Sizes, pack_runs
 from userdp.clipping.sums import Sums
+from userdp.updates import causal_lm_loss
 
 # Rows of one length within a user, so that many short rows meet few long ones.
 UNLIKE = st.lists(
@@ -116,3 +120,15 @@ def test_rows_that_nearly_cancel_do_not_hide_the_rest(form: str, size: float) ->
         alone = torch.where(torch.arange(users) == user, factors, factors * 1e-30)
         sums.add([total], sums.scale(alone, rule.bound))
         assert float(total.double().norm()) <= rule.bound * (1 + 1e-5)
+
+
+def test_head_counts_as_aligned_only_where_it_is_padded() -> None:
+    # Grouped products on CUDA refuse other widths. 23 tokens; padded if no mask is needed.
+    model = models_zoo.build("gpt2 tied")
+    assert has_aligned_head(model, causal_lm_loss)
+    assert not has_aligned_head(model, lambda model, batch: causal_lm_loss(model, batch))
+    # Rows may be longer than a window of attention: then there is a mask.
+    cast(Any, model).config.window_size = 8
+    assert not has_aligned_head(model, causal_lm_loss)
+    assert has_aligned_head(models_zoo.build("gpt2 untied"), causal_lm_loss)
+    assert not has_aligned_head(models_zoo.build("lstm tied"), causal_lm_loss)

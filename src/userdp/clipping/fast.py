@@ -88,7 +88,7 @@ class FastClipping:
         self._max_tokens = settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS)
         self._max_users = None if on_cuda else self._stored_users()
         half = (self._dtype or self._parameters[0].dtype) == torch.bfloat16
-        mixes = self._graphs and half and has_aligned_head(model)
+        mixes = self._graphs and half and has_aligned_head(model, record_loss)
         self._mix = mixes if settings.mix_sizes is None else settings.mix_sizes
         self._sizes = Sizes(max_tokens=self._max_tokens, max_users=self._stored_users())
         self._total = FlatBuffer(self._parameters)
