@@ -42,7 +42,7 @@ def users_gradients_formed() -> Iterator[None]:
     """Grouped products for every weight that can have them; small ones are stored by row."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one_pass, "MOST_BY_ROW", 0)
-        patch.setattr(one_pass, "is_aligned", lambda weight: True)
+        patch.setattr(one_pass, "is_aligned", lambda weight, padding: True)
         yield
 
 

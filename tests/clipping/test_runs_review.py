@@ -7,13 +7,21 @@ from typing import Any, cast
 import hypothesis
 import pytest
 import torch
-from comparing import RAGGED, assert_same_as_plain, cohort, pairs_wherever_possible, shake
+from comparing import (
+    RAGGED,
+    assert_same_as_plain,
+    cohort,
+    pairs_wherever_possible,
+    shake,
+    trainable,
+)
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import models_zoo
 from test_runs import FORMS, MIXED, groups_of
-from userdp.clipping.compiled import has_aligned_head
+from userdp.clipping import one_pass
+from userdp.clipping.compiled import Execution, has_aligned_head
 from userdp.clipping.factors import clip_factors
 from userdp.clipping.fast import FastSettings
 from userdp.clipping.forms import Form, Rows, Stored
@@ -132,3 +140,18 @@ def test_head_counts_as_aligned_only_where_it_is_padded() -> None:
     assert not has_aligned_head(model, causal_lm_loss)
     assert has_aligned_head(models_zoo.build("gpt2 untied"), causal_lm_loss)
     assert not has_aligned_head(models_zoo.build("lstm tied"), causal_lm_loss)
+
+
+@pytest.mark.parametrize("padding", [0, 41])
+def test_head_aligned_by_padding_is_stored_by_user(
+    padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # By row, a vocabulary of 32,001 would be stored a hundred times for a dozen users.
+    monkeypatch.setattr(one_pass, "MOST_BY_ROW", 0)
+    model = models_zoo.build("gpt2 untied")
+    (users,) = pack_runs(cohort(RAGGED[:2]), Sizes(max_tokens=400))
+    execution = Execution(record_loss=causal_lm_loss, head_padding=padding)
+    rule = FlatClip(clip_norm=1.0)
+    fast = one_pass.OnePass(model, trainable(model), rule, users, execution=execution)
+    head = cast(Any, model).lm_head.weight
+    assert fast._is_grouped(head) == (padding > 0)
