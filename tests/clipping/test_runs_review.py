@@ -16,6 +16,7 @@ from comparing import (
     trainable,
 )
 from hypothesis import strategies as st
+from test_clipping_bound import ROUNDING, everyone_but, exact_norm
 from torch import Tensor, nn
 
 import models_zoo
@@ -127,7 +128,7 @@ def test_rows_that_nearly_cancel_do_not_hide_the_rest(form: str, size: float) ->
         # Stored values are silenced in place: this user's stay.
         alone = torch.where(torch.arange(users) == user, factors, factors * 1e-30)
         sums.add([total], sums.scale(alone, rule.bound))
-        assert float(total.double().norm()) <= rule.bound * (1 + 1e-5)
+        assert exact_norm([total]) <= rule.bound * (1 + ROUNDING)
 
 
 def test_head_counts_as_aligned_only_where_it_is_padded() -> None:
@@ -155,3 +156,25 @@ def test_head_aligned_by_padding_is_stored_by_user(
     fast = one_pass.OnePass(model, trainable(model), rule, users, execution=execution)
     head = cast(Any, model).lm_head.weight
     assert fast._is_grouped(head) == (padding > 0)
+
+
+@pytest.mark.parametrize("forms", FORMS)
+@pytest.mark.parametrize("name", ["gpt2 tied", "llama tied and trained + lora"])
+def test_bfloat16_users_of_mixed_batches_contribute_at_most_the_clip_norm(
+    name: str, forms: str
+) -> None:
+    model = shake(models_zoo.build(name, torch.float32))
+    rule = FlatClip(clip_norm=0.3)
+    (users,) = pack_runs(
+        cohort([[9, 12, 7], [5], [8, 3], [14], [6] * 5, [2, 2]]), Sizes(max_tokens=400)
+    )
+    execution = Execution(record_loss=causal_lm_loss, compute_dtype=torch.bfloat16)
+    with FORMS[forms]():
+        fast = one_pass.OnePass(model, trainable(model), rule, users, execution=execution)
+        for user, takes_part in enumerate(users.taking_part.tolist()):
+            totals = [torch.zeros(p.shape) for p in trainable(model)]
+            with everyone_but(user):
+                fast(users, totals)
+            norm = exact_norm(totals)
+            assert (norm > 0) == takes_part
+            assert norm <= rule.bound * (1 + ROUNDING)
