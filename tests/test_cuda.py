@@ -240,7 +240,7 @@ def test_no_user_adds_more_than_the_clip_norm_on_cuda(
 
 @pytest.mark.parametrize("length", [17, 128, 300])
 def test_gram_kernels_match_exact_norms_from_above(length: int) -> None:
-    from userdp.clipping.triton_kernels import GramTable
+    from userdp.clipping.triton_gram import GramTable
 
     torch.manual_seed(0)
     make = lambda width: torch.randn(3, length, width, device="cuda").bfloat16()  # noqa: E731

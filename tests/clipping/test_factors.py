@@ -50,3 +50,9 @@ def lift(values: torch.Tensor, asked: torch.Tensor, used: torch.Tensor) -> torch
 def test_one_and_zero_stay_as_they_are() -> None:
     factors = torch.tensor([[0.0, 1.0, 0.5, 2.0]])
     assert torch.equal(evenly_rounding(factors, torch.bfloat16), factors)
+
+
+def test_many_factors_are_done_in_parts() -> None:
+    factors = torch.rand(3, 50_000, generator=torch.Generator().manual_seed(1))
+    whole = evenly_rounding(factors, torch.bfloat16)
+    assert torch.equal(whole[1, 100:103], evenly_rounding(factors[1, 100:103], torch.bfloat16))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import hypothesis
 import pytest
 import torch
@@ -116,3 +119,30 @@ def test_sums_of_a_padded_head_leave_out_the_padding() -> None:
     assert torch.equal(total, torch.full((3, 2), 2.0))
     kernels.add_product(total, torch.ones(5, 7), torch.ones(7, 2))
     assert torch.equal(total, torch.full((3, 2), 9.0))
+
+
+def newer_setting() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda: torch.set_float32_matmul_precision("high"),
+        lambda: torch.set_float32_matmul_precision("medium"),
+        newer_setting,
+    ],
+    ids=["high", "medium", "newer setting"],
+)
+def test_norms_are_not_taken_in_tf32(choose: Callable[[], None]) -> None:
+    setting: Any = torch.backends.cuda.matmul
+    torch.set_float32_matmul_precision("highest")
+    try:
+        choose()
+        assert setting.fp32_precision == "tf32"
+        with kernels.without_tf32():
+            assert setting.fp32_precision != "tf32"
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert setting.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")

@@ -9,6 +9,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+import transformers
 from comparing import (
     RAGGED,
     assert_same_as_plain,
@@ -27,10 +28,11 @@ from torch import Tensor, nn
 import models_zoo
 from userdp.clipping import one_pass
 from userdp.clipping.fast import FastClipping, FastSettings
-from userdp.clipping.pack import Users
+from userdp.clipping.pack import Users, pack
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip, NormalisedClip, PerLayerClip
 from userdp.clipping.runs import Sizes, pack_runs
+from userdp.errors import InputError
 from userdp.updates import IGNORED_LABEL, causal_lm_loss
 
 ZOO = [*models_zoo.BUILDERS, *models_zoo.MORE_BUILDERS]
@@ -42,7 +44,7 @@ def users_gradients_formed() -> Iterator[None]:
     """Grouped products for every weight that can have them; small ones are stored by row."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one_pass, "MOST_BY_ROW", 0)
-        patch.setattr(one_pass, "is_aligned", lambda weight: True)
+        patch.setattr(one_pass, "is_aligned", lambda weight, padding: True)
         yield
 
 
@@ -232,3 +234,31 @@ def test_rows_that_cannot_be_padded_are_batched_with_their_like() -> None:
     settings = FastSettings(mix_sizes=True, microbatch_tokens=8)
     found = fast_sum(model, groups, rule, loss, settings)  # type: ignore[arg-type]
     assert difference(found, plain_sum(model, groups, rule, loss)) <= 1e-12  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ladder", [False, True])
+def test_rows_are_not_padded_beyond_the_models_positions(ladder: bool) -> None:
+    groups = groups_of([[12, 3], [12], [9, 9, 9]])
+    if ladder:
+        batches = list(pack(groups, max_tokens=400, ladder=True, max_length=12))
+    else:
+        batches = list(pack_runs(groups, Sizes(max_tokens=400, max_length=12)))
+    assert {users.batch["input_ids"].shape[1] for users in batches} == {12}
+
+
+def test_model_with_just_as_many_positions_as_tokens() -> None:
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=8, n_head=2, vocab_size=models_zoo.VOCABULARY, n_positions=12,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = shake(transformers.GPT2LMHeadModel(config).double().eval())
+    assert_same_as_plain(model, cohort([[12, 3], [12], [9, 9, 9]]), settings=MIXED)
+
+
+@pytest.mark.parametrize("mix_sizes", [False, True])
+def test_groups_with_unlike_tensors_are_refused(mix_sizes: bool) -> None:
+    model = models_zoo.build("gpt2 tied")
+    groups = cohort([[4, 4], [5]])
+    groups[1]["attention_mask"] = torch.ones_like(groups[1]["labels"])
+    with pytest.raises(InputError, match="others lack"):
+        fast_sum(model, groups, FlatClip(clip_norm=1.0), settings=FastSettings(mix_sizes=mix_sizes))

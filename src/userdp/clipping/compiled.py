@@ -10,6 +10,7 @@ full-size float32 logits of the loss.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -118,17 +119,30 @@ def head_padding(model: nn.Module) -> int:
     return -head.out_features % ALIGNMENT
 
 
-def has_aligned_head(model: nn.Module) -> bool:
-    """Whether grouped products can form the gradients of an output layer tied to the embedding."""
+def has_aligned_head(model: nn.Module, record_loss: RecordLoss) -> bool:
+    """Whether grouped products can form the gradients of output layers tied to an embedding.
+
+    For rows of any length, whatever `Execution.choose` says of them.
+    """
     inner = pretrained(model)
-    head: Any = inner.get_output_embeddings() if inner is not None else None
-    if type(head) is not nn.Linear or head.weight is not _embedding(inner):
-        return True
-    return head.in_features % 8 == 0 and (head.out_features + head_padding(model)) % 8 == 0
+    head = inner.get_output_embeddings() if inner is not None else None
+    is_padded = record_loss is causal_lm_loss and can_skip_mask(model, sys.maxsize)
+    padding = head_padding(model) if is_padded else 0
+    modules = list(model.modules())
+    embeddings = {id(module.weight) for module in modules if type(module) is nn.Embedding}
+    tied = [m for m in modules if type(m) is nn.Linear and id(m.weight) in embeddings]
+    return all(
+        module.in_features % 8 == 0
+        and (module.out_features + (padding if module is head else 0)) % 8 == 0
+        for module in tied
+        if module.weight.requires_grad
+    )
 
 
-def _embedding(inner: Any) -> Tensor | None:
-    return getattr(inner.get_input_embeddings(), "weight", None)
+def most_positions(model: nn.Module) -> int | None:
+    """The longest row that a Hugging Face model has positions for; None if it does not say."""
+    inner = pretrained(model)
+    return getattr(inner.config, "max_position_embeddings", None) if inner is not None else None
 
 
 def vocabulary_size(model: nn.Module) -> int:

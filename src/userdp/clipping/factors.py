@@ -15,6 +15,8 @@ ROUNDING_MARGIN = 8
 # Factors that are tried in `evenly_rounding`, and how far above the norm asked for is still on it.
 _CANDIDATES = 16
 _HARDLY_ABOVE = 1e-6
+# Leading digits that are tried at the same time, of all factors together.
+_MOST_AT_ONCE = 2**21
 
 
 def clip_factors(
@@ -51,6 +53,13 @@ def evenly_rounding(factors: Tensor, dtype: torch.dtype) -> Tensor:
     without going above it, for values with small and for values with large leading digits.
     """
     eps = torch.finfo(dtype).eps
+    most = round(_MOST_AT_ONCE * eps)
+    parts = factors.flatten().split(most)
+    return torch.cat([_evenly_rounding(part, dtype, eps) for part in parts]).view(factors.shape)
+
+
+def _evenly_rounding(factors: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
+    # Not for torch.compile, which leaves out roundings in the middle of a computation.
     steps = torch.arange(_CANDIDATES, dtype=factors.dtype, device=factors.device)
     candidates = factors[..., None] * (1 - eps / (2 * _CANDIDATES) * steps)
     one = round(1 / eps)

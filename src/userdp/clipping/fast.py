@@ -18,17 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from userdp.clipping.any_layer import AnyLayer
 from userdp.clipping.checkpointed import blocks_of
-from userdp.clipping.compiled import Execution, Graph, has_aligned_head
+from userdp.clipping.compiled import Execution, Graph, has_aligned_head, most_positions
 from userdp.clipping.flat import FlatBuffer
 from userdp.clipping.one_pass import OnePass, look_at
 from userdp.clipping.one_user import OneUser
 from userdp.clipping.pack import Users, pack, size_of
+from userdp.clipping.recurrent import Lstm
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.runs import Sizes, pack_runs
 from userdp.clipping.sums import ClippedSum
-from userdp.clipping.survey import Survey
+from userdp.clipping.survey import Survey, find_layers
 from userdp.clipping.verify import compare_with_plain
+from userdp.errors import InputError
 from userdp.updates import Batch, RecordLoss, Update
 
 Step = Callable[[Users], Any]
@@ -41,6 +44,9 @@ EAGER_STEPS = 64
 # Stored per-user gradients in one backward pass: bytes on the CPU, a share of the memory on CUDA.
 CPU_STORED_BYTES = 1 << 29
 CUDA_STORED_SHARE = 0.3
+# Parameters of layers without a cheaper form, up to which users of unlike size share batches: their
+# gradients are then stored for every row.
+MOST_BY_ROW = 2**21
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +101,15 @@ class FastClipping:
         self._max_tokens = settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS)
         self._max_users = None if on_cuda else self._stored_users()
         half = (self._dtype or self._parameters[0].dtype) == torch.bfloat16
-        mixes = self._graphs and half and has_aligned_head(model)
+        mixes = self._graphs and half and has_aligned_head(model, record_loss)
+        mixes = mixes and _stores_little_by_row(model)
         self._mix = mixes if settings.mix_sizes is None else settings.mix_sizes
-        self._sizes = Sizes(max_tokens=self._max_tokens, max_users=self._stored_users())
+        self._max_length = most_positions(model)
+        self._sizes = Sizes(
+            max_tokens=self._max_tokens,
+            max_users=self._stored_users(),
+            max_length=self._max_length,
+        )
         self._total = FlatBuffer(self._parameters)
         # On the device, where captured steps read and write them.
         self._clip_norm = torch.tensor(1.0, dtype=self._total.values.dtype, device=self._device)
@@ -129,6 +141,11 @@ class FastClipping:
         self._total.zero_()
         # A group without a record adds nothing, neither to the sum nor to the counts.
         listed = [group for group in groups if size_of(group).rows]
+        if any(group.keys() != listed[0].keys() for group in listed):
+            raise InputError(
+                "some groups of the cohort have tensors that others lack: give every group's batch "
+                "the same ones (attention_mask for all, for one)."
+            )
         self._sizes.see(listed)
         large = [group for group in listed if not self._fits(group)]
         small = [group for group in listed if self._fits(group)]
@@ -148,7 +165,11 @@ class FastClipping:
         if self._mix:
             return pack_runs(groups, self._sizes)
         return pack(
-            groups, max_tokens=self._max_tokens, ladder=self._graphs, max_users=self._max_users
+            groups,
+            max_tokens=self._max_tokens,
+            ladder=self._graphs,
+            max_users=self._max_users,
+            max_length=self._max_length,
         )
 
     def _sent(self, users: Users) -> Users:
@@ -166,7 +187,7 @@ class FastClipping:
         pieces: list[Users] = []
         for start in range(0, size.rows, step):
             part = {name: tensor[start : start + step] for name, tensor in group.items()}
-            (piece,) = pack([part], max_tokens=1, ladder=self._graphs)
+            (piece,) = pack([part], max_tokens=1, ladder=self._graphs, max_length=self._max_length)
             share = len(next(iter(part.values()))) / size.rows
             pieces.append(Users(batch=piece.batch, weights=piece.weights * share, count=1))
         return pieces
@@ -290,6 +311,12 @@ class FastClipping:
         )
         self._total.values.copy_(before)
         self._num_within.copy_(within)
+
+
+def _stores_little_by_row(model: nn.Module) -> bool:
+    """Whether layers that have only stored gradients are small enough to store them by row."""
+    layers = [layer for layer in find_layers(model) if layer.rule in (AnyLayer, Lstm)]
+    return sum(p.numel() for layer in layers for p in layer.parameters.values()) <= MOST_BY_ROW
 
 
 def _is_power_of_two(number: int) -> bool:

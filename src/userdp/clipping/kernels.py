@@ -1,7 +1,7 @@
 """The arithmetic of per-user gradients on tensors: norms, weighted sums, inner products.
 
 Written once in torch, which is what the CPU runs. On CUDA the element-wise ones are compiled, and
-those that torch cannot fuse come from `triton_kernels`. Sums and norms are taken in float32 at
+those that torch cannot fuse come from `triton_gram` and `triton_stored`. Sums and norms are taken in float32 at
 least (float64 stays float64), whatever the dtype of what is summed.
 
 Shapes as in `forms`.
@@ -13,6 +13,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,9 +56,31 @@ def allow_recompilations() -> None:
 
 @contextlib.contextmanager
 def wide_arithmetic(device: torch.device) -> Iterator[None]:
-    """No gradients, and products in their own dtype even inside a caller's autocast."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    """No gradients, and products in their own dtype and precision, whatever the caller chose."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), without_tf32():
         yield
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Float32 products on CUDA in float32: in TF32 a norm could be read too small."""
+    setting: Any = torch.backends.cuda.matmul
+    if setting.fp32_precision != "tf32":
+        yield
+        return
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # Chosen through the newer setting alone; the older one then cannot be read.
+        before = None
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if before is None:
+            setting.fp32_precision = "tf32"
+        else:
+            torch.set_float32_matmul_precision(before)
 
 
 def half_on_cuda(tensor: Tensor) -> bool:
@@ -127,8 +150,21 @@ def raised(
     return squared_norms_U + roundings * torch.finfo(largest_U.dtype).eps * largest_U
 
 
+def run_squared_norms(values_R: Tensor, user_of_row: Tensor, starts: Tensor) -> Tensor:
+    """||sum of a user's rows||^2 from above: rows are scaled one by one, and may all but cancel."""
+    users = len(starts) - 1
+    squares_R = squared_norms(values_R)
+    # (sum of n norms)^2 is at most n times the sum of their squares.
+    largest_U = starts.diff() * by_user(squares_R, user_of_row, users)
+    whole_U = squared_norms(by_user(values_R, user_of_row, users))
+    return raised(whole_U, largest_U, roundings=TORCH_GRAM_ROUNDINGS)
+
+
 def rows_squared_norms(ids_UL: Tensor, gradients_ULD: Tensor) -> Tensor:
-    """The squared norm of a user's embedding gradient: rows of equal tokens count as their sum."""
+    """The squared norm of a user's embedding gradient: rows of equal tokens count as their sum.
+
+    From above, as all norms of sums that may all but cancel.
+    """
     users, length, width = gradients_ULD.shape
     if length <= MOST_TOKENS_PAIRED:
         # ||sum of rows||^2 is the sum of all inner products of rows with equal tokens.
@@ -146,8 +182,7 @@ def rows_squared_norms(ids_UL: Tensor, gradients_ULD: Tensor) -> Tensor:
     run_UL = run_UL + length * torch.arange(users, device=ids_UL.device)[:, None]
     rows = gradients_ULD.gather(1, order[..., None].expand(-1, -1, width))
     rows = at_least_float32(rows).reshape(users * length, width)
-    summed = torch.zeros_like(rows).index_add(0, run_UL.flatten(), rows)
-    return summed.view(users, -1).square().sum(1)
+    return _token_squared_norms(rows, run_UL.flatten()).view(users, -1).sum(1)
 
 
 def run_rows_squared_norms(
@@ -161,10 +196,20 @@ def run_rows_squared_norms(
     keys_N, order = keys_N.sort()
     run_N = F.pad((keys_N[1:] != keys_N[:-1]).cumsum(0), (1, 0))
     rows = at_least_float32(gradients_RLD).flatten(0, 1)[order]
-    summed = torch.zeros_like(rows).index_add(0, run_N, rows)
+    norms = _token_squared_norms(rows, run_N)
     # Behind the last run are zeros.
     user_of_run = torch.zeros_like(run_N).scatter(0, run_N, user_N[order])
-    return summed.new_zeros(users).index_add(0, user_of_run, summed.square().sum(1))
+    return norms.new_zeros(users).index_add(0, user_of_run, norms)
+
+
+def _token_squared_norms(rows_ND: Tensor, run_N: Tensor) -> Tensor:
+    """The squared norm of the sum of each run of rows, from above."""
+    summed = torch.zeros_like(rows_ND).index_add(0, run_N, rows_ND)
+    squares_N = rows_ND.square().sum(1)
+    zeros = torch.zeros_like(squares_N)
+    counts = zeros.index_add(0, run_N, torch.ones_like(squares_N))
+    largest = counts * zeros.index_add(0, run_N, squares_N)
+    return raised(summed.square().sum(1), largest, roundings=TORCH_GRAM_ROUNDINGS)
 
 
 def by_user(values_R: Tensor, user_of_row: Tensor, users: int) -> Tensor:

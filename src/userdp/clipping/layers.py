@@ -42,7 +42,7 @@ class Tape:
     by_row: tuple[bool, ...] | None = None
     # Columns added to a head of unaligned width, for speed; they carry nothing.
     padding: int = 0
-    # Where users have unlike many rows: the end of each user's tokens. The stored gradients of a
+    # Where users have unlike many rows: the end of each user's rows. The stored gradients of a
     # product are then the users' own; everything else is handed out for every row (`users` = rows).
     ends: Tensor | None = None
 
@@ -116,7 +116,9 @@ class _Product(torch.autograd.Function):
         if ctx.stored:
             first, second = (x_ULI, y_ULO) if ctx.transposed else (y_ULO, x_ULI)
             if ends:
-                stored = grouped_product(first.flatten(0, 1), second.flatten(0, 1), ends[0])
+                # A layer may be called again, on rows of another length.
+                token_ends = ends[0] * x_ULI.shape[1]
+                stored = grouped_product(first.flatten(0, 1), second.flatten(0, 1), token_ends)
             else:
                 stored = torch.bmm(first.mT, second)
         if ctx.bias:

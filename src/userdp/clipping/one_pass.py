@@ -141,9 +141,7 @@ class OnePass:
                     weight, weight.dtype, self._rows, *shape, weight.shape[1]
                 )
                 continue
-            # A weight shared with a layer that is not padded has one stored gradient for both.
-            if layer.rule is Product and self._is_head(layer) and self._used_once(layer):
-                tape.padding = self._execution.head_padding
+            tape.padding = self._padding(layer)
             for name, parameter in layer.parameters.items():
                 if layer.rule is Product and name == "weight" and self._prefers_pair(layer):
                     self._probe_pair(layer, tape)
@@ -157,6 +155,12 @@ class OnePass:
                     stored[id(parameter)] = _probe(parameter, dtype, count, *shape)
                 tape.probes[name] = stored[id(parameter)]
         return tapes
+
+    def _padding(self, layer: Layer) -> int:
+        """Columns added to the layer, if it is the head."""
+        # A weight shared with a layer that is not padded has one stored gradient for both.
+        padded = layer.rule is Product and self._is_head(layer) and self._used_once(layer)
+        return self._execution.head_padding if padded else 0
 
     def _is_grouped(self, weight: Tensor) -> bool:
         """Whether users' stored gradients are formed where users have unlike many rows.
@@ -174,7 +178,9 @@ class OnePass:
         ):
             return False
         tied = any(layer in tie for layer, _ in layers for tie in self._ties)
-        return tied or (weight.numel() * self._rows > MOST_BY_ROW and is_aligned(weight))
+        if tied or weight.numel() * self._rows <= MOST_BY_ROW:
+            return tied
+        return is_aligned(weight, max(self._padding(layer) for layer, _ in layers))
 
     def _probe_pair(self, layer: Layer, tape: Tape) -> None:
         """Ask a product for its output gradients, and for its input if no layer has given it."""
@@ -265,20 +271,18 @@ class OnePass:
         return self._sums.squared_norms(grouped, self._tied_places(forms), self._runs)
 
     def _tell_ends(self) -> None:
-        """Tell products where each user's tokens end."""
+        """Tell products where each user's rows end."""
         runs = self._runs
         if runs is None:
             return
-        ends: dict[int, Tensor] = {}
+        # A copy: compiled blocks want their inputs aligned.
+        ends = runs.starts[1:].clone()
         for layer in self._layers:
             tape = self._tapes[layer.module]
             if layer.rule is not Product or "weight" not in tape.probes:
                 continue
             if self._is_grouped(layer.parameters["weight"]):
-                tokens = self._tokens(self._called[layer.module])
-                if tokens not in ends:
-                    ends[tokens] = runs.starts[1:] * tokens
-                tape.ends = ends[tokens]
+                tape.ends = ends
 
     def _hand_out(self, loss: Tensor) -> dict[nn.Module, dict[str, Tensor]]:
         probes: dict[int, Tensor] = {
@@ -351,9 +355,10 @@ def _ties(layers: list[Layer], called: dict[nn.Module, Called]) -> list[tuple[La
     ]
 
 
-def is_aligned(weight: Tensor) -> bool:
-    """Whether CUDA's grouped products take a weight of this shape."""
-    return all(size % 8 == 0 for size in weight.shape)
+def is_aligned(weight: Tensor, padding: int) -> bool:
+    """Whether CUDA's grouped products take a weight of this shape, so many rows added."""
+    first, second = weight.shape
+    return (first + padding) % 8 == 0 and second % 8 == 0
 
 
 def _probe(like: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:

@@ -133,18 +133,23 @@ def size_of(group: Batch) -> Size:
 
 
 def pack(
-    groups: Sequence[Batch], *, max_tokens: int, ladder: bool, max_users: int | None = None
+    groups: Sequence[Batch],
+    *,
+    max_tokens: int,
+    ladder: bool,
+    max_users: int | None = None,
+    max_length: int | None = None,
 ) -> Iterator[Users]:
     """Batches of at most `max_tokens` padded tokens (or of one group) that hold all the groups.
 
     Groups without a record are left out: their update is zero. With `ladder`, sizes come from a
-    short list.
+    short list; rows are not padded beyond `max_length`.
     """
     members: dict[Size, list[int]] = {}
     for place, group in enumerate(groups):
         size = size_of(group)
         if size.rows:
-            members.setdefault(_rounded(size) if ladder else size, []).append(place)
+            members.setdefault(_rounded(size, max_length) if ladder else size, []).append(place)
     waiting = sorted(members)
     for position, size in enumerate(waiting):
         places = members[size]
@@ -166,12 +171,11 @@ def pack(
             yield together([groups[i] for i in left], size, count)
 
 
-def _rounded(size: Size) -> Size:
-    return Size(
-        rows=ladder_step(size.rows),
-        length=max(16, ladder_step(size.length)) if size.length > 1 else 1,
-        rest=size.rest,
-    )
+def _rounded(size: Size, max_length: int | None) -> Size:
+    length = max(16, ladder_step(size.length)) if size.length > 1 else 1
+    if max_length is not None and length > max_length:
+        length = max(size.length, max_length)
+    return Size(rows=ladder_step(size.rows), length=length, rest=size.rest)
 
 
 def ladder_step(number: int) -> int:

@@ -49,6 +49,8 @@ class Sizes:
 
     max_tokens: int
     max_users: int | None = None
+    # Of a row: what the model has positions for.
+    max_length: int | None = None
     longest: int = 0
     most_seen: int = 1
 
@@ -56,7 +58,10 @@ class Sizes:
         """Take note of the groups' longest row and of the most rows."""
         for group in groups:
             size = size_of(group)
-            self.longest = max(self.longest, -(-size.length // ALIGNMENT) * ALIGNMENT)
+            aligned = -(-size.length // ALIGNMENT) * ALIGNMENT
+            if self.max_length is not None and aligned > self.max_length:
+                aligned = size.length
+            self.longest = max(self.longest, aligned)
             self.most_seen = max(self.most_seen, size.rows)
 
     def holds(self, group: Batch) -> bool:
@@ -135,6 +140,7 @@ class _Waiting:
             count = sizes.max_tokens // (length * rows)
             full = rows == sizes.most_seen and count > 1
             full &= (count * rows + 1) * length > sizes.max_tokens
+            full &= sizes.max_users is None or count <= sizes.max_users
             while full and len(places) >= count:
                 alike = [places.pop() for _ in range(count)]
                 yield alike, Size(rows=rows, length=length)
@@ -150,6 +156,8 @@ class _Waiting:
             places = self._places[length, rows]
             while (
                 places
+                # Of shorter rows a user may have more than those that the batch is made for.
+                and rows <= shape.most_rows
                 and used + rows <= shape.rows
                 and _has_places(shape, len(chosen) + 1, used + rows)
             ):

@@ -17,7 +17,8 @@ from userdp.clipping.pack import Runs
 from userdp.updates import at_least_float32
 
 if TYPE_CHECKING:
-    from userdp.clipping.triton_kernels import GramTable, Silencer, StoredTable
+    from userdp.clipping.triton_gram import GramTable
+    from userdp.clipping.triton_stored import Silencer, StoredTable
 
 # A form and the clip group (layer) that its parameter belongs to.
 Grouped = tuple[int, Form]
@@ -110,8 +111,7 @@ class Sums:
                 norms.append(table.squared_norms(gradients, batch.starts, by_row=kind.by_row))
             else:
                 groups += [group for group, _ in members]
-                users = [batch.by_user(g) if kind.by_row else g for g in gradients]
-                norms += [kernels.squared_norms(gradient)[None] for gradient in users]
+                norms += [batch.stored_squared_norms(g, kind.by_row)[None] for g in gradients]
         for group, form in batch.forms:
             if isinstance(form, Rows):
                 groups.append(group)
@@ -246,7 +246,7 @@ class Sums:
                 kernels.silence_(side, factors[row])
             return
         if self._silencer is None:
-            from userdp.clipping.triton_kernels import Silencer
+            from userdp.clipping.triton_stored import Silencer
 
             self._silencer = Silencer(len(sides), sides[0].device)
         self._silencer(sides, rows, factors)
@@ -259,7 +259,7 @@ class Sums:
         if not first.is_cuda or kind.dtype == torch.float64:
             return None
         if kind not in self._stored:
-            from userdp.clipping.triton_kernels import StoredTable
+            from userdp.clipping.triton_stored import StoredTable
 
             gradients = [form.gradients_U for _, form in members]
             self._stored[kind] = StoredTable(gradients, [group for group, _ in members])
@@ -268,7 +268,7 @@ class Sums:
     def _gram_table(self, entries: Sequence[Entry], batch: _Batch) -> GramTable:
         length = entries[0].tensors[0].shape[1]
         if length not in self._grams:
-            from userdp.clipping.triton_kernels import GramTable
+            from userdp.clipping.triton_gram import GramTable
 
             self._grams[length] = GramTable(
                 [entry.tensors for entry in entries],
@@ -326,6 +326,12 @@ class _Batch:
         if self.runs is None:
             return values_R
         return kernels.by_user(values_R, self.runs.user_of_row, self.users)
+
+    def stored_squared_norms(self, gradients: Tensor, by_row: bool) -> Tensor:
+        """Squared norms of stored gradients, by user."""
+        if self.runs is None or not by_row:
+            return kernels.squared_norms(gradients)
+        return kernels.run_squared_norms(gradients, self.runs.user_of_row, self.runs.starts)
 
     def rows_squared_norms(self, form: Rows) -> Tensor:
         """Squared norms of an embedding's gradients, by user."""

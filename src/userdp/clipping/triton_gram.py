@@ -1,11 +1,4 @@
-"""CUDA kernels that torch cannot fuse for us: all Gram norms, all stored gradients in one launch.
-
-Hundreds of small tensors would otherwise cost hundreds of launches. The tensors' addresses travel
-to the device in a table; sizes are counted in units, so that the compiler knows what is aligned.
-
-Imported on CUDA machines only; `kernels` holds the same arithmetic in plain torch, and the tests
-compare the two.
-"""
+"""CUDA kernels of pairs: all Gram norms in one launch, before scaling and after."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
@@ -21,53 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from userdp.clipping import kernels
+from userdp.clipping.triton_tables import Addresses, check_aligned, dtype_name, typed
 
 _TILE = 128
-_BLOCK = 1024
-_BLOCKS_A_NORM = 16
-_SILENCE_BLOCK = 4096
-
-
-class Addresses:
-    """A table of numbers that the device reads: tensors' addresses, and what goes with them.
-
-    In a captured graph its host copy is read again at every replay: it is kept here, and is not
-    written to after the capture.
-    """
-
-    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
-        on_cuda = device.type == "cuda"
-        self._host = torch.zeros(rows, columns, dtype=torch.int64, pin_memory=on_cuda)
-        self._device = torch.zeros(rows, columns, dtype=torch.int64, device=device)
-
-    def send(self, *rows: Sequence[int]) -> tuple[Tensor, ...]:
-        """The rows on the device."""
-        self._host.copy_(torch.tensor(rows))
-        capturing = self._device.is_cuda and torch.cuda.is_current_stream_capturing()
-        self._device.copy_(self._host, non_blocking=capturing)
-        return self._device.unbind(0)
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _check_aligned(tensors: Sequence[Tensor]) -> None:
-    assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
-
-
-@triton.jit
-def _typed(address, DTYPE: tl.constexpr):
-    if DTYPE == "bfloat16":
-        pointer = address.to(tl.pointer_type(tl.bfloat16))
-    elif DTYPE == "float16":
-        pointer = address.to(tl.pointer_type(tl.float16))
-    else:
-        pointer = address.to(tl.pointer_type(tl.float32))
-    return tl.multiple_of(pointer, 16)
-
-
-# ---- Gram norms
 
 
 @triton.jit
@@ -150,12 +99,12 @@ def _gram_kernel(
     kept = tl.zeros((TILE, TILE), tl.float32)
     for k in range(tl.load(first_kept + entry), middle):
         width = tl.load(widths + k).to(tl.int32) * UNIT
-        values = _typed(tl.load(addresses + k), DTYPE) + start * width
+        values = typed(tl.load(addresses + k), DTYPE) + start * width
         kept = _add_gram(kept, values, width, rows_i, rows_j, length, SLICE, ONE_TILE)
     gram = tl.zeros((TILE, TILE), tl.float32)
     for k in range(middle, tl.load(after_other + entry)):
         width = tl.load(widths + k).to(tl.int32) * UNIT
-        values = _typed(tl.load(addresses + k), DTYPE) + start * width
+        values = typed(tl.load(addresses + k), DTYPE) + start * width
         gram = _add_gram(gram, values, width, rows_i, rows_j, length, SLICE, ONE_TILE)
     terms = tl.sum(gram * kept)
     tl.store(sums + pair, tl.where(i == j, terms, 2 * terms))
@@ -200,11 +149,11 @@ def _scale_kernel(
     rows_i = i * TILE + tl.arange(0, TILE)
     rows_j = j * TILE + tl.arange(0, TILE)
     width = tl.load(widths + entry).to(tl.int32) * UNIT
-    out = _typed(tl.load(out_addresses + entry), DTYPE) + start * width
+    out = typed(tl.load(out_addresses + entry), DTYPE) + start * width
     gram = tl.zeros((TILE, TILE), tl.float32)
     if ONE_TILE:
         factor = tl.load(factors_pointer + tl.load(factor_rows + entry) * num_users + user)
-        values = _typed(tl.load(in_addresses + entry), DTYPE) + start * width
+        values = typed(tl.load(in_addresses + entry), DTYPE) + start * width
         for first in range(0, width, SLICE):
             column = first + tl.arange(0, SLICE)[None, :]
             place = rows_i[:, None] * width + column
@@ -251,7 +200,7 @@ class GramTable:
         first, _ = entries[0]
         rows, self._length, _ = first.shape
         self._users = rows if users is None else users
-        self._dtype = _dtype_name(first)
+        self._dtype = dtype_name(first)
         self._device = first.device
         self._unit = math.gcd(8, *(t.shape[2] for x, ys in entries for t in (x, *ys)))
         self._scale_x = list(scale_inputs)
@@ -285,7 +234,7 @@ class GramTable:
     ) -> Tensor:
         """(entries, users), from above; keeps what `scaled` needs."""
         self._where = self._equal if starts is None else (starts, self._first_pairs(starts))
-        _check_aligned([t for x, ys in entries for t in (x, *ys)])
+        check_aligned([t for x, ys in entries for t in (x, *ys)])
         tensors: list[Tensor] = []
         places: list[tuple[int, int, int]] = []
         for (x, ys), scale_x in zip(entries, self._scale_x, strict=True):
@@ -374,237 +323,3 @@ class GramTable:
         pairs = self._num_pairs
         squares_x, squares_y = sums[..., pairs:].unflatten(-1, (2, -1)).sum(-1).unbind(-1)
         return kernels.raised(sums[..., :pairs].sum(-1), squares_x * squares_y)
-
-
-# ---- stored gradients
-
-
-@triton.jit
-def _stored_norms_kernel(
-    addresses,
-    tensor_of_block,
-    start_of_block,
-    sizes,
-    starts,
-    out_pointer,
-    num_users,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    UNIT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    HAS_GAPS: tl.constexpr,
-):
-    block = tl.program_id(0)
-    user = tl.program_id(1).to(tl.int64)
-    tensor = tl.load(tensor_of_block + block)
-    start = tl.load(start_of_block + block) * BLOCK
-    size = tl.load(sizes + tensor) * UNIT
-    values = _typed(tl.load(addresses + tensor), DTYPE)
-    total = tl.zeros((BLOCK,), tl.float32)
-    if BY_ROW:
-        # A user's rows add up before they are squared.
-        first, last = tl.load(starts + user), tl.load(starts + user + 1)
-        for i in range(BLOCKS):
-            offsets = start + i * BLOCK + tl.arange(0, BLOCK)
-            summed = tl.zeros((BLOCK,), tl.float32)
-            place = values + first.to(tl.int64) * size + offsets
-            for _ in range(first, last):
-                summed += tl.load(place, offsets < size, 0.0).to(tl.float32)
-                place += size
-            total += summed * summed
-    else:
-        values += user * size
-        if HAS_GAPS:
-            # Nothing is read where there is no user.
-            size = tl.where(tl.load(starts + user) == tl.load(starts + user + 1), 0, size)
-        for i in range(BLOCKS):
-            offsets = start + i * BLOCK + tl.arange(0, BLOCK)
-            value = tl.load(values + offsets, offsets < size, 0.0).to(tl.float32)
-            total += value * value
-    tl.store(out_pointer + block * num_users + user, tl.sum(total))
-
-
-@triton.jit
-def _stored_sums_kernel(
-    addresses,
-    out_addresses,
-    out_sizes,
-    tensor_of_block,
-    start_of_block,
-    sizes,
-    groups,
-    factors_pointer,
-    num_used,
-    num_users,
-    BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    HAS_GAPS: tl.constexpr,
-):
-    block = tl.program_id(0)
-    tensor = tl.load(tensor_of_block + block)
-    offsets = tl.load(start_of_block + block) * BLOCK + tl.arange(0, BLOCK)
-    size = tl.load(sizes + tensor) * UNIT
-    inside = offsets < size
-    place = _typed(tl.load(addresses + tensor), DTYPE) + offsets
-    factors = factors_pointer + tl.load(groups + tensor) * num_users
-    total = tl.zeros((BLOCK,), tl.float32)
-    last = num_users
-    if HAS_GAPS:
-        last = tl.load(num_used)
-    for user in range(last):
-        factor = tl.load(factors + user)
-        value = tl.load(place, inside, 0.0).to(tl.float32)
-        # A factor of zero silences even a value that is not finite.
-        total += tl.where(factor == 0.0, 0.0, factor * value)
-        place += size
-    out = _typed(tl.load(out_addresses + tensor), "float32")
-    kept = offsets < tl.load(out_sizes + tensor)
-    tl.store(out + offsets, tl.load(out + offsets, kept, 0.0) + total, kept)
-
-
-class StoredTable:
-    """Norms and weighted sums of a fixed list of (users, ...) tensors, each in one launch."""
-
-    def __init__(self, gradients: Sequence[Tensor], groups: Sequence[int]) -> None:
-        device = gradients[0].device
-        self._count = len(gradients[0])
-        sizes = [gradient[0].numel() for gradient in gradients]
-        self._unit = math.gcd(8, *sizes)
-        self._sizes = torch.tensor([size // self._unit for size in sizes], device=device)
-        self._groups = torch.tensor(groups, device=device)
-        self._norm_blocks = _blocks(sizes, _BLOCKS_A_NORM, device)
-        self._sum_blocks = _blocks(sizes, 1, device)
-        self.block_groups = [groups[tensor] for tensor in self._norm_blocks[0].tolist()]
-        self._for_norms = Addresses(1, len(sizes), device)
-        self._for_sums = Addresses(3, len(sizes), device)
-
-    def squared_norms(
-        self, gradients: Sequence[Tensor], starts: Tensor | None = None, *, by_row: bool = True
-    ) -> Tensor:
-        """Partial squared norms (blocks, users); `block_groups` says of which group.
-
-        With `starts`, a user's rows begin there: it may have none, and is then not read. Tensors
-        count rows if `by_row`, else users.
-        """
-        _check_aligned(gradients)
-        (addresses,) = self._for_norms.send([g.data_ptr() for g in gradients])
-        tensors, firsts = self._norm_blocks
-        users = self._count if starts is None else len(starts) - 1
-        out = torch.empty(len(tensors), users, dtype=torch.float32, device=tensors.device)
-        _stored_norms_kernel[(len(tensors), users)](
-            addresses,
-            tensors,
-            firsts,
-            self._sizes,
-            self._sizes if starts is None else starts,
-            out,
-            users,
-            BLOCK=_BLOCK,
-            BLOCKS=_BLOCKS_A_NORM,
-            UNIT=self._unit,
-            DTYPE=_dtype_name(gradients[0]),
-            BY_ROW=starts is not None and by_row,
-            HAS_GAPS=starts is not None,
-        )
-        return out
-
-    def add_weighted_sums(
-        self,
-        gradients: Sequence[Tensor],
-        totals: Sequence[Tensor],
-        factors: Tensor,
-        num_used: Tensor | None = None,
-    ) -> None:
-        """totals[i] += sum_u factors[group_i, u] gradients[i][u]; totals may be cut short.
-
-        With `num_used`, only that many users are read.
-        """
-        _check_aligned([*gradients, *totals])
-        addresses = self._for_sums.send(
-            [g.data_ptr() for g in gradients],
-            [total.data_ptr() for total in totals],
-            [total.numel() for total in totals],
-        )
-        tensors, starts = self._sum_blocks
-        _stored_sums_kernel[(len(tensors),)](
-            *addresses,
-            tensors,
-            starts,
-            self._sizes,
-            self._groups,
-            factors.contiguous(),
-            self._sizes if num_used is None else num_used,
-            self._count,
-            BLOCK=_BLOCK,
-            UNIT=self._unit,
-            DTYPE=_dtype_name(gradients[0]),
-            HAS_GAPS=num_used is not None,
-        )
-
-
-def _blocks(sizes: Sequence[int], step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Every block's tensor, and its start there in blocks; a program takes `step` blocks."""
-    counts = [-(-size // (_BLOCK * step)) for size in sizes]
-    tensors = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(counts))
-    starts = torch.cat([torch.arange(count) * step for count in counts])
-    return tensors.to(device), starts.to(device)
-
-
-# ---- single users
-
-
-@triton.jit
-def _silence_kernel(
-    addresses,
-    sizes,
-    factor_rows,
-    factors_pointer,
-    num_users,
-    BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    tensor = tl.program_id(0)
-    user = tl.program_id(1).to(tl.int64)
-    # Almost always leaves here, having read one factor.
-    if tl.load(factors_pointer + tl.load(factor_rows + tensor) * num_users + user) == 0.0:
-        size = tl.load(sizes + tensor) * UNIT
-        values = _typed(tl.load(addresses + tensor), DTYPE) + user * size
-        offsets = tl.arange(0, BLOCK)
-        for _ in range(tl.cdiv(size, BLOCK)):
-            tl.store(values + offsets, 0.0, mask=offsets < size)
-            offsets += BLOCK
-
-
-class Silencer:
-    """Sets to zero, in place and in one launch, the values of users whose factor is zero.
-
-    For as many tensors as it is made for, of one dtype and with equally many users.
-    """
-
-    def __init__(self, num_tensors: int, device: torch.device) -> None:
-        self._table = Addresses(3, num_tensors, device)
-
-    def __call__(
-        self, tensors: Sequence[Tensor], factor_rows: Sequence[int], factors: Tensor
-    ) -> None:
-        """Tensor i's factors are `factors[factor_rows[i]]`."""
-        _check_aligned(tensors)
-        sizes = [tensor[0].numel() for tensor in tensors]
-        unit = math.gcd(8, *sizes)
-        rows = self._table.send(
-            [tensor.data_ptr() for tensor in tensors],
-            [size // unit for size in sizes],
-            factor_rows,
-        )
-        users = len(tensors[0])
-        _silence_kernel[(len(tensors), users)](
-            *rows,
-            factors.contiguous(),
-            users,
-            BLOCK=_SILENCE_BLOCK,
-            UNIT=unit,
-            DTYPE=_dtype_name(tensors[0]),
-        )

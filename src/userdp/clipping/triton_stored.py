@@ -1,0 +1,254 @@
+"""CUDA kernels of stored gradients, norms and sums in one launch each; and users made silent."""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from userdp.clipping import kernels
+from userdp.clipping.triton_tables import Addresses, check_aligned, dtype_name, typed
+
+_BLOCK = 1024
+_BLOCKS_A_NORM = 16
+_SILENCE_BLOCK = 4096
+
+
+@triton.jit
+def _stored_norms_kernel(
+    addresses,
+    tensor_of_block,
+    start_of_block,
+    sizes,
+    starts,
+    out_pointer,
+    num_users,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    UNIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    HAS_GAPS: tl.constexpr,
+    ROUNDING: tl.constexpr,
+):
+    block = tl.program_id(0)
+    user = tl.program_id(1).to(tl.int64)
+    tensor = tl.load(tensor_of_block + block)
+    start = tl.load(start_of_block + block) * BLOCK
+    size = tl.load(sizes + tensor) * UNIT
+    values = typed(tl.load(addresses + tensor), DTYPE)
+    total = tl.zeros((BLOCK,), tl.float32)
+    if BY_ROW:
+        # A user's rows add up before they are squared: `kernels.run_squared_norms`.
+        first, last = tl.load(starts + user), tl.load(starts + user + 1)
+        raised = (last - first).to(tl.float32) * ROUNDING
+        for i in range(BLOCKS):
+            offsets = start + i * BLOCK + tl.arange(0, BLOCK)
+            summed = tl.zeros((BLOCK,), tl.float32)
+            squares = tl.zeros((BLOCK,), tl.float32)
+            place = values + first.to(tl.int64) * size + offsets
+            for _ in range(first, last):
+                value = tl.load(place, offsets < size, 0.0).to(tl.float32)
+                summed += value
+                squares += value * value
+                place += size
+            total += summed * summed + raised * squares
+    else:
+        values += user * size
+        if HAS_GAPS:
+            # Nothing is read where there is no user.
+            size = tl.where(tl.load(starts + user) == tl.load(starts + user + 1), 0, size)
+        for i in range(BLOCKS):
+            offsets = start + i * BLOCK + tl.arange(0, BLOCK)
+            value = tl.load(values + offsets, offsets < size, 0.0).to(tl.float32)
+            total += value * value
+    tl.store(out_pointer + block * num_users + user, tl.sum(total))
+
+
+@triton.jit
+def _stored_sums_kernel(
+    addresses,
+    out_addresses,
+    out_sizes,
+    tensor_of_block,
+    start_of_block,
+    sizes,
+    groups,
+    factors_pointer,
+    num_used,
+    num_users,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HAS_GAPS: tl.constexpr,
+):
+    block = tl.program_id(0)
+    tensor = tl.load(tensor_of_block + block)
+    offsets = tl.load(start_of_block + block) * BLOCK + tl.arange(0, BLOCK)
+    size = tl.load(sizes + tensor) * UNIT
+    inside = offsets < size
+    place = typed(tl.load(addresses + tensor), DTYPE) + offsets
+    factors = factors_pointer + tl.load(groups + tensor) * num_users
+    total = tl.zeros((BLOCK,), tl.float32)
+    last = num_users
+    if HAS_GAPS:
+        last = tl.load(num_used)
+    for user in range(last):
+        factor = tl.load(factors + user)
+        value = tl.load(place, inside, 0.0).to(tl.float32)
+        # A factor of zero silences even a value that is not finite.
+        total += tl.where(factor == 0.0, 0.0, factor * value)
+        place += size
+    out = typed(tl.load(out_addresses + tensor), "float32")
+    kept = offsets < tl.load(out_sizes + tensor)
+    tl.store(out + offsets, tl.load(out + offsets, kept, 0.0) + total, kept)
+
+
+class StoredTable:
+    """Norms and weighted sums of a fixed list of (users, ...) tensors, each in one launch."""
+
+    def __init__(self, gradients: Sequence[Tensor], groups: Sequence[int]) -> None:
+        device = gradients[0].device
+        self._count = len(gradients[0])
+        sizes = [gradient[0].numel() for gradient in gradients]
+        self._unit = math.gcd(8, *sizes)
+        self._sizes = torch.tensor([size // self._unit for size in sizes], device=device)
+        self._groups = torch.tensor(groups, device=device)
+        self._norm_blocks = _blocks(sizes, _BLOCKS_A_NORM, device)
+        self._sum_blocks = _blocks(sizes, 1, device)
+        self.block_groups = [groups[tensor] for tensor in self._norm_blocks[0].tolist()]
+        self._for_norms = Addresses(1, len(sizes), device)
+        self._for_sums = Addresses(3, len(sizes), device)
+
+    def squared_norms(
+        self, gradients: Sequence[Tensor], starts: Tensor | None = None, *, by_row: bool = True
+    ) -> Tensor:
+        """Partial squared norms (blocks, users); `block_groups` says of which group.
+
+        With `starts`, a user's rows begin there: it may have none, and is then not read. Tensors
+        count rows if `by_row`, and norms of their sums are from above; else they count users.
+        """
+        check_aligned(gradients)
+        (addresses,) = self._for_norms.send([g.data_ptr() for g in gradients])
+        tensors, firsts = self._norm_blocks
+        users = self._count if starts is None else len(starts) - 1
+        out = torch.empty(len(tensors), users, dtype=torch.float32, device=tensors.device)
+        _stored_norms_kernel[(len(tensors), users)](
+            addresses,
+            tensors,
+            firsts,
+            self._sizes,
+            self._sizes if starts is None else starts,
+            out,
+            users,
+            BLOCK=_BLOCK,
+            BLOCKS=_BLOCKS_A_NORM,
+            UNIT=self._unit,
+            DTYPE=dtype_name(gradients[0]),
+            BY_ROW=starts is not None and by_row,
+            HAS_GAPS=starts is not None,
+            ROUNDING=kernels.TORCH_GRAM_ROUNDINGS * torch.finfo(torch.float32).eps,
+        )
+        return out
+
+    def add_weighted_sums(
+        self,
+        gradients: Sequence[Tensor],
+        totals: Sequence[Tensor],
+        factors: Tensor,
+        num_used: Tensor | None = None,
+    ) -> None:
+        """totals[i] += sum_u factors[group_i, u] gradients[i][u]; totals may be cut short.
+
+        With `num_used`, only that many users are read.
+        """
+        check_aligned([*gradients, *totals])
+        addresses = self._for_sums.send(
+            [g.data_ptr() for g in gradients],
+            [total.data_ptr() for total in totals],
+            [total.numel() for total in totals],
+        )
+        tensors, starts = self._sum_blocks
+        _stored_sums_kernel[(len(tensors),)](
+            *addresses,
+            tensors,
+            starts,
+            self._sizes,
+            self._groups,
+            factors.contiguous(),
+            self._sizes if num_used is None else num_used,
+            self._count,
+            BLOCK=_BLOCK,
+            UNIT=self._unit,
+            DTYPE=dtype_name(gradients[0]),
+            HAS_GAPS=num_used is not None,
+        )
+
+
+def _blocks(sizes: Sequence[int], step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Every block's tensor, and its start there in blocks; a program takes `step` blocks."""
+    counts = [-(-size // (_BLOCK * step)) for size in sizes]
+    tensors = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(counts))
+    starts = torch.cat([torch.arange(count) * step for count in counts])
+    return tensors.to(device), starts.to(device)
+
+
+@triton.jit
+def _silence_kernel(
+    addresses,
+    sizes,
+    factor_rows,
+    factors_pointer,
+    num_users,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    tensor = tl.program_id(0)
+    user = tl.program_id(1).to(tl.int64)
+    # Almost always leaves here, having read one factor.
+    if tl.load(factors_pointer + tl.load(factor_rows + tensor) * num_users + user) == 0.0:
+        size = tl.load(sizes + tensor) * UNIT
+        values = typed(tl.load(addresses + tensor), DTYPE) + user * size
+        offsets = tl.arange(0, BLOCK)
+        for _ in range(tl.cdiv(size, BLOCK)):
+            tl.store(values + offsets, 0.0, mask=offsets < size)
+            offsets += BLOCK
+
+
+class Silencer:
+    """Sets to zero, in place and in one launch, the values of users whose factor is zero.
+
+    For as many tensors as it is made for, of one dtype and with equally many users.
+    """
+
+    def __init__(self, num_tensors: int, device: torch.device) -> None:
+        self._table = Addresses(3, num_tensors, device)
+
+    def __call__(
+        self, tensors: Sequence[Tensor], factor_rows: Sequence[int], factors: Tensor
+    ) -> None:
+        """Tensor i's factors are `factors[factor_rows[i]]`."""
+        check_aligned(tensors)
+        sizes = [tensor[0].numel() for tensor in tensors]
+        unit = math.gcd(8, *sizes)
+        rows = self._table.send(
+            [tensor.data_ptr() for tensor in tensors],
+            [size // unit for size in sizes],
+            factor_rows,
+        )
+        users = len(tensors[0])
+        _silence_kernel[(len(tensors), users)](
+            *rows,
+            factors.contiguous(),
+            users,
+            BLOCK=_SILENCE_BLOCK,
+            UNIT=unit,
+            DTYPE=dtype_name(tensors[0]),
+        )

@@ -1,0 +1,59 @@
+"""Tables of addresses: what lets one kernel launch read hundreds of tensors.
+
+The tensors' addresses travel to the device in a table; sizes are counted in units, so that the
+compiler knows what is aligned. The kernels (`triton_gram`, `triton_stored`) are imported on CUDA
+machines only; `kernels` holds the same arithmetic in plain torch, and the tests compare the two.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Addresses:
+    """A table of numbers that the device reads: tensors' addresses, and what goes with them.
+
+    In a captured graph its host copy is read again at every replay: it is kept here, and is not
+    written to after the capture.
+    """
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._host = torch.zeros(rows, columns, dtype=torch.int64, pin_memory=on_cuda)
+        self._device = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+
+    def send(self, *rows: Sequence[int]) -> tuple[Tensor, ...]:
+        """The rows on the device."""
+        self._host.copy_(torch.tensor(rows))
+        capturing = self._device.is_cuda and torch.cuda.is_current_stream_capturing()
+        self._device.copy_(self._host, non_blocking=capturing)
+        return self._device.unbind(0)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """The dtype as kernels are told it."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def check_aligned(tensors: Sequence[Tensor]) -> None:
+    """Kernels read vectors of 16 bytes."""
+    assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
+
+
+@triton.jit
+def typed(address, DTYPE: tl.constexpr):
+    """A pointer from an address in a table."""
+    if DTYPE == "bfloat16":
+        pointer = address.to(tl.pointer_type(tl.bfloat16))
+    elif DTYPE == "float16":
+        pointer = address.to(tl.pointer_type(tl.float16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.float32))
+    return tl.multiple_of(pointer, 16)
