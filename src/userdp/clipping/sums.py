@@ -12,16 +12,14 @@ from torch import Tensor
 from userdp.clipping import kernels
 from userdp.clipping.factors import evenly_rounding
 from userdp.clipping.flat import FlatBuffer
-from userdp.clipping.forms import Form, Pair, Rows, Stored
+from userdp.clipping.formed import Entry, FormedBatch, Grouped, entries_of
+from userdp.clipping.forms import Pair, Rows, Stored
 from userdp.clipping.pack import Runs
 from userdp.updates import at_least_float32
 
 if TYPE_CHECKING:
     from userdp.clipping.triton_gram import GramTable
     from userdp.clipping.triton_stored import Silencer, StoredTable
-
-# A form and the clip group (layer) that its parameter belongs to.
-Grouped = tuple[int, Form]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,25 +33,6 @@ class ClippedSum:
     total: FlatBuffer
     num_within: Tensor
     num_updates: int
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Entry:
-    """The pairs that one input gave rise to and that are clipped together."""
-
-    group: int
-    pairs: list[Pair]
-
-    @property
-    def tensors(self) -> tuple[Tensor, list[Tensor]]:
-        """The input, and the output gradients."""
-        return self.pairs[0].inputs_ULI, [pair.output_gradients_ULO for pair in self.pairs]
-
-    @property
-    def scale_input(self) -> bool:
-        """Whether the input is the side to scale: one for several outputs, or the narrower."""
-        x, ys = self.tensors
-        return len(ys) > 1 or x.shape[2] <= ys[0].shape[2]
 
 
 class Sums:
@@ -72,7 +51,7 @@ class Sums:
         self._grams: dict[int, GramTable] = {}
         self._silencer: Silencer | None = None
         self._group_rows: dict[tuple[int, ...], Tensor] = {}
-        self._batch: _Batch | None = None
+        self._batch: FormedBatch | None = None
 
     def squared_norms(
         self,
@@ -86,8 +65,8 @@ class Sums:
         ||e||^2 + ||h||^2 + 2 <e, h>.
         """
         forms = [(group if self._num_groups > 1 else 0, form) for group, form in forms]
-        entries = _entries(forms)
-        batch = _Batch(forms=forms, ties=list(ties), entries=entries, runs=runs)
+        entries = entries_of(forms)
+        batch = FormedBatch(forms=forms, ties=list(ties), entries=entries, runs=runs)
         batch.others = self._other_norms(batch)
         parts = [batch.others]
         if entries:
@@ -99,7 +78,7 @@ class Sums:
         self._batch = batch
         return torch.stack(parts).sum(0)
 
-    def _other_norms(self, batch: _Batch) -> Tensor:
+    def _other_norms(self, batch: FormedBatch) -> Tensor:
         """Squared norms of what is stored and of embedding rows, by group."""
         groups: list[int] = []
         norms: list[Tensor] = []
@@ -132,7 +111,7 @@ class Sums:
         zeros = values.new_zeros(self._num_groups, values.shape[1])
         return zeros.index_add_(0, self._group_rows[key], values)
 
-    def _pair_norms(self, batch: _Batch) -> Tensor:
+    def _pair_norms(self, batch: FormedBatch) -> Tensor:
         """(entries, users)."""
         entries, starts = batch.entries, batch.starts
         if not kernels.half_on_cuda(entries[0].tensors[0]):
@@ -185,7 +164,7 @@ class Sums:
         return torch.where(total <= bound**2, factors, 0.0)
 
     def _scaled_pairs(
-        self, entries: Sequence[Entry], factors: Tensor, batch: _Batch
+        self, entries: Sequence[Entry], factors: Tensor, batch: FormedBatch
     ) -> tuple[Sequence[Tensor], Tensor]:
         """The scaled sides, and the squared norms (entries, users) with them."""
         spread, starts = batch.spread(factors), batch.starts
@@ -230,7 +209,7 @@ class Sums:
                 total = place[id(form)]
                 total.index_add_(0, form.ids_UL.flatten(), rows.to(total.dtype))
 
-    def _silence_pairs(self, batch: _Batch, factors: Tensor) -> None:
+    def _silence_pairs(self, batch: FormedBatch, factors: Tensor) -> None:
         """Set both sides of pairs to zero where the factor is zero: 0 * inf is not 0."""
         if not batch.entries:
             return
@@ -265,7 +244,7 @@ class Sums:
             self._stored[kind] = StoredTable(gradients, [group for group, _ in members])
         return self._stored[kind]
 
-    def _gram_table(self, entries: Sequence[Entry], batch: _Batch) -> GramTable:
+    def _gram_table(self, entries: Sequence[Entry], batch: FormedBatch) -> GramTable:
         length = entries[0].tensors[0].shape[1]
         if length not in self._grams:
             from userdp.clipping.triton_gram import GramTable
@@ -277,115 +256,6 @@ class Sums:
                 most_rows=1 if batch.runs is None else batch.runs.most_rows,
             )
         return self._grams[length]
-
-
-class _Batch:
-    """What is known of one batch between its norms and its sum."""
-
-    def __init__(
-        self,
-        *,
-        forms: list[Grouped],
-        ties: list[tuple[int, int]],
-        entries: list[Entry],
-        runs: Runs | None,
-    ) -> None:
-        self.forms = forms
-        self.ties = ties
-        self.entries = entries
-        self.runs = runs
-        self.others: Tensor
-        self.scaled: dict[int, Tensor] = {}
-
-    @property
-    def users(self) -> int:
-        """Users, or places for them."""
-        if self.runs is not None:
-            return len(self.runs.starts) - 1
-        _, form = self.forms[0]
-        if isinstance(form, Stored):
-            return len(form.gradients_U)
-        return len(form.inputs_ULI if isinstance(form, Pair) else form.ids_UL)
-
-    @property
-    def starts(self) -> Tensor | None:
-        """Where users' rows begin, if users have unlike many."""
-        return None if self.runs is None else self.runs.starts
-
-    @property
-    def num_used(self) -> Tensor | None:
-        """How many places have rows, where that is not all: they come first."""
-        return None if self.starts is None else (self.starts.diff() > 0).sum()
-
-    def spread(self, factors: Tensor) -> Tensor:
-        """Users' factors as those of their rows."""
-        return factors if self.runs is None else factors[:, self.runs.user_of_row]
-
-    def by_user(self, values_R: Tensor) -> Tensor:
-        """Rows' values added up to users'."""
-        if self.runs is None:
-            return values_R
-        return kernels.by_user(values_R, self.runs.user_of_row, self.users)
-
-    def stored_squared_norms(self, gradients: Tensor, by_row: bool) -> Tensor:
-        """Squared norms of stored gradients, by user."""
-        if self.runs is None or not by_row:
-            return kernels.squared_norms(gradients)
-        return kernels.run_squared_norms(gradients, self.runs.user_of_row, self.runs.starts)
-
-    def rows_squared_norms(self, form: Rows) -> Tensor:
-        """Squared norms of an embedding's gradients, by user."""
-        if self.runs is None or self.runs.most_rows == 1:
-            norms = kernels.run(kernels.rows_squared_norms, form.ids_UL, form.gradients_ULD)
-            return self.by_user(norms)
-        where = (self.runs.user_of_row, self.runs.starts)
-        return kernels.run(kernels.run_rows_squared_norms, form.ids_UL, form.gradients_ULD, *where)
-
-    def inner_products(self, rows: Form, other: Form) -> Tensor:
-        """<e_u, h_u> from above, of an embedding and a head that share their weight.
-
-        From above, as Gram norms are: ||e||^2 + ||h||^2 + 2 <e, h> may all but cancel.
-        """
-        assert isinstance(rows, Rows)
-        ids, gradients = rows.ids_UL, rows.gradients_ULD
-        if isinstance(other, Stored):
-            assert not other.by_row
-            owner = self.runs.user_of_row if self.runs is not None else _numbers(ids)
-            parts = kernels.run(kernels.inner_with_stored, ids, gradients, other.gradients_U, owner)
-            return self.by_user(parts.T).sum(1)
-        assert isinstance(other, Pair)
-        x, y = other.inputs_ULI, other.output_gradients_ULO
-        if self.runs is None:
-            return kernels.inner_with_pair(ids, gradients, x, y).sum(0)
-        return self._inner_with_rows(ids, gradients, x, y, self.runs)
-
-    def _inner_with_rows(
-        self, ids: Tensor, gradients: Tensor, x: Tensor, y: Tensor, runs: Runs
-    ) -> Tensor:
-        """Each row of the head's meets each row of the same user's embedding."""
-        row, owner = _numbers(ids), runs.user_of_row
-        total: Tensor | None = None
-        for shift in range(1 - runs.most_rows, runs.most_rows):
-            other = row + shift
-            same = (other >= 0) & (other < len(row))
-            other = other.clamp(0, len(row) - 1)
-            same &= owner[other] == owner
-            parts = kernels.inner_with_pair(ids[other], gradients[other], x, y).sum(0)
-            met = torch.where(same, parts, 0.0)
-            total = met if total is None else total + met
-        assert total is not None
-        return self.by_user(total)
-
-    def rounded(self, pair: Pair) -> Pair:
-        """A pair with its scaled side, as it will be summed."""
-        entry = next(entry for entry in self.entries if pair in entry.pairs)
-        scaled = self.scaled[id(entry)]
-        x, y = pair.inputs_ULI, pair.output_gradients_ULO
-        return Pair(
-            inputs_ULI=scaled if entry.scale_input else x,
-            output_gradients_ULO=y if entry.scale_input else scaled,
-            transposed=pair.transposed,
-        )
 
 
 @dataclass(frozen=True)
@@ -403,26 +273,6 @@ def _stored_by_kind(forms: Sequence[Grouped]) -> dict[_Kind, list[tuple[int, Sto
             kind = _Kind(form.gradients_U.dtype, form.by_row)
             found.setdefault(kind, []).append((group, form))
     return found
-
-
-def _numbers(rows: Tensor) -> Tensor:
-    return torch.arange(len(rows), device=rows.device)
-
-
-def _entries(forms: Sequence[Grouped]) -> list[Entry]:
-    """The pairs by input and group, sorted by token count and, the widest first, by width."""
-    found: dict[tuple[int, int], Entry] = {}
-    for group, form in forms:
-        if isinstance(form, Pair):
-            key = (group, id(form.inputs_ULI))
-            found.setdefault(key, Entry(group=group, pairs=[])).pairs.append(form)
-
-    def order(entry: Entry) -> tuple[int, int]:
-        x, ys = entry.tensors
-        # The last programs of a launch should be short ones.
-        return x.shape[1], -sum(y.shape[2] for y in ys)
-
-    return sorted(found.values(), key=order)
 
 
 def _by_length(entries: Sequence[Entry]) -> list[list[Entry]]:
