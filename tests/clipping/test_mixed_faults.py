@@ -72,9 +72,18 @@ def test_many_short_rows_beside_a_long_one_give_the_plain_loops_sum() -> None:
 @hypothesis.example(rows=1, max_users=2)
 def test_no_batch_has_more_places_than_memory_allows(rows: int, max_users: int) -> None:
     # One more than users: the rows that nobody needs.
-    sizes = Sizes(max_tokens=512, max_users=max_users)
+    sizes = Sizes(max_tokens=512, max_short_users=max_users)
     for users in pack_runs(groups_of([[40] * rows] * 30), sizes):
         assert users.count <= max_users + 1
+    sizes = Sizes(max_tokens=8192, max_users=max_users)
+    for users in pack_runs(groups_of([[600] * rows] * 30), sizes):
+        assert users.count <= max_users + 1
+
+
+def test_short_users_are_not_held_back_by_what_long_ones_store() -> None:
+    sizes = Sizes(max_tokens=8192, max_users=2)
+    (users,) = pack_runs(groups_of([[128]] * 64), sizes)
+    assert users.count == 64
 
 
 class ReadTwice(nn.Module):

@@ -114,7 +114,7 @@ def test_every_group_is_in_one_batch_whole_and_with_its_weight(
 def test_every_row_is_somebodys_and_users_come_before_empty_places(
     lengths: list[list[int]], max_users: int | None
 ) -> None:
-    sizes = Sizes(max_tokens=512, max_users=max_users)
+    sizes = Sizes(max_tokens=512, max_users=max_users, max_short_users=max_users)
     for users in pack_runs(groups_of(lengths), sizes):
         if users.runs is None:
             continue

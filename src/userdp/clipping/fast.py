@@ -108,6 +108,7 @@ class FastClipping:
         self._sizes = Sizes(
             max_tokens=self._max_tokens,
             max_users=self._stored_users(),
+            max_short_users=None if on_cuda else self._stored_users(),
             max_length=self._max_length,
         )
         self._total = FlatBuffer(self._parameters)

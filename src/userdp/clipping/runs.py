@@ -48,7 +48,10 @@ class Sizes:
     """What batches have to hold. Grows with what is seen, so that shapes settle."""
 
     max_tokens: int
+    # In a batch: as many as memory has room for. Users of the first kind may be held as pairs, and
+    # then need none.
     max_users: int | None = None
+    max_short_users: int | None = None
     # Of a row: what the model has positions for.
     max_length: int | None = None
     longest: int = 0
@@ -75,6 +78,10 @@ class Sizes:
             return 1
         return min(max(SHORTEST_ROW, power_of_two(size.length)), self.longest)
 
+    def most_users(self, tokens: int) -> int | None:
+        """How many users of so many tokens may share a batch."""
+        return self.max_users if tokens > FIRST_KIND else self.max_short_users
+
     def shape(self, rows: int, length: int, share: float = 1.0) -> Shape:
         """The batch, or a share of it, for a user of so many rows of this length, and its like."""
         tokens = rows * length
@@ -84,8 +91,9 @@ class Sizes:
         most = min(upper // length, power_of_two(self.most_seen))
         all_rows = max(1, int(self.max_tokens // length * share))
         users = max(1, all_rows // fewest)
-        if self.max_users is not None:
-            users = min(users, self.max_users)
+        limit = self.most_users(tokens)
+        if limit is not None:
+            users = min(users, limit)
         return Shape(
             rows=min(all_rows, users * most),
             length=length,
@@ -140,7 +148,8 @@ class _Waiting:
             count = sizes.max_tokens // (length * rows)
             full = rows == sizes.most_seen and count > 1
             full &= (count * rows + 1) * length > sizes.max_tokens
-            full &= sizes.max_users is None or count <= sizes.max_users
+            limit = sizes.most_users(length * rows)
+            full &= limit is None or count <= limit
             while full and len(places) >= count:
                 alike = [places.pop() for _ in range(count)]
                 yield alike, Size(rows=rows, length=length)
