@@ -26,9 +26,9 @@ from userdp.clipping.compiled import Execution, has_aligned_head
 from userdp.clipping.factors import clip_factors
 from userdp.clipping.fast import FastSettings
 from userdp.clipping.forms import Form, Rows, Stored
+from userdp.clipping.mixed import Sizes, pack_runs
 from userdp.clipping.pack import Runs
 from userdp.clipping.rules import FlatClip
-from userdp.clipping.runs import Sizes, pack_runs
 from userdp.clipping.sums import Sums
 from userdp.updates import causal_lm_loss
 

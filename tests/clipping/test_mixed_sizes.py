@@ -28,10 +28,10 @@ from torch import Tensor, nn
 import models_zoo
 from userdp.clipping import one_pass
 from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.mixed import Sizes, pack_runs
 from userdp.clipping.pack import Users, pack
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip, NormalisedClip, PerLayerClip
-from userdp.clipping.runs import Sizes, pack_runs
 from userdp.errors import InputError
 from userdp.updates import IGNORED_LABEL, causal_lm_loss
 

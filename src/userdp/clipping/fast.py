@@ -22,12 +22,12 @@ from userdp.clipping.any_layer import AnyLayer
 from userdp.clipping.checkpointed import blocks_of
 from userdp.clipping.compiled import Execution, Graph, has_aligned_head, most_positions
 from userdp.clipping.flat import FlatBuffer
+from userdp.clipping.mixed import Sizes, pack_runs
 from userdp.clipping.one_pass import OnePass, look_at
 from userdp.clipping.one_user import OneUser
 from userdp.clipping.pack import Users, pack, size_of
 from userdp.clipping.recurrent import Lstm
 from userdp.clipping.rules import ClipRule, FlatClip
-from userdp.clipping.runs import Sizes, pack_runs
 from userdp.clipping.sums import ClippedSum
 from userdp.clipping.survey import Survey, find_layers
 from userdp.clipping.verify import compare_with_plain
@@ -55,7 +55,7 @@ class FastSettings:
 
     `compute_dtype` is what products are computed in while weights stay as they are. `merge_lora`
     computes with W + s B A formed first: faster, rounded differently (`merged_lora`). `mix_sizes`
-    puts users of unlike size into batches of few shapes (`runs`), as captured steps want them;
+    puts users of unlike size into batches of few shapes (`mixed`), as captured steps want them;
     otherwise users of like size share a batch (`pack`). `checkpoint_blocks` keeps only the input of
     every block and runs the block again in the backward pass: less memory, more time
     (`checkpointed`).
