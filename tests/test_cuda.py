@@ -15,7 +15,8 @@ from userdp.clipping.compiled import Execution
 from userdp.clipping.factors import clip_factors
 from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.clipping.flat import FlatBuffer
-from userdp.clipping.pack import Users, pack
+from userdp.clipping.mixed import Sizes, pack_runs
+from userdp.clipping.pack import pack
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import FlatClip
 from userdp.index import UserIndex
@@ -161,8 +162,10 @@ def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloa
         assert found.num_updates == len(groups) - 1
 
 
-def _equal_groups(group_size: int, length: int, users: int) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
+def _equal_groups(
+    group_size: int, length: int, users: int, seed: int = 1
+) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
     shape = (users, group_size, length)
     ids = torch.randint(0, 5003, shape, generator=generator)
     return [{"input_ids": rows, "labels": rows} for rows in ids]
@@ -200,23 +203,25 @@ def test_bfloat16_error_is_no_larger_than_the_plain_loops(
         assert error <= 1.1 * allowed, (error / float(expected.norm()), allowed)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("length", [8, 128])
 @pytest.mark.parametrize("name", ["gpt2", "llama tied"])
 def test_no_user_adds_more_than_the_clip_norm_on_cuda(
-    name: str, length: int, monkeypatch: pytest.MonkeyPatch
+    name: str, length: int, mixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Factors of all users but one set to zero, where the fast path has just computed them.
     model = _model(name)
     parameters = list(model.parameters())
     rule = FlatClip(clip_norm=0.3)
-    groups = _equal_groups(1, length, users=59)
-    (users,) = pack(groups, max_tokens=64 * 128, ladder=True)
-    assert users.count == 64
-    users = Users(
-        batch={name: tensor.cuda() for name, tensor in users.batch.items()},
-        weights=users.weights.cuda(),
-        count=users.count,
-    )
+    if mixed:
+        # Users of one to three rows; the last of the batch's rows are nobody's.
+        groups = [_equal_groups(1 + user % 3, length, 1, seed=user)[0] for user in range(29)]
+        (users,) = pack_runs(groups, Sizes(max_tokens=64 * length))
+    else:
+        groups = _equal_groups(1, length, users=59)
+        (users,) = pack(groups, max_tokens=64 * 128, ladder=True)
+    assert users.count >= 64
+    users = users.with_tensors([tensor.cuda() for tensor in users.tensors])
     execution = Execution(record_loss=causal_lm_loss, compute_dtype=torch.bfloat16)
     fast = one_pass.OnePass(model, parameters, rule, users, execution=execution)
     chosen = 0
@@ -236,6 +241,33 @@ def test_no_user_adds_more_than_the_clip_norm_on_cuda(
             assert 0.99 * 0.3 <= norm <= 0.3 * (1 + 1e-5)
         else:
             assert norm == 0.0
+
+
+def test_gradients_of_users_of_unlike_size_are_formed_in_grouped_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Users of 5 to 8 rows of 128 tokens: stored, by user, for every weight; captured.
+    monkeypatch.setattr(one_pass, "MOST_BY_ROW", 0)
+    model = _model("gpt2")
+    parameters = list(model.parameters())
+    groups = [_equal_groups(5 + user % 4, 128, 1, seed=user)[0] for user in range(9)]
+    rule = FlatClip(clip_norm=0.2)
+    plain = PlainClipping(
+        model, parameters, record_loss=causal_lm_loss, compute_dtype=torch.bfloat16
+    )
+    exact = PlainClipping(model, parameters, record_loss=causal_lm_loss)
+    expected = exact.clipped_sum(groups, rule).total.values.clone()
+    allowed = float((plain.clipped_sum(groups, rule).total.values - expected).norm())
+    fast = FastClipping(
+        model,
+        parameters,
+        rule,
+        record_loss=causal_lm_loss,
+        settings=FastSettings(microbatch_tokens=8192, compute_dtype=torch.bfloat16),
+    )
+    for _ in range(2):
+        error = float((fast.clipped_sum(groups, rule).total.values - expected).norm())
+        assert error <= 1.1 * allowed, (error / float(expected.norm()), allowed)
 
 
 @pytest.mark.parametrize("length", [17, 128, 300])
