@@ -53,6 +53,23 @@ def test_record_sampling_configuration_gives_its_plan(load: Callable[..., object
     assert plan.sampler == PoissonRecords(record_sampling_prob=0.04, group_size=4)
 
 
+@pytest.mark.parametrize(
+    ("lines", "dtype"),
+    [
+        ("", None),
+        ('device = "cuda"', "bfloat16"),
+        ('device = "cuda:1"\ncompute_dtype = "float32"', None),
+        ('compute_dtype = "bfloat16"', "bfloat16"),
+        ('compute_dtype = "float32"', None),
+    ],
+)
+def test_products_are_in_bfloat16_on_cuda_unless_said_otherwise(
+    load: Callable[..., object], lines: str, dtype: str | None
+) -> None:
+    config = load(_add("training", lines))
+    assert config.training.autocast_dtype == dtype  # type: ignore[attr-defined]
+
+
 def _add(section: str, line: str) -> str:
     return GOOD.replace(f"[{section}]\n", f"[{section}]\n{line}\n")
 

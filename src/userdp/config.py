@@ -126,7 +126,7 @@ class TrainingSettings(_Section):
         None, ge=1, description="Records at a time, for memory (plain)."
     )
     compute_dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="Products in this dtype (autocast) while weights stay in theirs."
+        None, description="Products in this dtype while weights stay in theirs; CUDA: bfloat16."
     )
     merge_lora: bool = Field(
         False, description="Compute with adapters merged into their weights: faster (fast)."
@@ -138,6 +138,17 @@ class TrainingSettings(_Section):
     fixed_seed: int | None = Field(
         None, description="For tests only: whoever knows it can remove the noise."
     )
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether training runs on a CUDA device."""
+        return self.device.startswith("cuda")
+
+    @property
+    def autocast_dtype(self) -> Literal["bfloat16"] | None:
+        """The dtype of products where it is another than the weights' own."""
+        chosen = self.compute_dtype or ("bfloat16" if self.on_cuda else "float32")
+        return "bfloat16" if chosen == "bfloat16" else None
 
 
 class Config(_Section):

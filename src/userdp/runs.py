@@ -61,9 +61,7 @@ def train_from_config(
         clipping=settings.clipping,
         settings=FastSettings(
             microbatch_tokens=settings.microbatch_tokens,
-            compute_dtype=getattr(torch, settings.compute_dtype)
-            if settings.compute_dtype
-            else None,
+            compute_dtype=torch.bfloat16 if settings.autocast_dtype == "bfloat16" else None,
             merge_lora=settings.merge_lora,
             checkpoint_blocks=settings.checkpoint_blocks,
         ),

@@ -34,6 +34,8 @@ def train(
     if settings.data.evaluation is not None:
         held_out = UserStore.open(settings.data.evaluation)
         common.refuse_overlap(UserStore.open(settings.data.store), held_out)
+    if settings.training.on_cuda and settings.training.clipping == "fast":
+        common.say("the first steps compile the model for its batches: a minute or two")
     with common.training_progress(plan, paid=paid) as on_step:
         run = runs.train_from_config(config, settings, plan, out, on_step=on_step)
     loss = None
