@@ -20,11 +20,10 @@ from userdp.clipping.fast import FastSettings
 from userdp.config import Config, load_config
 from userdp.data.store import UserStore
 from userdp.errors import InputError
-from userdp.models.checks import trainable_parameters
 from userdp.models.load import Lora, load_adapter, load_model, load_tokenizer
 from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
-from userdp.training import OnStep, Run, train
+from userdp.training import OnStep, Run, make_optimizer, train
 
 
 def train_from_config(
@@ -81,12 +80,6 @@ def train_from_config(
 def write_statement(run: Run, out: Path) -> None:
     """Write what may be said about the run's model."""
     (out / "statement.json").write_text(json.dumps(run.statement.to_json(), indent=1) + "\n")
-
-
-def make_optimizer(model: nn.Module, name: str, learning_rate: float) -> torch.optim.Optimizer:
-    """The named torch optimizer over the trainable parameters."""
-    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-    return kinds[name](trainable_parameters(model).values(), lr=learning_rate)
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, name: str, steps: int) -> Any:

@@ -92,7 +92,7 @@ def train(
     for item in paid:
         ledger.charge(item.event, what=item.what)
     if optimizer is None:
-        optimizer = torch.optim.AdamW(trainable_parameters(model).values(), lr=learning_rate)
+        optimizer = make_optimizer(model, "adamw", learning_rate)
     # Dropout off: the noise regularises enough, and a group's update is then a function of its
     # rows.
     model.eval()
@@ -117,6 +117,14 @@ def train(
     if path is not None:
         save_model(model, tokenizer, path / "model")
     return Run(model=model, ledger=ledger, path=path)
+
+
+def make_optimizer(model: nn.Module, name: str, learning_rate: float) -> torch.optim.Optimizer:
+    """The named torch optimizer over the trainable parameters, in one kernel on CUDA."""
+    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    parameters = list(trainable_parameters(model).values())
+    fused = all(parameter.is_cuda for parameter in parameters)
+    return kinds[name](parameters, lr=learning_rate, fused=fused)
 
 
 def _rows(
