@@ -1,0 +1,74 @@
+"""Compiles the CUDA kernels for a Hopper GPU, which takes none, and prints how many there were.
+
+A program of its own: in a process where Triton interprets, it does not compile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton  # pyright: ignore[reportMissingImports]
+from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
+
+from userdp.clipping import triton_gram, triton_stored
+
+HOPPER = GPUTarget("cuda", 90, 32)
+FLOATS = ("factors_pointer", "sums_pointer", "kept_pointer", "out_pointer")
+SHORT_INTEGERS = ("starts", "first_pairs")
+NUMBERS = ("row_length", "num_users", "num_pairs", "num_tiles", "all_pairs")
+
+
+def type_of(name: str, constants: dict[str, Any]) -> str:
+    """The type of a kernel's argument; what is no number is a table of 64-bit integers."""
+    if name in constants:
+        return "constexpr"
+    if name in NUMBERS:
+        return "i32"
+    return "*fp32" if name in FLOATS else "*i32" if name in SHORT_INTEGERS else "*i64"
+
+
+def compiles(kernel: Any, constants: dict[str, Any], **options: int) -> None:
+    """Raise if the kernel does not compile with these constants."""
+    names: list[str] = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: type_of(name, constants) for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    assert triton.compile(source, target=HOPPER, options=options).asm["cubin"]
+
+
+def all_kernels() -> int:
+    """Every kernel in every variant that training uses."""
+    count = 0
+    for one_tile in (True, False):
+        for tile, warps in ((16, 4), (128, 8)):
+            tiles = {"TILE": tile, "UNIT": 8, "ONE_TILE": one_tile, "DTYPE": "bfloat16"}
+            stages = 5 if one_tile else 4
+            compiles(
+                triton_gram._gram_kernel,
+                tiles | {"SLICE": 64},
+                num_warps=warps,
+                num_stages=stages,
+            )
+            width = 128 if one_tile else 64
+            compiles(
+                triton_gram._scale_kernel, tiles | {"SLICE": width}, num_warps=warps, num_stages=3
+            )
+            count += 2
+    for dtype in ("bfloat16", "float32"):
+        blocks = {"BLOCK": 1024, "UNIT": 8, "DTYPE": dtype}
+        for by_row, gaps in ((True, True), (False, True), (False, False)):
+            flags = {"BLOCKS": 16, "BY_ROW": by_row, "HAS_GAPS": gaps, "ROUNDING": 2.4e-7}
+            compiles(triton_stored._stored_norms_kernel, blocks | flags)
+            count += 1
+        for gaps in (True, False):
+            compiles(triton_stored._stored_sums_kernel, blocks | {"HAS_GAPS": gaps})
+            count += 1
+    compiles(triton_stored._silence_kernel, {"BLOCK": 4096, "UNIT": 8, "DTYPE": "bfloat16"})
+    return count + 1
+
+
+if __name__ == "__main__":
+    print(all_kernels())
