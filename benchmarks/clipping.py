@@ -43,7 +43,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from userdp.clipping.compiled import Execution, Graph, pretrained, vocabulary_size
+from userdp.clipping.compiled import (
+    Execution,
+    Graph,
+    padded_rows,
+    pretrained,
+    vocabulary_size,
+)
 from userdp.clipping.flat import FlatBuffer
 from userdp.clipping.one_pass import OnePass
 from userdp.clipping.one_user import OneUser
@@ -124,7 +130,7 @@ class Setting:
         torch.manual_seed(1)
         self.ids = torch.randint(0, vocabulary, (self.rows, length), device=self.device)
         self.batch = {"input_ids": self.ids, "labels": self.ids}
-        self.total = FlatBuffer(self.parameters)
+        self.total = FlatBuffer(self.parameters, padded_rows(self.model) if self.on_gpu else None)
         self.execution = Execution.choose(
             self.model,
             causal_lm_loss,
@@ -174,7 +180,7 @@ class Setting:
         one_pass = OnePass(
             self.model, self.parameters, CLIP, users, execution=execution or self.execution
         )
-        return lambda *_: one_pass(users, self.total.views)
+        return lambda *_: one_pass(users, self.total.roomy)
 
     def ghost(self, group_size: int) -> Step:
         users = self.users(group_size)

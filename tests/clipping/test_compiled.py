@@ -22,7 +22,7 @@ from torch import nn
 
 import models_zoo
 from userdp.clipping import compiled
-from userdp.clipping.fast import FastSettings
+from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.clipping.rules import FlatClip
 from userdp.updates import causal_lm_loss
 
@@ -139,3 +139,16 @@ def test_a_module_the_caller_compiled_stays_compiled() -> None:
     with compiled.compiled_blocks(model):
         assert block._compiled_call_impl is not own
     assert block._compiled_call_impl is own
+
+
+def test_padded_head_has_room_in_the_sum_and_leaves_nothing_there() -> None:
+    model: Any = models_zoo.build("gpt2 untied")
+    rule = FlatClip(clip_norm=0.5)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    fast = FastClipping(model, parameters, rule, record_loss=causal_lm_loss, settings=COMPILED)
+    total = fast.clipped_sum(cohort(LENGTHS), rule).total
+    place = next(i for i, p in enumerate(parameters) if p is model.lm_head.weight)
+    assert len(total.views[place]) == models_zoo.VOCABULARY
+    assert len(total.roomy[place]) == 64
+    assert total.views[place].any()
+    assert not total.roomy[place][models_zoo.VOCABULARY :].any()

@@ -5,15 +5,10 @@ A program of its own: in a process where Triton interprets, it does not compile.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-import triton  # pyright: ignore[reportMissingImports]
-from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
-from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
-
-from userdp.clipping import triton_gram, triton_stored
-
-HOPPER = GPUTarget("cuda", 90, 32)
+HOPPER = ("cuda", 90, 32)
 FLOATS = ("factors_pointer", "sums_pointer", "kept_pointer", "out_pointer")
 SHORT_INTEGERS = ("starts", "first_pairs")
 NUMBERS = ("row_length", "num_users", "num_pairs", "num_tiles", "all_pairs")
@@ -30,17 +25,21 @@ def type_of(name: str, constants: dict[str, Any]) -> str:
 
 def compiles(kernel: Any, constants: dict[str, Any], **options: int) -> None:
     """Raise if the kernel does not compile with these constants."""
+    compiler: Any = importlib.import_module("triton.compiler")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget(*HOPPER)
     names: list[str] = kernel.arg_names
-    source = ASTSource(
+    source = compiler.ASTSource(
         fn=kernel,
         signature={name: type_of(name, constants) for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
     )
-    assert triton.compile(source, target=HOPPER, options=options).asm["cubin"]
+    assert compiler.compile(source, target=target, options=options).asm["cubin"]
 
 
 def all_kernels() -> int:
     """Every kernel in every variant that training uses."""
+    from userdp.clipping import triton_gram, triton_stored
+
     count = 0
     for one_tile in (True, False):
         for tile, warps in ((16, 4), (128, 8)):

@@ -119,6 +119,13 @@ def head_padding(model: nn.Module) -> int:
     return -head.out_features % ALIGNMENT
 
 
+def padded_rows(model: nn.Module) -> dict[Tensor, int]:
+    """How many rows the gradient of the output layer may have more than its weight."""
+    inner = pretrained(model)
+    head: Any = inner.get_output_embeddings() if inner is not None else None
+    return {head.weight: head_padding(model)} if head is not None else {}
+
+
 def has_aligned_head(model: nn.Module, record_loss: RecordLoss) -> bool:
     """Whether grouped products can form the gradients of output layers tied to an embedding.
 

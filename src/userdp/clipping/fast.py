@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from userdp.clipping.any_layer import AnyLayer
 from userdp.clipping.checkpointed import blocks_of
-from userdp.clipping.compiled import Execution, Graph, has_aligned_head, most_positions
+from userdp.clipping.compiled import Execution, Graph, has_aligned_head, most_positions, padded_rows
 from userdp.clipping.flat import FlatBuffer
 from userdp.clipping.mixed import Sizes, pack_runs
 from userdp.clipping.one_pass import OnePass, look_at
@@ -111,7 +111,7 @@ class FastClipping:
             max_short_users=None if on_cuda else self._stored_users(),
             max_length=self._max_length,
         )
-        self._total = FlatBuffer(self._parameters)
+        self._total = FlatBuffer(self._parameters, padded_rows(model) if self._compile else None)
         # On the device, where captured steps read and write them.
         self._clip_norm = torch.tensor(1.0, dtype=self._total.values.dtype, device=self._device)
         self._num_within = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -230,7 +230,7 @@ class FastClipping:
         )
 
         def step(users: Users) -> None:
-            norms = one_pass(users, self._total.views, self._clip_norm)
+            norms = one_pass(users, self._total.roomy, self._clip_norm)
             self._num_within += ((norms <= self._clip_norm) & users.taking_part).sum()
 
         return step

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,17 +15,35 @@ _ALIGNMENT = 4
 
 
 class FlatBuffer:
-    """`values` (float32 at least) and, for every parameter, a `views` of its shape."""
+    """`values` (float32 at least) and, for every parameter, a `views` of its shape.
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    `roomy` views have the rows more that `spare_rows` asks for, by parameter: products of a padded
+    head are added there as they come. What lies in them is nobody's.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], spare_rows: Mapping[Tensor, int] | None = None
+    ) -> None:
+        rows = [
+            len(parameter) + (spare_rows or {}).get(parameter, 0) if parameter.dim() else 1
+            for parameter in parameters
+        ]
+        shapes = [
+            (count, *parameter.shape[1:]) if parameter.dim() else ()
+            for count, parameter in zip(rows, parameters, strict=True)
+        ]
         starts = [0]
-        for parameter in parameters:
-            starts.append(starts[-1] + -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT)
+        for shape in shapes:
+            starts.append(starts[-1] + -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT)
         first = parameters[0]
         self.values = torch.zeros(starts[-1], dtype=wide_dtype(first.dtype), device=first.device)
+        self.roomy = [
+            self.values[start : start + math.prod(shape)].view(shape)
+            for start, shape in zip(starts, shapes, strict=False)
+        ]
         self.views = [
-            self.values[start : start + parameter.numel()].view(parameter.shape)
-            for start, parameter in zip(starts, parameters, strict=False)
+            view[: len(parameter)] if parameter.dim() else view
+            for view, parameter in zip(self.roomy, parameters, strict=True)
         ]
 
     def zero_(self) -> None:

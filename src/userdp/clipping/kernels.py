@@ -98,7 +98,9 @@ def add_weighted_sum(total: Tensor, values_U: Tensor, factors_U: Tensor) -> None
     """total += sum_u factor_u values_u; a factor of zero silences even an infinite value."""
     silence_(values_U, factors_U)
     flat = at_least_float32(values_U.flatten(1))
-    total += (factors_U @ flat).view(values_U.shape[1:])[: len(total)]
+    summed = (factors_U @ flat).view(values_U.shape[1:])
+    # Either may have rows of padding that the other has not.
+    total[: len(summed)] += summed[: len(total)]
 
 
 def scaled(values_U: Tensor, factors_U: Tensor) -> Tensor:
