@@ -262,3 +262,28 @@ def test_groups_with_unlike_tensors_are_refused(mix_sizes: bool) -> None:
     groups[1]["attention_mask"] = torch.ones_like(groups[1]["labels"])
     with pytest.raises(InputError, match="others lack"):
         fast_sum(model, groups, FlatClip(clip_norm=1.0), settings=FastSettings(mix_sizes=mix_sizes))
+
+
+def test_rows_that_are_no_sequences_are_not_mixed_unless_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A batch of few shapes has thousands of rows where a row counts as one token.
+    model = nn.Linear(3, 1)
+    groups = [{"x": torch.randn(rows, 3)} for rows in (1, 2, 2)]
+    rule = FlatClip(clip_norm=0.3)
+    sizes: list[int] = []
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[type-arg]
+        sizes.append(len(batch["x"]))
+        return model(batch["x"])[:, 0] ** 2
+
+    fast = FastClipping(
+        model,
+        list(model.parameters()),
+        rule,
+        record_loss=loss,  # type: ignore[arg-type]
+    )
+    # As on CUDA in bfloat16.
+    monkeypatch.setattr(fast, "_mix", True)
+    fast.clipped_sum(groups, rule)
+    assert max(sizes) <= 8

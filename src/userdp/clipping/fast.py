@@ -25,7 +25,7 @@ from userdp.clipping.flat import FlatBuffer
 from userdp.clipping.mixed import Sizes, pack_runs
 from userdp.clipping.one_pass import OnePass, look_at
 from userdp.clipping.one_user import OneUser
-from userdp.clipping.pack import Users, pack, size_of
+from userdp.clipping.pack import Users, has_tokens, pack, size_of
 from userdp.clipping.recurrent import Lstm
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.sums import ClippedSum
@@ -104,6 +104,7 @@ class FastClipping:
         mixes = self._graphs and half and has_aligned_head(model, record_loss)
         mixes = mixes and _stores_little_by_row(model)
         self._mix = mixes if settings.mix_sizes is None else settings.mix_sizes
+        self._mix_anything = settings.mix_sizes is True
         self._max_length = most_positions(model)
         self._sizes = Sizes(
             max_tokens=self._max_tokens,
@@ -147,23 +148,24 @@ class FastClipping:
                 "some groups of the cohort have tensors that others lack: give every group's batch "
                 "the same ones (attention_mask for all, for one)."
             )
+        mix = self._mix and (self._mix_anything or has_tokens(listed))
         self._sizes.see(listed)
-        large = [group for group in listed if not self._fits(group)]
-        small = [group for group in listed if self._fits(group)]
-        for users in self._packed(small):
+        large = [group for group in listed if not self._fits(group, mix)]
+        small = [group for group in listed if self._fits(group, mix)]
+        for users in self._packed(small, mix):
             self._run(self._sent(users), self._alone if users.count == 1 else self._together)
         for group in large:
             self._add_large(group)
         return ClippedSum(total=self._total, num_within=self._num_within, num_updates=len(listed))
 
-    def _fits(self, group: Batch) -> bool:
+    def _fits(self, group: Batch, mix: bool) -> bool:
         """Whether the group is no larger than a batch."""
-        if self._mix:
+        if mix:
             return self._sizes.holds(group)
         return size_of(group).tokens <= self._max_tokens
 
-    def _packed(self, groups: Sequence[Batch]) -> Iterable[Users]:
-        if self._mix:
+    def _packed(self, groups: Sequence[Batch], mix: bool) -> Iterable[Users]:
+        if mix:
             return pack_runs(groups, self._sizes)
         return pack(
             groups,

@@ -132,6 +132,11 @@ def size_of(group: Batch) -> Size:
     return Size(rows=len(next(iter(group.values()))), length=max(lengths, default=1), rest=rest)
 
 
+def has_tokens(groups: Sequence[Batch]) -> bool:
+    """Whether the groups' rows are sequences, whose cost their length tells."""
+    return any(name in PADDING for group in groups[:1] for name in group)
+
+
 def pack(
     groups: Sequence[Batch],
     *,
