@@ -15,13 +15,23 @@ Secret: everything here but the budget.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from userdp.clipping.pack import PADDING, Rest, Runs, Size, Users, size_of, together
+from userdp.clipping.pack import (
+    Rest,
+    Runs,
+    Size,
+    Users,
+    laid_out,
+    power_of_two,
+    size_of,
+    together,
+)
 from userdp.updates import Batch
 
 # The most tokens of a user in batches of the first kind; in each further kind twice as many.
@@ -185,29 +195,11 @@ def _has_places(shape: Shape, users: int, used: int) -> bool:
 
 def _filled(groups: Sequence[Batch], shape: Shape) -> Users:
     """The groups one after the other; rows without a record have no label and weigh nothing."""
-    first = groups[0]
-    batch: dict[str, torch.Tensor] = {}
-    for name, tensor in first.items():
-        if name in PADDING:
-            whole = tensor.new_full((shape.rows, shape.length, *tensor.shape[2:]), PADDING[name])
-        else:
-            # A padded row must be one that the model can read: a copy, with weight zero.
-            whole = tensor[:1].expand(shape.rows, *tensor.shape[1:]).clone()
-        start = 0
-        for group in groups:
-            part = group[name]
-            where = whole[start : start + len(part)]
-            (where[:, : part.shape[1]] if name in PADDING else where).copy_(part)
-            start += len(part)
-        batch[name] = whole
-    counts = [len(next(iter(group.values()))) for group in groups]
-    weights = torch.zeros(shape.rows, dtype=torch.float64)
-    used = sum(counts)
-    own = torch.tensor(counts)
-    weights[:used] = torch.repeat_interleave(1 / own.double(), own)
-    empty = shape.rows - used
-    counts += [shape.most_rows] * (empty // shape.most_rows)
-    counts += [empty % shape.most_rows] if empty % shape.most_rows else []
+    counts = [size_of(group).rows for group in groups]
+    starts = [0, *itertools.accumulate(counts)]
+    batch, weights = laid_out(groups, starts[:-1], rows=shape.rows, length=shape.length)
+    full, rest = divmod(shape.rows - starts[-1], shape.most_rows)
+    counts += [shape.most_rows] * full + [rest] * (rest > 0)
     counts += [0] * (shape.users - len(counts))
     rows_of_user = torch.tensor(counts)
     runs = Runs(
@@ -217,8 +209,3 @@ def _filled(groups: Sequence[Batch], shape: Shape) -> Users:
         fewest_rows=shape.fewest_rows,
     )
     return Users(batch=batch, weights=weights, count=shape.users, runs=runs)
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below the number."""
-    return 1 << (number - 1).bit_length()

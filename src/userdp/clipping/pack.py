@@ -189,30 +189,42 @@ def ladder_step(number: int) -> int:
     >>> [ladder_step(n) for n in (1, 3, 5, 9, 13, 100)]
     [1, 3, 6, 12, 16, 128]
     """
-    power = 1 << (number - 1).bit_length()
+    power = power_of_two(number)
     return power * 3 // 4 if power >= 4 and power * 3 // 4 >= number else power
 
 
 def together(groups: Sequence[Batch], size: Size, count: int) -> Users:
     """The groups padded to one size, and empty users up to the count."""
+    starts = range(0, len(groups) * size.rows, size.rows)
+    batch, weights = laid_out(groups, starts, rows=count * size.rows, length=size.length)
+    return Users(batch=batch, weights=weights, count=count)
+
+
+def laid_out(
+    groups: Sequence[Batch], starts: Sequence[int], *, rows: int, length: int
+) -> tuple[dict[str, Tensor], Tensor]:
+    """A batch of so many rows with each group's from its start on, and the weights of the rows."""
     first = groups[0]
-    device = next(iter(first.values())).device
     batch: dict[str, Tensor] = {}
     for name, tensor in first.items():
-        shape = (count * size.rows, *tensor.shape[1:])
         if name in PADDING:
-            whole = tensor.new_full((shape[0], size.length, *shape[2:]), PADDING[name])
+            whole = tensor.new_full((rows, length, *tensor.shape[2:]), PADDING[name])
         else:
             # A padded row must be one that the model can read: a copy, with weight zero.
-            whole = tensor[:1].expand(shape).clone()
-        for user, group in enumerate(groups):
+            whole = tensor[:1].expand(rows, *tensor.shape[1:]).clone()
+        for start, group in zip(starts, groups, strict=True):
             part = group[name]
-            start = user * size.rows
             where = whole[start : start + len(part)]
             (where[:, : part.shape[1]] if name in PADDING else where).copy_(part)
         batch[name] = whole
-    weights = torch.zeros(count * size.rows, dtype=torch.float64, device=device)
-    for user, group in enumerate(groups):
+    device = next(iter(first.values())).device
+    weights = torch.zeros(rows, dtype=torch.float64, device=device)
+    for start, group in zip(starts, groups, strict=True):
         num_records = len(next(iter(group.values())))
-        weights[user * size.rows : user * size.rows + num_records] = 1 / num_records
-    return Users(batch=batch, weights=weights, count=count)
+        weights[start : start + num_records] = 1 / num_records
+    return batch, weights
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below the number."""
+    return 1 << (number - 1).bit_length()
