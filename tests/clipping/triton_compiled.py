@@ -6,6 +6,7 @@ A program of its own: in a process where Triton interprets, it does not compile.
 from __future__ import annotations
 
 import importlib
+import itertools
 from typing import Any
 
 HOPPER = ("cuda", 90, 32)
@@ -41,9 +42,10 @@ def all_kernels() -> int:
     from userdp.clipping import triton_gram, triton_stored
 
     count = 0
-    for one_tile in (True, False):
+    for one_tile, even in itertools.product((True, False), repeat=2):
         for tile, warps in ((16, 4), (128, 8)):
-            tiles = {"TILE": tile, "UNIT": 8, "ONE_TILE": one_tile, "DTYPE": "bfloat16"}
+            tiles = {"TILE": tile, "ONE_TILE": one_tile, "EVEN": even, "DTYPE": "bfloat16"}
+            tiles["UNIT"] = 64 if even else 8
             stages = 5 if one_tile else 4
             compiles(
                 triton_gram._gram_kernel,
@@ -51,9 +53,11 @@ def all_kernels() -> int:
                 num_warps=warps,
                 num_stages=stages,
             )
-            width = 128 if one_tile else 64
             compiles(
-                triton_gram._scale_kernel, tiles | {"SLICE": width}, num_warps=warps, num_stages=3
+                triton_gram._scale_kernel,
+                tiles | {"SLICE": 128 if one_tile else 64},
+                num_warps=warps if one_tile else 4,
+                num_stages=3,
             )
             count += 2
     for dtype in ("bfloat16", "float32"):

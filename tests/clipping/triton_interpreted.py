@@ -24,11 +24,11 @@ def exact(x: Tensor, ys: Sequence[Tensor]) -> Tensor:
     return torch.stack([p.square().sum((1, 2)) for p in products]).sum(0)
 
 
-def gram_errors(length: int) -> dict[str, float]:
+def gram_errors(length: int, unit: int = 8) -> dict[str, float]:
     """One tile of tokens or several; an input with two outputs, and one scaled on its output."""
     from userdp.clipping import triton_gram
 
-    x, wide, narrow, other = (torch.randn(3, length, width) for width in (24, 40, 8, 16))
+    x, wide, narrow, other = (torch.randn(3, length, unit * width) for width in (3, 5, 1, 2))
     entries: list[Entry] = [(x, [wide, narrow]), (wide, [other])]
     table = triton_gram.GramTable(entries, [True, False])
     found = table.squared_norms(entries).double()
@@ -49,13 +49,13 @@ def gram_errors(length: int) -> dict[str, float]:
     }
 
 
-def run_errors(length: int) -> dict[str, float]:
+def run_errors(length: int, unit: int = 8) -> dict[str, float]:
     """Users of 3, 1, 0 and 2 rows in six rows: as if each were alone."""
     from userdp.clipping import triton_gram, triton_stored
 
     starts = torch.tensor([0, 3, 4, 4, 6], dtype=torch.int32)
     owner = torch.tensor([0, 0, 0, 1, 3, 3])
-    x, wide, narrow, other = (torch.randn(6, length, width) for width in (24, 40, 8, 16))
+    x, wide, narrow, other = (torch.randn(6, length, unit * width) for width in (3, 5, 1, 2))
     entries: list[Entry] = [(x, [wide, narrow]), (wide, [other])]
     table = triton_gram.GramTable(entries, [True, False], users=4, most_rows=3)
     found = table.squared_norms(entries, starts).double()
@@ -151,6 +151,9 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     results = {f"gram {length}": gram_errors(length) for length in (5, 16, 130)}
     results |= {f"runs {length}": run_errors(length) for length in (5, 32, 130)}
+    # Whole tiles, in both directions.
+    results |= {f"gram {length} even": gram_errors(length, unit=64) for length in (16, 256)}
+    results |= {f"runs {length} even": run_errors(length, unit=64) for length in (32, 128)}
     results["stored together"] = stored_errors([0, 0, 0, 0])
     results["stored by layer"] = stored_errors([0, 1, 1, 2])
     results["stored with gaps"] = stored_errors([0, 1, 1, 2], used=4)

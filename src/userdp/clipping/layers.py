@@ -25,6 +25,7 @@ from userdp.clipping.forms import Form, Pair, Rows, Stored
 from userdp.updates import wide_dtype
 
 _CHUNK = 128
+_ALIGNMENT = 8
 
 
 @dataclass(eq=False, kw_only=True)
@@ -78,6 +79,12 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """a_u^T b_u for every user u, whose tokens begin where the last one's end: at `ends[u - 1]`."""
     if a.is_cuda:
+        # CUDA's grouped products want whole vectors of 16 bytes.
+        unaligned = [-matrix.shape[1] % _ALIGNMENT for matrix in (a, b)]
+        if any(unaligned):
+            first, second = a.shape[1], b.shape[1]
+            a, b = (F.pad(m, (0, extra)) for m, extra in zip((a, b), unaligned, strict=True))
+            return F.grouped_mm(a.t(), b, offs=ends)[:, :first, :second].contiguous()
         return F.grouped_mm(a.t(), b, offs=ends)
     starts = [0, *ends.tolist()]
     return torch.stack([a[i:j].t() @ b[i:j] for i, j in itertools.pairwise(starts)])

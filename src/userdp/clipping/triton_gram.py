@@ -17,6 +17,8 @@ from userdp.clipping import kernels
 from userdp.clipping.triton_tables import Addresses, check_aligned, dtype_name, typed
 
 _TILE = 128
+# Columns of a tile that are read at a time.
+_SLICE = 64
 
 
 @triton.jit
@@ -37,22 +39,60 @@ def _tokens_of(starts, user, row_length):
 
 
 @triton.jit
-def _add_gram(
-    gram, base, width, rows_i, rows_j, length, SLICE: tl.constexpr, ONE_TILE: tl.constexpr
+def _tile(place, rows, columns, length, width, EVEN: tl.constexpr):
+    """Values of a matrix at these rows and columns, zero outside it; `EVEN` where none is."""
+    if EVEN:
+        values = tl.load(place)
+    else:
+        values = tl.load(place, (rows < length) & (columns < width), 0.0)
+    return values
+
+
+@triton.jit
+def _add_square(
+    gram, base, width, i, length, TILE: tl.constexpr, SLICE: tl.constexpr, EVEN: tl.constexpr
 ):
-    """gram += a b^T over all columns, a and b the rows i and j of one user's matrix."""
-    columns = tl.arange(0, SLICE)
-    inside_i = rows_i[:, None] < length
-    inside_j = rows_j[:, None] < length
+    """gram += a a^T over all columns, a the tile i of one user's matrix, read once."""
+    columns = tl.arange(0, SLICE)[None, :]
+    rows = (i * TILE + tl.arange(0, TILE))[:, None]
+    place = base + rows * width + columns
     for start in range(0, width, SLICE):
-        column = start + columns[None, :]
-        here = column < width
-        a = tl.load(base + rows_i[:, None] * width + column, inside_i & here, 0.0)
-        if ONE_TILE:
-            gram = tl.dot(a, tl.trans(a), gram)
-        else:
-            b = tl.load(base + rows_j[:, None] * width + column, inside_j & here, 0.0)
+        a = _tile(place, rows, start + columns, length, width, EVEN)
+        gram = tl.dot(a, tl.trans(a), gram)
+        place += SLICE
+    return gram
+
+
+@triton.jit
+def _add_gram(
+    gram,
+    base,
+    width,
+    i,
+    j,
+    length,
+    TILE: tl.constexpr,
+    SLICE: tl.constexpr,
+    EVEN: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+):
+    """gram += a b^T over all columns, a and b the tiles i and j of one user's matrix."""
+    if ONE_TILE:
+        gram = _add_square(gram, base, width, i, length, TILE, SLICE, EVEN)
+    elif i == j:
+        gram = _add_square(gram, base, width, i, length, TILE, SLICE, EVEN)
+    else:
+        columns = tl.arange(0, SLICE)[None, :]
+        rows_a = (i * TILE + tl.arange(0, TILE))[:, None]
+        rows_b = (j * TILE + tl.arange(0, TILE))[:, None]
+        a_place = base + rows_a * width + columns
+        b_place = base + rows_b * width + columns
+        for start in range(0, width, SLICE):
+            a = _tile(a_place, rows_a, start + columns, length, width, EVEN)
+            b = _tile(b_place, rows_b, start + columns, length, width, EVEN)
             gram = tl.dot(a, tl.trans(b), gram)
+            a_place += SLICE
+            b_place += SLICE
     return gram
 
 
@@ -75,37 +115,37 @@ def _gram_kernel(
     TILE: tl.constexpr,
     SLICE: tl.constexpr,
     UNIT: tl.constexpr,
+    EVEN: tl.constexpr,
     ONE_TILE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     # One program: one input x with the outputs y that were computed from it, one user, and one pair
     # of token tiles; its mirror image counts too. First the side that will not be scaled, whose
-    # Gram matrix is kept for the second look.
-    entry = tl.program_id(0) // num_pairs
-    pair = tl.program_id(0) % num_pairs
+    # Gram matrix is kept for the second look. Pairs of one user run at the same time, and share
+    # what they read.
+    pair = tl.program_id(0)
     user = tl.program_id(1).to(tl.int64)
+    entry = tl.program_id(2)
     i, j = _tiles_of(pair)
     start, length = _tokens_of(starts, user, row_length)
     if i * TILE >= length:
         return
-    rows_i = i * TILE + tl.arange(0, TILE)
-    rows_j = j * TILE + tl.arange(0, TILE)
     sums = sums_pointer + (entry * num_users + user) * (num_pairs + 2 * num_tiles)
     square = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
     place = entry.to(tl.int64) * all_pairs + tl.load(first_pairs + user) + pair
-    diagonal = rows_i[:, None] == rows_j[None, :]
+    diagonal = tl.arange(0, TILE)[:, None] == tl.arange(0, TILE)[None, :]
     middle = tl.load(first_other + entry)
 
     kept = tl.zeros((TILE, TILE), tl.float32)
     for k in range(tl.load(first_kept + entry), middle):
         width = tl.load(widths + k).to(tl.int32) * UNIT
         values = typed(tl.load(addresses + k), DTYPE) + start * width
-        kept = _add_gram(kept, values, width, rows_i, rows_j, length, SLICE, ONE_TILE)
+        kept = _add_gram(kept, values, width, i, j, length, TILE, SLICE, EVEN, ONE_TILE)
     gram = tl.zeros((TILE, TILE), tl.float32)
     for k in range(middle, tl.load(after_other + entry)):
         width = tl.load(widths + k).to(tl.int32) * UNIT
         values = typed(tl.load(addresses + k), DTYPE) + start * width
-        gram = _add_gram(gram, values, width, rows_i, rows_j, length, SLICE, ONE_TILE)
+        gram = _add_gram(gram, values, width, i, j, length, TILE, SLICE, EVEN, ONE_TILE)
     terms = tl.sum(gram * kept)
     tl.store(sums + pair, tl.where(i == j, terms, 2 * terms))
     if i == j:
@@ -133,31 +173,31 @@ def _scale_kernel(
     TILE: tl.constexpr,
     SLICE: tl.constexpr,
     UNIT: tl.constexpr,
+    EVEN: tl.constexpr,
     ONE_TILE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     # The norm of a pair with one side scaled by the users' factors, rounding as its dtype does:
     # that of exactly the values that will be summed. Where a user is one tile, the scaling happens
     # here; elsewhere every value would be scaled again for each pair of tiles: it comes scaled.
-    entry = tl.program_id(0) // num_pairs
-    pair = tl.program_id(0) % num_pairs
+    pair = tl.program_id(0)
     user = tl.program_id(1).to(tl.int64)
+    entry = tl.program_id(2)
     i, j = _tiles_of(pair)
     start, length = _tokens_of(starts, user, row_length)
     if i * TILE >= length:
         return
-    rows_i = i * TILE + tl.arange(0, TILE)
-    rows_j = j * TILE + tl.arange(0, TILE)
     width = tl.load(widths + entry).to(tl.int32) * UNIT
     out = typed(tl.load(out_addresses + entry), DTYPE) + start * width
     gram = tl.zeros((TILE, TILE), tl.float32)
     if ONE_TILE:
         factor = tl.load(factors_pointer + tl.load(factor_rows + entry) * num_users + user)
         values = typed(tl.load(in_addresses + entry), DTYPE) + start * width
+        rows = tl.arange(0, TILE)[:, None]
         for first in range(0, width, SLICE):
             column = first + tl.arange(0, SLICE)[None, :]
-            place = rows_i[:, None] * width + column
-            inside = (rows_i[:, None] < length) & (column < width)
+            place = rows * width + column
+            inside = (rows < length) & (column < width)
             value = tl.load(values + place, inside, 0.0)
             # A factor of zero silences even a value that is not finite.
             wide = tl.where(factor == 0.0, 0.0, value.to(tl.float32) * factor)
@@ -165,7 +205,7 @@ def _scale_kernel(
             tl.store(out + place, a, inside)
             gram = tl.dot(a, tl.trans(a), gram)
     else:
-        gram = _add_gram(gram, out, width, rows_i, rows_j, length, SLICE, ONE_TILE)
+        gram = _add_gram(gram, out, width, i, j, length, TILE, SLICE, EVEN, ONE_TILE)
     item = entry * num_users + user
     square = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
     place = entry.to(tl.int64) * all_pairs + tl.load(first_pairs + user) + pair
@@ -174,7 +214,7 @@ def _scale_kernel(
     sums = sums_pointer + item * (num_pairs + 2 * num_tiles)
     tl.store(sums + pair, tl.where(i == j, terms, 2 * terms))
     if i == j:
-        diagonal = rows_i[:, None] == rows_j[None, :]
+        diagonal = tl.arange(0, TILE)[:, None] == tl.arange(0, TILE)[None, :]
         tl.store(sums + num_pairs + i, tl.sum(tl.where(diagonal, gram, 0.0)))
         tl.store(sums + num_pairs + num_tiles + i, tl.sum(tl.where(diagonal, kept, 0.0)))
 
@@ -202,7 +242,7 @@ class GramTable:
         self._users = rows if users is None else users
         self._dtype = dtype_name(first)
         self._device = first.device
-        self._unit = math.gcd(8, *(t.shape[2] for x, ys in entries for t in (x, *ys)))
+        self._unit = math.gcd(_SLICE, *(t.shape[2] for x, ys in entries for t in (x, *ys)))
         self._scale_x = list(scale_inputs)
         longest = most_rows * self._length
         self._tile = max(16, min(_TILE, triton.next_power_of_2(longest)))
@@ -221,11 +261,18 @@ class GramTable:
         self._where = self._equal
         warps = 8 if self._tile == _TILE else 4
         one_tile = self._num_tiles == 1
+        even = self._unit == _SLICE and self._length % self._tile == 0
         # As measured: a single tile is read once, and more of it can be on its way.
-        self._for_gram = {"SLICE": 64, "num_warps": warps, "num_stages": 5 if one_tile else 4}
-        self._for_scale = {
-            "SLICE": 128 if one_tile else 64,
+        self._for_gram = {
+            "SLICE": _SLICE,
+            "EVEN": even,
             "num_warps": warps,
+            "num_stages": 5 if one_tile else 4,
+        }
+        self._for_scale = {
+            "SLICE": 2 * _SLICE if one_tile else _SLICE,
+            "EVEN": even,
+            "num_warps": warps if one_tile else 4,
             "num_stages": 3,
         }
 
@@ -301,7 +348,7 @@ class GramTable:
     ) -> Tensor:
         # Zeros: users have unlike many tiles.
         sums = self._empty(entries, self._users, self._num_pairs + 2 * self._num_tiles).zero_()
-        kernel[(entries * self._num_pairs, self._users)](
+        kernel[(self._num_pairs, self._users, entries)](
             *arguments,
             sums,
             self._kept,
