@@ -90,7 +90,7 @@ def test_inner_product_of_embedding_and_head_is_that_of_whole_matrices(
     owners = torch.arange(users)
     for found in (
         kernels.inner_with_stored(ids, at_rows, head, owners),
-        kernels.inner_with_pair(ids, at_rows, x, y),
+        kernels.inner_with_pair(kernels.picked(ids, y), at_rows, x),
     ):
         inner, error = found
         torch.testing.assert_close(inner, expected)

@@ -72,6 +72,7 @@ class FormedBatch:
         self.runs = runs
         self.others: Tensor
         self.scaled: dict[int, Tensor] = {}
+        self._found: dict[tuple[int, int], Tensor] = {}
 
     @property
     def users(self) -> int:
@@ -132,7 +133,7 @@ class FormedBatch:
         assert isinstance(other, Pair)
         x, y = other.inputs_ULI, other.output_gradients_ULO
         if self.runs is None:
-            return kernels.inner_with_pair(ids, gradients, x, y).sum(0)
+            return kernels.inner_with_pair(self._picked(ids, y), gradients, x).sum(0)
         return self._inner_with_rows(ids, gradients, x, y, self.runs)
 
     def _inner_with_rows(
@@ -146,11 +147,19 @@ class FormedBatch:
             same = (other >= 0) & (other < len(row))
             other = other.clamp(0, len(row) - 1)
             same &= owner[other] == owner
-            parts = kernels.inner_with_pair(ids[other], gradients[other], x, y).sum(0)
+            picked = self._picked(ids[other], y, shift)
+            parts = kernels.inner_with_pair(picked, gradients[other], x).sum(0)
             met = torch.where(same, parts, 0.0)
             total = met if total is None else total + met
         assert total is not None
         return self.by_user(total)
+
+    def _picked(self, ids: Tensor, output_gradients: Tensor, shift: int = 0) -> Tensor:
+        """`kernels.picked`, once: it reads all over memory, and is asked for again after scaling."""
+        key = (id(output_gradients), shift)
+        if key not in self._found:
+            self._found[key] = kernels.run(kernels.picked, ids, output_gradients)
+        return self._found[key]
 
     def rounded(self, pair: Pair) -> Pair:
         """A pair with its scaled side, as it will be summed."""

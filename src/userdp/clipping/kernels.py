@@ -230,20 +230,22 @@ def inner_with_stored(
     return torch.stack([met.sum((1, 2)), error.sum((1, 2))])
 
 
-def inner_with_pair(
-    ids_RL: Tensor, gradients_RLD: Tensor, inputs_RLD: Tensor, output_gradients_RLV: Tensor
-) -> Tensor:
+def picked(ids_RL: Tensor, output_gradients_RLV: Tensor) -> Tensor:
+    """y[r, s, token_t] for all tokens s and t of row r."""
+    return output_gradients_RLV.gather(2, ids_RL[:, None, :].expand(-1, ids_RL.shape[1], -1))
+
+
+def inner_with_pair(picked_RLL: Tensor, gradients_RLD: Tensor, inputs_RLD: Tensor) -> Tensor:
     """The part of <e_u, h_u>, h_u = y_u^T x_u, that comes of row r of both, and its error: (2, R).
 
-    sum_st y[s, token_t] <x_s, e_t>, s and t the tokens of row r.
+    sum_st y[s, token_t] <x_s, e_t>, s and t the tokens of row r; `picked` are these y.
     """
     products = _wide_products(inputs_RLD, gradients_RLD)
-    return run(_met, ids_RL, products, output_gradients_RLV, inputs_RLD, gradients_RLD)
+    return run(_met, picked_RLL, products, inputs_RLD, gradients_RLD)
 
 
-def _met(ids_RL: Tensor, products_RLL: Tensor, y_RLV: Tensor, x: Tensor, e: Tensor) -> Tensor:
-    picked = y_RLV.gather(2, ids_RL[:, None, :].expand(-1, ids_RL.shape[1], -1))
-    picked = at_least_float32(picked)
+def _met(picked_RLL: Tensor, products_RLL: Tensor, x: Tensor, e: Tensor) -> Tensor:
+    picked = at_least_float32(picked_RLL)
     x_norms, e_norms = (
         at_least_float32(values).square().sum(2).sqrt().to(picked.dtype) for values in (x, e)
     )
