@@ -473,7 +473,7 @@ def profile(step: Step, title: str) -> None:
     path = Path(os.environ.get("OUT", ".")) / "profile.txt"
     with path.open("a") as out:
         out.write(f"{title}: {total:.2f} ms in {sum(e.count for e in events)} kernels\n")
-        for event in events[:32]:
+        for event in events[:120]:
             spent = event.self_device_time_total / 1000
             out.write(f"  {spent:8.3f} ms x{event.count:4d} {event.key[:110]}\n")
 

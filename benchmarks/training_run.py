@@ -156,6 +156,8 @@ def run(step: PrivateStep, rows: TokenRows, warm: int) -> dict[str, float]:
             sums["useful"] += stretch["useful"]
             sums["padded"] += padded[0]
             sums["steps"] += stretch["steps"]
+            rate = sums["useful"] / sums["seconds"]
+            print(f"{sums['steps']} steps: {rate:.0f} tokens a second", flush=True)
             begin()
     assert sums["steps"], "every stretch of steps brought a new shape: run more"
     return {name: sums[name] / sums["seconds"] for name in ("useful", "padded")} | {

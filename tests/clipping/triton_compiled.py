@@ -46,19 +46,12 @@ def all_kernels() -> int:
         for tile, warps in ((16, 4), (128, 8)):
             tiles = {"TILE": tile, "ONE_TILE": one_tile, "EVEN": even, "DTYPE": "bfloat16"}
             tiles["UNIT"] = 64 if even else 8
-            stages = 5 if one_tile else 4
-            compiles(
-                triton_gram._gram_kernel,
-                tiles | {"SLICE": 64},
-                num_warps=warps,
-                num_stages=stages,
-            )
-            compiles(
-                triton_gram._scale_kernel,
-                tiles | {"SLICE": 128 if one_tile else 64},
-                num_warps=warps if one_tile else 4,
-                num_stages=3,
-            )
+            tiles["SLICE"] = 64
+            stages = 7 if one_tile else 5
+            compiles(triton_gram._gram_kernel, tiles, num_warps=warps, num_stages=stages)
+            options = {"num_stages": 5, "maxnreg": 128} if one_tile else {"num_stages": 3}
+            scale_warps = warps if one_tile else 4
+            compiles(triton_gram._scale_kernel, tiles, num_warps=scale_warps, **options)
             count += 2
     for dtype in ("bfloat16", "float32"):
         blocks = {"BLOCK": 1024, "UNIT": 8, "DTYPE": dtype}

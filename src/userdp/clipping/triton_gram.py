@@ -19,6 +19,8 @@ from userdp.clipping.triton_tables import Addresses, check_aligned, dtype_name, 
 _TILE = 128
 # Columns of a tile that are read at a time.
 _SLICE = 64
+# Shared memory that is left for sums within a program.
+_SPARE_BYTES = 4096
 
 
 @triton.jit
@@ -259,22 +261,17 @@ class GramTable:
         self._scaled = Addresses(4, len(entries), self._device)
         self._kept: Tensor | None = None
         self._where = self._equal
+        # As measured on an H200. Of a pair of tiles two are on their way at a time, of a single one
+        # one; scaled, it lies beside its slices. Few registers let two programs share a processor.
         warps = 8 if self._tile == _TILE else 4
-        one_tile = self._num_tiles == 1
-        even = self._unit == _SLICE and self._length % self._tile == 0
-        # As measured: a single tile is read once, and more of it can be on its way.
-        self._for_gram = {
-            "SLICE": _SLICE,
-            "EVEN": even,
-            "num_warps": warps,
-            "num_stages": 5 if one_tile else 4,
-        }
-        self._for_scale = {
-            "SLICE": 2 * _SLICE if one_tile else _SLICE,
-            "EVEN": even,
-            "num_warps": warps if one_tile else 4,
-            "num_stages": 3,
-        }
+        slice_bytes = self._tile * _SLICE * first.element_size()
+        if self._num_tiles == 1:
+            self._for_gram = {"num_warps": warps, "num_stages": self._stages(7, slice_bytes)}
+            stages = self._stages(6, slice_bytes) - 1
+            self._for_scale = {"num_warps": warps, "num_stages": stages, "maxnreg": 128}
+        else:
+            self._for_gram = {"num_warps": warps, "num_stages": self._stages(5, 2 * slice_bytes)}
+            self._for_scale = {"num_warps": 4, "num_stages": self._stages(3, 2 * slice_bytes)}
 
     def squared_norms(
         self, entries: Sequence[tuple[Tensor, Sequence[Tensor]]], starts: Tensor | None = None
@@ -334,6 +331,13 @@ class GramTable:
         self._kept = None
         return out, self._norms(sums)
 
+    def _stages(self, wanted: int, stage_bytes: int) -> int:
+        """Slices on their way at a time: as many as wanted, or as the device has room for."""
+        if self._device.type != "cuda":
+            return wanted
+        room = torch.cuda.get_device_properties(self._device).shared_memory_per_block_optin
+        return max(2, min(wanted, (room - _SPARE_BYTES) // stage_bytes))
+
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
 
@@ -359,7 +363,9 @@ class GramTable:
             self._num_tiles,
             self._all_pairs,
             TILE=self._tile,
+            SLICE=_SLICE,
             UNIT=self._unit,
+            EVEN=self._unit == _SLICE and self._length % self._tile == 0,
             ONE_TILE=self._num_tiles == 1,
             DTYPE=self._dtype,
             **options,
