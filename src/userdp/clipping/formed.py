@@ -155,7 +155,7 @@ class FormedBatch:
         return self.by_user(total)
 
     def _picked(self, ids: Tensor, output_gradients: Tensor, shift: int = 0) -> Tensor:
-        """`kernels.picked`, once: it reads all over memory, and is asked for again after scaling."""
+        """`kernels.picked`, once: it reads all over memory, and is asked for again once scaled."""
         key = (id(output_gradients), shift)
         if key not in self._found:
             self._found[key] = kernels.run(kernels.picked, ids, output_gradients)

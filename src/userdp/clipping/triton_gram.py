@@ -43,11 +43,7 @@ def _tokens_of(starts, user, row_length):
 @triton.jit
 def _tile(place, rows, columns, length, width, EVEN: tl.constexpr):
     """Values of a matrix at these rows and columns, zero outside it; `EVEN` where none is."""
-    if EVEN:
-        values = tl.load(place)
-    else:
-        values = tl.load(place, (rows < length) & (columns < width), 0.0)
-    return values
+    return tl.load(place) if EVEN else tl.load(place, (rows < length) & (columns < width), 0.0)
 
 
 @triton.jit
@@ -79,9 +75,7 @@ def _add_gram(
     ONE_TILE: tl.constexpr,
 ):
     """gram += a b^T over all columns, a and b the tiles i and j of one user's matrix."""
-    if ONE_TILE:
-        gram = _add_square(gram, base, width, i, length, TILE, SLICE, EVEN)
-    elif i == j:
+    if ONE_TILE or i == j:
         gram = _add_square(gram, base, width, i, length, TILE, SLICE, EVEN)
     else:
         columns = tl.arange(0, SLICE)[None, :]
@@ -335,8 +329,9 @@ class GramTable:
         """Slices on their way at a time: as many as wanted, or as the device has room for."""
         if self._device.type != "cuda":
             return wanted
-        room = torch.cuda.get_device_properties(self._device).shared_memory_per_block_optin
-        return max(2, min(wanted, (room - _SPARE_BYTES) // stage_bytes))
+        device: Any = torch.cuda.get_device_properties(self._device)
+        room = device.shared_memory_per_block_optin - _SPARE_BYTES
+        return max(2, min(wanted, room // stage_bytes))
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
