@@ -3,9 +3,10 @@
 A run samples ragged Poisson cohorts, loads and packs their rows, clips, draws the noise, writes the
 ledger to disk and steps the optimizer. Its tokens per second, once every batch shape has been seen,
 are compared with those of the bare step (gradients and clipping) on full batches in the same
-process; `useful` counts tokens of records, `padded` also what padding adds.
+process; `useful` counts tokens of records, `padded` also what padding adds. Records fill their rows
+but for a user's last, or with `--short` are as short as posts and chat messages are.
 
-Run: python benchmarks/training_run.py [--json FILE]      (CPU: a tiny model)
+Run: python benchmarks/training_run.py [--short] [--join yes] [--json FILE]   (CPU: a tiny model)
 """
 
 from __future__ import annotations
@@ -33,13 +34,18 @@ from userdp.training import cohort_batches
 STRETCH = 10
 
 
-def ragged_rows(users: int, length: int, group_size: int, vocabulary: int) -> TokenRows:
-    """Users with a heavy tail of rows; of each user's rows the last is cut short."""
+def ragged_rows(
+    users: int, length: int, group_size: int, vocabulary: int, *, short: bool
+) -> TokenRows:
+    """Users with a heavy tail of rows; of each user's rows the last is cut short, or most are."""
     rng = np.random.default_rng(0)
     counts = np.clip(rng.lognormal(np.log(1.5 * group_size), 1.0, users).astype(int), 1, None)
     owners = np.repeat(np.arange(users), counts)
     lengths = np.full(len(owners), length)
     lengths[np.cumsum(counts) - 1] = rng.integers(2, length + 1, users)
+    if short:
+        drawn = rng.lognormal(np.log(length / 5), 0.9, len(owners)).astype(int)
+        lengths = np.clip(drawn, 2, length)
     indptr = np.concatenate([[0], np.cumsum(lengths)])
     tokens = rng.integers(0, vocabulary, indptr[-1], dtype=np.int32)
     return TokenRows(tokens=tokens, indptr=indptr, owners=owners, num_users=users)
@@ -56,13 +62,15 @@ def main() -> None:
     parser.add_argument("--cohort", type=int, default=64 if gpu else 16)
     parser.add_argument("--warm", type=int, default=60 if gpu else 2)
     parser.add_argument("--steps", type=int, default=40 if gpu else 4)
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--join", choices=["yes", "no"], help="as the device prefers if not given")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     tokens = 16_384 if gpu else 2_048
     setting = Setting(options.model, options.finetune, options.length, tokens)
     bare = bare_rate(setting, options.group_size)
 
-    rows = ragged_rows(5_000, options.length, options.group_size, 2_000)
+    rows = ragged_rows(5_000, options.length, options.group_size, 2_000, short=options.short)
     plan = Plan.sample_users(
         num_users=rows.num_users,
         expected_cohort_size=options.cohort,
@@ -82,7 +90,11 @@ def main() -> None:
             torch.optim.AdamW(setting.parameters, lr=1e-5, fused=gpu),
             plan,
             rows.index(),
-            settings=FastSettings(compute_dtype=setting.dtype, microbatch_tokens=tokens),
+            settings=FastSettings(
+                compute_dtype=setting.dtype,
+                microbatch_tokens=tokens,
+                join_records=None if options.join is None else options.join == "yes",
+            ),
             ledger=ledger,
             secret=secret,
         )
@@ -97,6 +109,8 @@ def main() -> None:
         "useful_share": rates["useful"] / bare,
         "padded_share": rates["padded"] / bare,
         "cohort": options.cohort,
+        "short": options.short,
+        "join": options.join,
         "steps": rates["steps"],
     }
     print(json.dumps(row))

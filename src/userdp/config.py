@@ -134,6 +134,10 @@ class TrainingSettings(_Section):
     checkpoint_blocks: bool = Field(
         False, description="Run blocks again in the backward pass: less memory, slower (fast)."
     )
+    join_records: bool | None = Field(
+        None,
+        description="Several short records of a user in one row (fast); CPU: where it saves much.",
+    )
     device: str = "cpu"
     fixed_seed: int | None = Field(
         None, description="For tests only: whoever knows it can remove the noise."

@@ -63,6 +63,7 @@ def train_from_config(
             compute_dtype=torch.bfloat16 if settings.autocast_dtype == "bfloat16" else None,
             merge_lora=settings.merge_lora,
             checkpoint_blocks=settings.checkpoint_blocks,
+            join_records=settings.join_records,
         ),
         microbatch_records=settings.microbatch_records,
         out=out,

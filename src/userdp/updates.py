@@ -22,6 +22,7 @@ Batch = Mapping[str, Tensor]
 Update = list[Tensor]
 RecordLoss = Callable[[nn.Module, Batch], Tensor]
 TokenMean = Callable[[Tensor, Tensor], Tensor]
+TokenSum = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 IGNORED_LABEL = -100
 
@@ -44,6 +45,31 @@ def causal_lm_loss(
     return (token_mean or mean_token_loss)(_logits(output), labels)
 
 
+def joined_lm_loss(model: nn.Module, batch: Batch, *, token_sum: TokenSum | None = None) -> Tensor:
+    """The loss of each row of joined records: the sum of its tokens' losses times their weights.
+
+    `batch` as `clipping.joined` gives it. A token sees those before it in its own record only.
+    """
+    output = model(
+        input_ids=batch["input_ids"],
+        position_ids=batch["position_ids"],
+        attention_mask=record_mask(batch["record_in_row"]),
+        use_cache=False,
+    )
+    # The first token of a record has no label: the last of the record before does not predict it.
+    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+    weights = F.pad(batch["token_weights"][:, 1:], (0, 1))
+    return (token_sum or weighted_token_loss)(_logits(output), labels, weights)
+
+
+def record_mask(record_in_row: Tensor) -> Tensor:
+    """Which tokens of a row see which: those before them, and themselves, of the same record."""
+    length = record_in_row.shape[1]
+    same = record_in_row[:, :, None] == record_in_row[:, None, :]
+    causal = torch.ones(length, length, dtype=torch.bool, device=record_in_row.device).tril()
+    return (same & causal)[:, None]
+
+
 def masked_lm_loss(
     model: nn.Module, batch: Batch, *, token_mean: TokenMean | None = None
 ) -> Tensor:
@@ -58,14 +84,24 @@ def masked_lm_loss(
 
 def mean_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Each record's mean negative log-likelihood over the positions with a label."""
-    token_losses = F.cross_entropy(
+    num_labelled = (labels != IGNORED_LABEL).sum(dim=1).clamp(min=1)
+    return _token_losses(logits, labels).sum(dim=1) / num_labelled
+
+
+def weighted_token_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Each row's negative log-likelihoods, times the weights of their labels, added up."""
+    losses = _token_losses(logits, labels)
+    return (losses * weights.to(losses.dtype)).sum(dim=1)
+
+
+def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = F.cross_entropy(
         at_least_float32(logits).flatten(0, 1),
         labels.flatten(),
         ignore_index=IGNORED_LABEL,
         reduction="none",
-    ).view(labels.shape)
-    num_labelled = (labels != IGNORED_LABEL).sum(dim=1).clamp(min=1)
-    return token_losses.sum(dim=1) / num_labelled
+    )
+    return losses.view(labels.shape)
 
 
 def _logits(output: Any) -> Tensor:

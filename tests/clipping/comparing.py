@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,9 +90,11 @@ def fast_sum(
     record_loss: RecordLoss = causal_lm_loss,
     settings: FastSettings | None = None,
 ) -> list[Tensor]:
-    fast = FastClipping(
-        model, trainable(model), rule, record_loss=record_loss, settings=settings or FastSettings()
-    )
+    """The fast path's sum; one record a row unless the settings say otherwise."""
+    settings = settings or FastSettings()
+    if settings.join_records is None:
+        settings = replace(settings, join_records=False)
+    fast = FastClipping(model, trainable(model), rule, record_loss=record_loss, settings=settings)
     return fast.clipped_sum(groups, rule).total.views
 
 

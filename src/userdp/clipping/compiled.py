@@ -26,7 +26,16 @@ from userdp.clipping import kernels
 from userdp.clipping.checkpointed import checkpointed_blocks
 from userdp.clipping.layers import Tape, only
 from userdp.clipping.swap import swapped
-from userdp.updates import Batch, RecordLoss, TokenMean, causal_lm_loss, mean_token_loss
+from userdp.updates import (
+    Batch,
+    RecordLoss,
+    TokenMean,
+    TokenSum,
+    causal_lm_loss,
+    joined_lm_loss,
+    mean_token_loss,
+    weighted_token_loss,
+)
 
 # The mask registry does not know this name, so no mask is built and attention is plainly causal.
 CAUSAL_ATTENTION = "userdp_causal"
@@ -108,6 +117,16 @@ def token_mean(vocabulary: int) -> TokenMean:
         return mean_token_loss(logits[..., :vocabulary], labels)
 
     return torch.compile(mean, dynamic=False)
+
+
+@cache
+def token_sum(vocabulary: int) -> TokenSum:
+    """`weighted_token_loss` of the first `vocabulary` columns, compiled."""
+
+    def weighted(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        return weighted_token_loss(logits[..., :vocabulary], labels, weights)
+
+    return torch.compile(weighted, dynamic=False)
 
 
 def head_padding(model: nn.Module) -> int:
@@ -199,7 +218,8 @@ class Execution:
         checkpoint_blocks: bool = False,
     ) -> Execution:
         """The fastest way to run this model on such rows that gives what it always gives."""
-        skip = compile_blocks and record_loss is causal_lm_loss and can_skip_mask(model, length)
+        is_causal = record_loss in (causal_lm_loss, joined_lm_loss)
+        skip = compile_blocks and is_causal and can_skip_mask(model, length)
         return Execution(
             record_loss=record_loss,
             compute_dtype=compute_dtype,
@@ -214,8 +234,11 @@ class Execution:
         """One loss a record."""
         record_loss = self.record_loss
         if self.skip_mask:
-            mean = token_mean(vocabulary_size(model))
-            record_loss = partial(causal_lm_loss, token_mean=mean)
+            vocabulary = vocabulary_size(model)
+            if record_loss is joined_lm_loss:
+                record_loss = partial(joined_lm_loss, token_sum=token_sum(vocabulary))
+            else:
+                record_loss = partial(causal_lm_loss, token_mean=token_mean(vocabulary))
         if self.compute_dtype is None:
             return record_loss(model, batch)
         device = next(iter(batch.values())).device.type

@@ -22,6 +22,7 @@ from userdp.clipping.any_layer import AnyLayer
 from userdp.clipping.checkpointed import blocks_of
 from userdp.clipping.compiled import Execution, Graph, has_aligned_head, most_positions, padded_rows
 from userdp.clipping.flat import FlatBuffer
+from userdp.clipping.joined import USUAL_ROW, can_join, is_joined, joined, worth_joining
 from userdp.clipping.mixed import Sizes, pack_runs
 from userdp.clipping.one_pass import OnePass, look_at
 from userdp.clipping.one_user import OneUser
@@ -32,7 +33,7 @@ from userdp.clipping.sums import ClippedSum
 from userdp.clipping.survey import Survey, find_layers
 from userdp.clipping.verify import compare_with_plain
 from userdp.errors import InputError
-from userdp.updates import Batch, RecordLoss, Update
+from userdp.updates import Batch, RecordLoss, Update, joined_lm_loss
 
 Step = Callable[[Users], Any]
 
@@ -58,7 +59,8 @@ class FastSettings:
     puts users of unlike size into batches of few shapes (`mixed`), as captured steps want them;
     otherwise users of like size share a batch (`pack`). `checkpoint_blocks` keeps only the input of
     every block and runs the block again in the backward pass: less memory, more time
-    (`checkpointed`).
+    (`checkpointed`). `join_records` puts several records of a user into one row (`joined`): on the
+    CPU where that saves much.
     """
 
     microbatch_tokens: int | None = None
@@ -67,6 +69,7 @@ class FastSettings:
     merge_lora: bool = False
     checkpoint_blocks: bool = False
     mix_sizes: bool | None = None
+    join_records: bool | None = None
     check: bool = True
 
 
@@ -106,12 +109,22 @@ class FastClipping:
         self._mix = mixes if settings.mix_sizes is None else settings.mix_sizes
         self._mix_anything = settings.mix_sizes is True
         self._max_length = most_positions(model)
+        self._longest = USUAL_ROW
         self._sizes = Sizes(
             max_tokens=self._max_tokens,
             max_users=self._stored_users(),
             max_short_users=None if on_cuda else self._stored_users(),
             max_length=self._max_length,
         )
+        # None: not seen to be worth it.
+        self._joins = settings.join_records
+        if self._joins and not can_join(model, record_loss, self._longest):
+            raise InputError(
+                "join_records: this model cannot keep the records of a row apart (it takes a "
+                "decoder of the transformers library with SDPA attention and position_ids)."
+            )
+        if self._joins is None and on_cuda:
+            self._joins = False
         self._total = FlatBuffer(self._parameters, padded_rows(model) if self._compile else None)
         # On the device, where captured steps read and write them.
         self._clip_norm = torch.tensor(1.0, dtype=self._total.values.dtype, device=self._device)
@@ -148,6 +161,7 @@ class FastClipping:
                 "some groups of the cohort have tensors that others lack: give every group's batch "
                 "the same ones (attention_mask for all, for one)."
             )
+        listed = self._with_records_joined(listed)
         mix = self._mix and (self._mix_anything or has_tokens(listed))
         self._sizes.see(listed)
         large = [group for group in listed if not self._fits(group, mix)]
@@ -157,6 +171,16 @@ class FastClipping:
         for group in large:
             self._add_large(group)
         return ClippedSum(total=self._total, num_within=self._num_within, num_updates=len(listed))
+
+    def _with_records_joined(self, groups: list[Batch]) -> list[Batch]:
+        """The groups with several records to a row, from the first time that this saves much."""
+        self._longest = max([self._longest, *(size_of(group).length for group in groups)])
+        longest = min(self._longest, self._max_length or self._longest)
+        if self._joins is None and worth_joining(groups):
+            self._joins = can_join(self._model, self._record_loss, longest)
+        if not self._joins:
+            return groups
+        return [joined(group, longest) for group in groups]
 
     def _fits(self, group: Batch, mix: bool) -> bool:
         """Whether the group is no larger than a batch."""
@@ -209,7 +233,7 @@ class FastClipping:
         ids = users.batch.get("input_ids")
         return Execution.choose(
             self._model,
-            self._record_loss,
+            joined_lm_loss if is_joined(users.batch) else self._record_loss,
             length=ids.shape[1] if ids is not None and ids.dim() > 1 else 1,
             compute_dtype=self._dtype,
             compile_blocks=self._compile,

@@ -23,7 +23,16 @@ from torch import Tensor
 from userdp.updates import IGNORED_LABEL, Batch
 
 # What is put where a record has ended. Other tensors are not padded, only batched with their like.
-PADDING = {"input_ids": 0, "labels": IGNORED_LABEL, "attention_mask": 0, "token_type_ids": 0}
+PADDING = {
+    "input_ids": 0,
+    "labels": IGNORED_LABEL,
+    "attention_mask": 0,
+    "token_type_ids": 0,
+    # Of joined records.
+    "position_ids": 0,
+    "record_in_row": 0,
+    "token_weights": 0,
+}
 
 
 # Padded tokens for each of a group's own, where groups of unlike size share a batch.

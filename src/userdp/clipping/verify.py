@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from userdp.clipping.compiled import Execution
 from userdp.clipping.flat import FlatBuffer
+from userdp.clipping.joined import is_joined, separated
 from userdp.clipping.one_pass import OnePass
 from userdp.clipping.pack import Users
 from userdp.clipping.plain import clipped_sum
@@ -181,6 +182,7 @@ def _plain(
             count = int((weights[start:stop] > 0).sum())
             if count:
                 own = {n: tensor[start : start + count] for n, tensor in users.batch.items()}
+                own = separated(own) if is_joined(own) else own
                 updates.append(mean_gradient(model, parameters, own, record_loss=record_loss))
     groups = clip_groups(find_layers(model))
     layers = [groups[id(parameter)] for parameter in parameters]
