@@ -132,9 +132,9 @@ def _ragged_groups(vocabulary: int) -> list[dict[str, torch.Tensor]]:
     return groups
 
 
-@pytest.mark.parametrize("checkpoint_blocks", [False, True])
+@pytest.mark.parametrize("option", [None, "checkpoint_blocks", "join_records"])
 def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloat16(
-    checkpoint_blocks: bool,
+    option: str | None,
 ) -> None:
     model = _model("gpt2")
     parameters = list(model.parameters())
@@ -148,7 +148,8 @@ def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloa
         settings=FastSettings(
             microbatch_tokens=2048,
             compute_dtype=torch.bfloat16,
-            checkpoint_blocks=checkpoint_blocks,
+            checkpoint_blocks=option == "checkpoint_blocks",
+            join_records=option == "join_records",
         ),
     )
     exact = PlainClipping(model, parameters, record_loss=causal_lm_loss)

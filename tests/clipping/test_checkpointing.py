@@ -66,6 +66,11 @@ def test_checkpointed_blocks_give_the_plain_loops_sum(
         )
 
 
+def test_checkpointed_blocks_give_the_plain_loops_sum_of_joined_records() -> None:
+    settings = checkpointing(join_records=True)
+    assert_same_as_plain(shake(models_zoo.build("gpt2 tied")), cohort(RAGGED), settings=settings)
+
+
 @pytest.mark.parametrize("merge_lora", [False, True])
 def test_users_alone_and_in_pieces_give_the_plain_loops_sum(merge_lora: bool) -> None:
     model = shake(models_zoo.build("llama tied + lora"))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import (
+    RAGGED,
     assert_same_as_plain,
     cohort,
     fast_sum,
@@ -47,11 +48,16 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled.token_mean.cache_clear()
+    forget_losses()
     monkeypatch.setattr(torch, "compile", traced_compile)
     yield traced
-    compiled.token_mean.cache_clear()
+    forget_losses()
     torch._dynamo.reset()
+
+
+def forget_losses() -> None:
+    compiled.token_mean.cache_clear()
+    compiled.token_sum.cache_clear()
 
 
 LENGTHS = [[5, 9], [9, 2], [], [9, 7], [9, 9]]
@@ -65,6 +71,14 @@ def test_compiled_blocks_give_the_plain_loops_sum_without_graph_breaks(
     assert_same_as_plain(model, cohort(LENGTHS), settings=COMPILED)
     # Both blocks, what lies outside them, and the loss.
     assert len(traced_only) > 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("name", ["gpt2 tied", "llama tied + lora"])
+def test_compiled_blocks_give_the_plain_loops_sum_of_joined_records(name: str) -> None:
+    model = shake(models_zoo.build(name))
+    settings = FastSettings(compile_blocks=True, join_records=True)
+    assert_same_as_plain(model, cohort(RAGGED), settings=settings)
     assert not torch._dynamo.utils.counters["graph_break"]
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 import models_zoo
 from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.clipping.joined import can_join, is_joined, joined, separated, worth_joining
-from userdp.clipping.pack import Users
+from userdp.clipping.pack import Users, power_of_two
 from userdp.clipping.rules import FlatClip, PerLayerClip
 from userdp.errors import InputError
 from userdp.updates import (
@@ -62,19 +62,21 @@ def records_of(group: dict[str, Tensor]) -> list[list[int]]:
 
 
 @hypothesis.given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), longest=st.integers(1, 130)
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    longest=st.integers(1, 130),
+    ladder=st.booleans(),
 )
 def test_every_record_is_in_one_row_once_and_comes_out_as_it_went_in(
-    lengths: list[int], longest: int
+    lengths: list[int], longest: int, ladder: bool
 ) -> None:
     (group,) = cohort([lengths])
-    found = joined(group, longest)
+    found = joined(group, longest, ladder=ladder)
     apart = separated(found)
     assert records_of(apart) == records_of(group)
     assert apart["input_ids"].shape[1] == max(lengths)
     rows, width = found["input_ids"].shape
     assert width <= max(longest, max(lengths))
-    assert rows * width <= len(lengths) * max(lengths)
+    assert rows * width <= len(lengths) * (power_of_two(max(lengths)) if ladder else max(lengths))
     used = int((found["record_in_row"] > 0).sum())
     assert used == sum(lengths)
 

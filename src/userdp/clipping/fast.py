@@ -180,7 +180,7 @@ class FastClipping:
             self._joins = can_join(self._model, self._record_loss, longest)
         if not self._joins:
             return groups
-        return [joined(group, longest) for group in groups]
+        return [joined(group, longest, ladder=self._graphs or self._mix) for group in groups]
 
     def _fits(self, group: Batch, mix: bool) -> bool:
         """Whether the group is no larger than a batch."""

@@ -79,15 +79,16 @@ def _keeps_apart(model: nn.Module) -> bool:
     return bool((together - expected).abs().max() <= tolerance * expected.abs().max())
 
 
-def joined(group: Batch, longest_row: int) -> dict[str, Tensor]:
+def joined(group: Batch, longest_row: int, *, ladder: bool = False) -> dict[str, Tensor]:
     """The group's records in as few tokens as rows of some length up to `longest_row` allow.
 
+    With `ladder`, tokens are counted as in rows that are padded to a power of two.
     `record_in_row` numbers the records of a row from 1; padding is 0. By `token_weights`, the mean
     over rows of their weighted losses is the mean over records of their mean token losses.
     """
     ids, labels = (group[name].cpu().numpy() for name in ("input_ids", "labels"))
     lengths = _lengths(group)
-    rows, starts, width = _best_places(lengths, longest_row)
+    rows, starts, width = _best_places(lengths, longest_row, ladder)
     num_rows = int(rows.max()) + 1
     record = np.repeat(np.arange(len(lengths)), lengths)
     column = np.arange(len(record)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -143,14 +144,19 @@ def _lengths(group: Batch) -> NDArray[np.int64]:
 
 
 def _best_places(
-    lengths: NDArray[np.int64], longest_row: int
+    lengths: NDArray[np.int64], longest_row: int, ladder: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     """Each record's row and start, and the rows' width, for the fewest tokens in all."""
-    sizes = [int(lengths.max())]
+    longest = int(lengths.max())
+    sizes = [max(longest, min(power_of_two(longest), longest_row)) if ladder else longest]
     while (size := power_of_two(sizes[-1] + 1)) <= longest_row:
         sizes.append(size)
-    tried = [_first_fit(lengths, size) for size in sizes]
-    return min(tried, key=lambda found: (int(found[0].max()) + 1) * found[2])
+
+    def tokens(found: tuple[NDArray[np.int64], NDArray[np.int64], int]) -> int:
+        rows, _, width = found
+        return (int(rows.max()) + 1) * (power_of_two(width) if ladder else width)
+
+    return min((_first_fit(lengths, size) for size in sizes), key=tokens)
 
 
 def _first_fit(
