@@ -14,10 +14,12 @@ import torch
 
 import models_zoo
 from userdp import runs
+from userdp.clipping import fast
 from userdp.clipping.fast import FastSettings
 from userdp.config import load_config
 from userdp.data.store import UserStore
 from userdp.errors import InputError
+from userdp.ledger import Ledger
 
 
 @pytest.mark.parametrize(
@@ -108,3 +110,28 @@ def test_directory_with_something_in_it_is_refused(
     with pytest.raises(InputError, match="already holds something"):
         runs.train_from_config(path, config, config.plan(), out)
     assert [p.name for p in out.iterdir()] == ["mine"]
+
+
+def test_run_refused_before_its_first_step_leaves_nothing(
+    config_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = config_file(training="join_records = true")
+    config = load_config(path)
+    monkeypatch.setattr(fast, "can_join", lambda *args: False)
+    with pytest.raises(InputError, match="cannot keep the records of a row apart"):
+        runs.train_from_config(path, config, config.plan(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_that_fails_after_a_step_keeps_its_ledger(
+    config_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = config_file()
+    config = load_config(path)
+
+    def refuse(step: int) -> None:
+        raise InputError(f"stopped after {step}")
+
+    with pytest.raises(InputError, match="stopped after 1"):
+        runs.train_from_config(path, config, config.plan(), tmp_path / "run", on_step=refuse)
+    assert Ledger.read(tmp_path / "run" / "ledger.jsonl").steps == 1

@@ -20,6 +20,7 @@ from userdp.clipping.fast import FastSettings
 from userdp.config import Config, load_config
 from userdp.data.store import UserStore
 from userdp.errors import InputError
+from userdp.ledger import Ledger
 from userdp.models.load import Lora, load_adapter, load_model, load_tokenizer
 from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
@@ -48,34 +49,48 @@ def train_from_config(
     optimizer = make_optimizer(model, settings.optimizer, settings.learning_rate)
     out.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(config_path, out / "config.toml")
-    run = train(
-        model,
-        tokenizer,
-        store,
-        plan,
-        optimizer=optimizer,
-        scheduler=make_schedule(optimizer, settings.schedule, settings.steps),
-        sequence_length=config.data.sequence_length,
-        selection=config.load_selection(),
-        clipping=settings.clipping,
-        settings=FastSettings(
-            microbatch_tokens=settings.microbatch_tokens,
-            compute_dtype=torch.bfloat16 if settings.autocast_dtype == "bfloat16" else None,
-            merge_lora=settings.merge_lora,
-            checkpoint_blocks=settings.checkpoint_blocks,
-            join_records=settings.join_records,
-        ),
-        microbatch_records=settings.microbatch_records,
-        out=out,
-        bound_to={"config": hashlib.sha256(config_path.read_bytes()).hexdigest()},
-        paid=paid,
-        secret=None
-        if settings.fixed_seed is None
-        else RunSecret.fixed_for_tests(settings.fixed_seed),
-        on_step=on_step,
-    )
+    try:
+        run = train(
+            model,
+            tokenizer,
+            store,
+            plan,
+            optimizer=optimizer,
+            scheduler=make_schedule(optimizer, settings.schedule, settings.steps),
+            sequence_length=config.data.sequence_length,
+            selection=config.load_selection(),
+            clipping=settings.clipping,
+            settings=FastSettings(
+                microbatch_tokens=settings.microbatch_tokens,
+                compute_dtype=torch.bfloat16 if settings.autocast_dtype == "bfloat16" else None,
+                merge_lora=settings.merge_lora,
+                checkpoint_blocks=settings.checkpoint_blocks,
+                join_records=settings.join_records,
+            ),
+            microbatch_records=settings.microbatch_records,
+            out=out,
+            bound_to={"config": hashlib.sha256(config_path.read_bytes()).hexdigest()},
+            paid=paid,
+            secret=None
+            if settings.fixed_seed is None
+            else RunSecret.fixed_for_tests(settings.fixed_seed),
+            on_step=on_step,
+        )
+    except InputError:
+        _clear_if_unbegun(out)
+        raise
     write_statement(run, out)
     return run
+
+
+def _clear_if_unbegun(out: Path) -> None:
+    """A run that was refused before its first step has released nothing: leave nothing of it."""
+    ledger = out / "ledger.jsonl"
+    if ledger.is_file() and Ledger.read(ledger).steps:
+        return
+    for file in (ledger, out / "config.toml"):
+        file.unlink(missing_ok=True)
+    out.rmdir()
 
 
 def write_statement(run: Run, out: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,31 +90,31 @@ def train(
         bound_to={"data": store.fingerprint} | (bound_to or {}),
         fixed_seed=secret.fixed_seed,
     )
-    for item in paid:
-        ledger.charge(item.event, what=item.what)
-    if optimizer is None:
-        optimizer = make_optimizer(model, "adamw", learning_rate)
-    # Dropout off: the noise regularises enough, and a group's update is then a function of its
-    # rows.
-    model.eval()
-    step = PrivateStep(
-        model,
-        optimizer,
-        plan,
-        rows.index(),
-        clipping=clipping,
-        settings=settings,
-        microbatch_records=microbatch_records,
-        ledger=ledger,
-        secret=secret,
-    )
-    for cohort in step.cohorts():
-        step.apply(cohort_batches(rows, cohort, pad_token=tokenizer.pad_token_id))
-        if scheduler is not None:
-            scheduler.step()
-        if on_step is not None:
-            on_step(ledger.steps)
-    ledger.close()
+    with contextlib.closing(ledger):
+        for item in paid:
+            ledger.charge(item.event, what=item.what)
+        if optimizer is None:
+            optimizer = make_optimizer(model, "adamw", learning_rate)
+        # Dropout off: the noise regularises enough, and a group's update is then a function of its
+        # rows.
+        model.eval()
+        step = PrivateStep(
+            model,
+            optimizer,
+            plan,
+            rows.index(),
+            clipping=clipping,
+            settings=settings,
+            microbatch_records=microbatch_records,
+            ledger=ledger,
+            secret=secret,
+        )
+        for cohort in step.cohorts():
+            step.apply(cohort_batches(rows, cohort, pad_token=tokenizer.pad_token_id))
+            if scheduler is not None:
+                scheduler.step()
+            if on_step is not None:
+                on_step(ledger.steps)
     if path is not None:
         save_model(model, tokenizer, path / "model")
     return Run(model=model, ledger=ledger, path=path)
