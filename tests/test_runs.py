@@ -118,7 +118,7 @@ def test_run_refused_before_its_first_step_leaves_nothing(
     path = config_file(training="join_records = true")
     config = load_config(path)
     monkeypatch.setattr(fast, "can_join", lambda *args: False)
-    with pytest.raises(InputError, match="cannot keep the records of a row apart"):
+    with pytest.raises(InputError, match="does not keep records apart"):
         runs.train_from_config(path, config, config.plan(), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

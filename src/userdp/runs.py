@@ -20,7 +20,6 @@ from userdp.clipping.fast import FastSettings
 from userdp.config import Config, load_config
 from userdp.data.store import UserStore
 from userdp.errors import InputError
-from userdp.ledger import Ledger
 from userdp.models.load import Lora, load_adapter, load_model, load_tokenizer
 from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
@@ -86,7 +85,8 @@ def train_from_config(
 def _clear_if_unbegun(out: Path) -> None:
     """A run that was refused before its first step has released nothing: leave nothing of it."""
     ledger = out / "ledger.jsonl"
-    if ledger.is_file() and Ledger.read(ledger).steps:
+    rows = ledger.read_text().splitlines() if ledger.is_file() else []
+    if any(json.loads(row)["kind"] == "step" for row in rows):
         return
     for file in (ledger, out / "config.toml"):
         file.unlink(missing_ok=True)

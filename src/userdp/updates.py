@@ -25,6 +25,11 @@ TokenMean = Callable[[Tensor, Tensor], Tensor]
 TokenSum = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 IGNORED_LABEL = -100
+# Of joined records (`clipping.joined`), by token: its position in its record, the record's number
+# in the row, and what the token's loss counts for.
+JOINED_POSITION = "userdp_position"
+JOINED_RECORD = "userdp_record"
+JOINED_WEIGHT = "userdp_weight"
 
 
 def causal_lm_loss(
@@ -52,13 +57,13 @@ def joined_lm_loss(model: nn.Module, batch: Batch, *, token_sum: TokenSum | None
     """
     output = model(
         input_ids=batch["input_ids"],
-        position_ids=batch["position_ids"],
-        attention_mask=record_mask(batch["record_in_row"]),
+        position_ids=batch[JOINED_POSITION],
+        attention_mask=record_mask(batch[JOINED_RECORD]),
         use_cache=False,
     )
     # The first token of a record has no label: the last of the record before does not predict it.
     labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
-    weights = F.pad(batch["token_weights"][:, 1:], (0, 1))
+    weights = F.pad(batch[JOINED_WEIGHT][:, 1:], (0, 1))
     return (token_sum or weighted_token_loss)(_logits(output), labels, weights)
 
 

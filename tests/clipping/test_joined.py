@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+import transformers
 from comparing import (
     RAGGED,
     assert_same_as_plain,
     cohort,
+    difference,
     middle_clip,
     pairs_wherever_possible,
+    plain_sum,
     shake,
     trainable,
 )
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import models_zoo
 from userdp.clipping.fast import FastClipping, FastSettings
@@ -28,6 +32,9 @@ from userdp.clipping.rules import FlatClip, PerLayerClip
 from userdp.errors import InputError
 from userdp.updates import (
     IGNORED_LABEL,
+    JOINED_RECORD,
+    JOINED_WEIGHT,
+    Batch,
     causal_lm_loss,
     joined_lm_loss,
     masked_lm_loss,
@@ -77,7 +84,7 @@ def test_every_record_is_in_one_row_once_and_comes_out_as_it_went_in(
     rows, width = found["input_ids"].shape
     assert width <= max(longest, max(lengths))
     assert rows * width <= len(lengths) * (power_of_two(max(lengths)) if ladder else max(lengths))
-    used = int((found["record_in_row"] > 0).sum())
+    used = int((found[JOINED_RECORD] > 0).sum())
     assert used == sum(lengths)
 
 
@@ -87,8 +94,8 @@ def test_tokens_weigh_what_they_weigh_in_rows_of_their_own() -> None:
     rows = len(found["input_ids"])
     labelled = found["labels"] != IGNORED_LABEL
     by_record = {
-        (row, int(number)): float(found["token_weights"][row][own & labelled[row]].sum())
-        for row, numbers in enumerate(found["record_in_row"])
+        (row, int(number)): float(found[JOINED_WEIGHT][row][own & labelled[row]].sum())
+        for row, numbers in enumerate(found[JOINED_RECORD])
         for number in numbers.unique()
         if number > 0
         for own in [numbers == number]
@@ -196,7 +203,7 @@ def test_models_that_cannot_keep_records_apart_are_run_as_before(name: str) -> N
     fast = clipping_of(name)
     batches = tokens_run(fast, groups, FlatClip(clip_norm=0.5))
     assert not any(is_joined(users.batch) for users in batches)
-    with pytest.raises(InputError, match="cannot keep the records of a row apart"):
+    with pytest.raises(InputError, match="does not keep records apart"):
         clipping_of(name, JOINED)
 
 
@@ -230,8 +237,8 @@ def test_no_record_sees_another() -> None:
     (group,) = cohort([[6, 5]])
     found = joined(group, 16)
     assert len(found["input_ids"]) == 1
-    first = found["record_in_row"][0] == 1
-    only_second = found | {"token_weights": torch.where(first, 0.0, found["token_weights"])}
+    first = found[JOINED_RECORD][0] == 1
+    only_second = found | {JOINED_WEIGHT: torch.where(first, 0.0, found[JOINED_WEIGHT])}
     ids = torch.where(first, (found["input_ids"] + 3) % models_zoo.VOCABULARY, found["input_ids"])
     with torch.no_grad():
         before = joined_lm_loss(model, only_second)
@@ -239,3 +246,144 @@ def test_no_record_sees_another() -> None:
     assert float(before) > 0
     assert torch.allclose(before, after, rtol=1e-13, atol=0)
     assert middle_clip(model, cohort([[6, 5], [3]])) > 0
+
+
+TINY = {
+    "vocab_size": models_zoo.VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.0],
+    "long_factor": [3.0, 3.0],
+    "original_max_position_embeddings": 20,
+}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+# Tokens meet where no mask is looked at, or a position's angle depends on how many there are.
+CANNOT_JOIN: dict[str, Callable[[], nn.Module]] = {
+    "convolutions": lambda: transformers.Lfm2ForCausalLM(
+        transformers.Lfm2Config(**TINY, layer_types=["conv", "full_attention"])
+    ),
+    "linear attention": lambda: transformers.MiniMaxForCausalLM(
+        transformers.MiniMaxConfig(
+            **TINY,
+            head_dim=4,
+            num_local_experts=2,
+            block_size=8,
+            layer_types=["linear_attention", "full_attention"],
+        )
+    ),
+    "long rotations": lambda: transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(**TINY, original_max_position_embeddings=20, rope_scaling=LONG_ROPE)
+    ),
+    "dynamic rotations": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**TINY, rope_scaling=DYNAMIC_ROPE)
+    ),
+    "windows": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**TINY, sliding_window=8)
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", CANNOT_JOIN)
+def test_models_in_which_records_would_meet_are_not_joined(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = CANNOT_JOIN[name]().to(dtype).eval()
+    assert not can_join(model, causal_lm_loss, 32)
+
+
+def test_records_longer_than_a_window_end_the_joining_of_shorter_ones() -> None:
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(**TINY, sliding_window=16)
+    model = shake(transformers.MistralForCausalLM(config).double().eval())
+    rule = FlatClip(clip_norm=0.5)
+    short, long = cohort([[14, 2, 2, 2], [2, 13, 3]]), cohort([[30, 2, 2, 2]])
+    fast = FastClipping(model, trainable(model), rule, record_loss=causal_lm_loss)
+    for groups, are_joined in ((short, True), (long, False), (short, False)):
+        batches = tokens_run(fast, groups, rule)
+        assert all(is_joined(users.batch) is are_joined for users in batches)
+        found = fast.clipped_sum(groups, rule).total.views
+        assert difference(found, plain_sum(model, groups, rule)) <= 1e-10
+    fast = FastClipping(model, trainable(model), rule, record_loss=causal_lm_loss, settings=JOINED)
+    fast.clipped_sum(short, rule)
+    with pytest.raises(InputError, match="records of length 32 were tried"):
+        fast.clipped_sum(long, rule)
+
+
+def test_model_inside_another_module_and_tiny_vocabularies_are_run_as_before() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = models_zoo.build("llama")
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.inner(input_ids=input_ids, use_cache=False).logits
+
+    wrapped, rule = shake(Wrapped()), FlatClip(clip_norm=0.5)
+    fast = FastClipping(wrapped, trainable(wrapped), rule, record_loss=causal_lm_loss)
+    found = fast.clipped_sum(cohort(RAGGED), rule).total.views
+    assert difference(found, plain_sum(wrapped, cohort(RAGGED), rule)) <= 1e-10
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**TINY | {"vocab_size": 3})
+    ).double()
+    groups = [
+        group | {name: group[name] % 3 for name in ("input_ids",)} for group in cohort(RAGGED)
+    ]
+    for group in groups:
+        group["labels"] = torch.where(group["labels"] < 0, -100, group["labels"] % 3)
+    assert can_join(model, causal_lm_loss, 16)
+    assert_same_as_plain(shake(model), groups, settings=JOINED)
+
+
+def test_joined_rows_are_no_longer_than_a_batch() -> None:
+    groups = cohort([[14, 3, 2, 4, 3, 2], [2, 2, 13], [3, 3, 3, 12, 2]])
+    fast = clipping_of("llama", FastSettings(join_records=True, microbatch_tokens=16))
+    batches = tokens_run(fast, groups, FlatClip(clip_norm=0.5))
+    assert max(users.batch["input_ids"].numel() for users in batches) <= 16
+
+
+def test_dropout_is_named_as_the_reason_where_it_is_on() -> None:
+    model = models_zoo.build("gpt2 tied").train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    with pytest.raises(InputError, match="dropout at"):
+        FastClipping(
+            model,
+            trainable(model),
+            FlatClip(clip_norm=0.5),
+            record_loss=causal_lm_loss,
+            settings=JOINED,
+        )
+
+
+def test_names_of_joined_tensors_are_nobody_elses() -> None:
+    # A batch of one's own may have positions and weights of any shape.
+    model = shake(models_zoo.build("llama"))
+    groups = [
+        group
+        | {
+            "position_ids": torch.arange(group["input_ids"].shape[1]).repeat(
+                len(group["input_ids"]), 1
+            ),
+            "token_weights": torch.full((len(group["input_ids"]),), 2.0),
+        }
+        for group in cohort([[5, 5], [5], [5, 5, 5]])
+    ]
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        assert batch["position_ids"].shape == batch["input_ids"].shape
+        return batch["token_weights"] * causal_lm_loss(model, batch)
+
+    assert_same_as_plain(model, groups, record_loss=loss)

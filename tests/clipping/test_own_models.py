@@ -151,6 +151,27 @@ def test_layer_that_does_not_count_rows_first_is_refused_by_name(
         fast_sum(around(inner()), cohort(COHORTS[lengths]), RULE)
 
 
+class ReadsWeight(nn.Module):
+    """Multiplies by a layer's weight without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.layer.weight
+
+
+def test_weight_that_is_read_without_calling_its_layer_is_refused_by_name() -> None:
+    # One that nobody reads has no gradient, and is no reason to refuse.
+    model = Around(ReadsWeight()).double()
+    with pytest.raises(MixedExamplesError, match=r"'inner.layer.weight' is read without calling"):
+        fast_sum(model, cohort(RAGGED), RULE)
+    model.inner.layer.requires_grad_(False)
+    assert_same_as_plain(model, cohort(RAGGED))
+
+
 class MixesRows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)

@@ -60,8 +60,10 @@ def can_skip_mask(model: nn.Module, length: int) -> bool:
     config: Any = inner.config
     if getattr(config, "is_encoder_decoder", False):
         return False
+    # A model of text and images has the text's settings one level down.
     windows = [
-        getattr(config, key, None)
+        getattr(settings, key, None)
+        for settings in (config, config.get_text_config())
         for key in ("sliding_window", "attention_chunk_size", "window_size", "attention_window")
     ]
     return all(window is None or window >= length for window in windows)
@@ -146,7 +148,7 @@ def padded_rows(model: nn.Module) -> dict[Tensor, int]:
 
 
 def has_aligned_head(model: nn.Module, record_loss: RecordLoss) -> bool:
-    """Whether grouped products can form the gradients of output layers tied to an embedding.
+    """Whether grouped products form the gradients of heads tied to an embedding without a copy.
 
     For rows of any length, whatever `Execution.choose` says of them.
     """
@@ -231,7 +233,7 @@ class Execution:
         )
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
-        """One loss a record."""
+        """One loss a row."""
         record_loss = self.record_loss
         if self.skip_mask:
             vocabulary = vocabulary_size(model)

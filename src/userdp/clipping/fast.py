@@ -26,12 +26,12 @@ from userdp.clipping.joined import USUAL_ROW, can_join, is_joined, joined, worth
 from userdp.clipping.mixed import Sizes, pack_runs
 from userdp.clipping.one_pass import OnePass, look_at
 from userdp.clipping.one_user import OneUser
-from userdp.clipping.pack import Users, has_tokens, pack, size_of
+from userdp.clipping.pack import Users, has_tokens, pack, power_of_two, size_of
 from userdp.clipping.recurrent import Lstm
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.sums import ClippedSum
 from userdp.clipping.survey import Survey, find_layers
-from userdp.clipping.verify import compare_with_plain
+from userdp.clipping.verify import compare_with_plain, refuse_dropout
 from userdp.errors import InputError
 from userdp.updates import Batch, RecordLoss, Update, joined_lm_loss
 
@@ -109,7 +109,8 @@ class FastClipping:
         self._mix = mixes if settings.mix_sizes is None else settings.mix_sizes
         self._mix_anything = settings.mix_sizes is True
         self._max_length = most_positions(model)
-        self._longest = USUAL_ROW
+        # Records of up to so many tokens were seen to stay apart in one row.
+        self._longest_tried = 0
         self._sizes = Sizes(
             max_tokens=self._max_tokens,
             max_users=self._stored_users(),
@@ -117,14 +118,11 @@ class FastClipping:
             max_length=self._max_length,
         )
         # None: not seen to be worth it.
-        self._joins = settings.join_records
-        if self._joins and not can_join(model, record_loss, self._longest):
-            raise InputError(
-                "join_records: this model cannot keep the records of a row apart (it takes a "
-                "decoder of the transformers library with SDPA attention and position_ids)."
-            )
-        if self._joins is None and on_cuda:
-            self._joins = False
+        self._joins = False if settings.join_records is None and on_cuda else settings.join_records
+        self._must_join = settings.join_records is True
+        if self._must_join:
+            refuse_dropout(model)
+            self._try_joining(1)
         self._total = FlatBuffer(self._parameters, padded_rows(model) if self._compile else None)
         # On the device, where captured steps read and write them.
         self._clip_norm = torch.tensor(1.0, dtype=self._total.values.dtype, device=self._device)
@@ -174,13 +172,28 @@ class FastClipping:
 
     def _with_records_joined(self, groups: list[Batch]) -> list[Batch]:
         """The groups with several records to a row, from the first time that this saves much."""
-        self._longest = max([self._longest, *(size_of(group).length for group in groups)])
-        longest = min(self._longest, self._max_length or self._longest)
         if self._joins is None and worth_joining(groups):
-            self._joins = can_join(self._model, self._record_loss, longest)
+            self._joins = True
+        longest = max((size_of(group).length for group in groups), default=1)
+        if self._joins and longest > self._longest_tried:
+            self._try_joining(longest)
         if not self._joins:
             return groups
-        return [joined(group, longest, ladder=self._graphs or self._mix) for group in groups]
+        row = max(longest, min(USUAL_ROW, self._max_tokens, self._max_length or USUAL_ROW))
+        return [joined(group, row, ladder=self._graphs or self._mix) for group in groups]
+
+    def _try_joining(self, longest: int) -> None:
+        """See whether records of such length can be joined: windows of attention may be shorter."""
+        if self._max_length is None or longest <= self._max_length:
+            longest = min(power_of_two(longest), self._max_length or 2 * longest)
+        self._longest_tried = longest
+        self._joins = can_join(self._model, self._record_loss, longest)
+        if self._must_join and not self._joins:
+            raise InputError(
+                "join_records: this model does not keep records apart in one row (records of "
+                f"length {longest} were tried). It takes a decoder of the transformers library "
+                "with SDPA attention, position_ids, and no window shorter than a record."
+            )
 
     def _fits(self, group: Batch, mix: bool) -> bool:
         """Whether the group is no larger than a batch."""

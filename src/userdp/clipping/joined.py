@@ -1,7 +1,7 @@
 """Several records of a user in one row, none of which sees another: short records without padding.
 
 Where a user's records are of unlike length, rows as long as the longest are mostly padding. Here
-records lie one after the other in rows, the longest put first and each into the first row with
+records lie one after the other in rows, the longest put first and each into the fullest row with
 room. Attention is masked record by record, positions begin anew with each, and a token weighs what
 it weighs in a row of its own: the gradient is the same, from fewer tokens.
 """
@@ -9,32 +9,50 @@ it weighs in a row of its own: the gradient is the same, from fewer tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from userdp.clipping.compiled import can_skip_mask, pretrained
 from userdp.clipping.pack import power_of_two, size_of
-from userdp.updates import IGNORED_LABEL, Batch, RecordLoss, causal_lm_loss, record_mask
+from userdp.updates import (
+    IGNORED_LABEL,
+    JOINED_POSITION,
+    JOINED_RECORD,
+    JOINED_WEIGHT,
+    Batch,
+    RecordLoss,
+    causal_lm_loss,
+    record_mask,
+)
 
-# Rows in which short records are joined are at least this long.
+# Short records may share rows up to this length; longer ones up to their own.
 USUAL_ROW = 128
 # Joined where less than this share of the padded tokens are a record's.
 FULL_ENOUGH = 0.8
 _SEPARATE = {"input_ids", "labels", "attention_mask"}
-# The records of the trial, and how far rounding may move their logits.
-_TRIAL = (3, 4)
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+# The trial: a record of so many tokens, then another; and how far rounding may move their logits.
+_TRIAL = 5
+_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
 _COARSE_TOLERANCE = 0.05
+# Ways to turn positions into angles in which no position depends on how many there are.
+_FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn", "proportional"}
+# What configurations list the kinds of their layers as, and the kinds that take a mask.
+_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "attn_type_list")
+_ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+# Layers by which tokens meet that no mask keeps apart.
+_UNMASKED = (nn.modules.conv._ConvNd, nn.RNNBase)
 
 
 def is_joined(batch: Batch) -> bool:
     """Whether rows of the batch may hold several records."""
-    return "record_in_row" in batch
+    return JOINED_RECORD in batch
 
 
 def worth_joining(groups: Sequence[Batch]) -> bool:
@@ -46,45 +64,83 @@ def worth_joining(groups: Sequence[Batch]) -> bool:
     return own < FULL_ENOUGH * padded
 
 
-def can_join(model: nn.Module, record_loss: RecordLoss, longest_row: int) -> bool:
-    """Whether the model can be told which tokens of a row are one record: seen by trial."""
+def can_join(model: nn.Module, record_loss: RecordLoss, longest: int) -> bool:
+    """Whether the model can be told which tokens of a row are one record, of up to `longest`.
+
+    By what it is made of, and by trial.
+    """
     inner = pretrained(model)
     if inner is None or record_loss is not causal_lm_loss:
         return False
     told = {"position_ids", "attention_mask"} <= inspect.signature(inner.forward).parameters.keys()
-    uses_mask = inner.config._attn_implementation == "sdpa"
-    return told and uses_mask and can_skip_mask(model, longest_row) and _keeps_apart(model)
+    return (
+        told
+        and hasattr(model, "generation_config")
+        and inner.config._attn_implementation == "sdpa"
+        and can_skip_mask(model, longest)
+        and _meets_in_attention_alone(inner)
+        and _keeps_apart(model, inner, longest)
+    )
+
+
+def _meets_in_attention_alone(inner: PreTrainedModel) -> bool:
+    """Whether nothing but attention, to which a mask is given, carries one token to another."""
+    if any(isinstance(module, _UNMASKED) for module in inner.modules()):
+        return False
+    found = list(_values(inner.config.to_dict()))
+    layers = {kind for key, kinds in found if key in _LAYER_LISTS for kind in kinds or ()}
+    rotations = {kind for key, kind in found if key in ("rope_type", "type") and kind is not None}
+    return layers <= _ATTENTION and rotations <= _FIXED_ROTATIONS
+
+
+def _values(settings: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting by its name, however deep."""
+    yield key, settings
+    if isinstance(settings, dict):
+        for name, value in settings.items():
+            yield from _values(value, str(name))
 
 
 @torch.no_grad()
-def _keeps_apart(model: nn.Module) -> bool:
-    """Whether two records have the same logits in one row as in two."""
+def _keeps_apart(model: nn.Module, inner: PreTrainedModel, longest: int) -> bool:
+    """Whether two records, one as long as may be, have the same logits in one row as in two.
+
+    And whether those of the second are the same to the last bit, whatever the first one says.
+    """
     weight = next(model.parameters())
-    ids = torch.arange(sum(_TRIAL), device=weight.device)[None]
-    number = torch.repeat_interleave(torch.tensor(_TRIAL)).to(weight.device)[None]
-    positions = torch.cat([torch.arange(n) for n in _TRIAL]).to(weight.device)[None]
-    try:
-        together = model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=record_mask(number),
-            use_cache=False,
+    embedding: Any = inner.get_input_embeddings()
+    vocabulary = len(embedding.weight)
+    lengths = torch.tensor([_TRIAL, longest])
+    ids = (torch.arange(_TRIAL + longest) % vocabulary).to(weight.device)[None]
+    number = torch.repeat_interleave(lengths).to(weight.device)[None] + 1
+    positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).to(weight.device)[None]
+
+    def logits(tokens: Tensor) -> Tensor:
+        mask = record_mask(number)
+        return model(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False
         ).logits
-        apart = [model(input_ids=part, use_cache=False).logits for part in ids.split(_TRIAL, 1)]
-    except (RuntimeError, TypeError, ValueError):
-        # Not made for such masks.
+
+    try:
+        together = logits(ids)
+        others = logits(torch.where(number == 1, (ids + 1) % vocabulary, ids))
+        parts = ids.split(lengths.tolist(), 1)
+        expected = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
+    except Exception:
+        # Not made for such masks, whatever it says of it.
         return False
-    expected = torch.cat(apart, 1)
     tolerance = _TOLERANCES.get(weight.dtype, _COARSE_TOLERANCE)
-    return bool((together - expected).abs().max() <= tolerance * expected.abs().max())
+    same = bool((together - expected).abs().max() <= tolerance * expected.abs().max())
+    return same and torch.equal(together[:, _TRIAL:], others[:, _TRIAL:])
 
 
 def joined(group: Batch, longest_row: int, *, ladder: bool = False) -> dict[str, Tensor]:
-    """The group's records in as few tokens as rows of some length up to `longest_row` allow.
+    """The group's records in few tokens, in rows of some length up to `longest_row`.
 
-    With `ladder`, tokens are counted as in rows that are padded to a power of two.
-    `record_in_row` numbers the records of a row from 1; padding is 0. By `token_weights`, the mean
-    over rows of their weighted losses is the mean over records of their mean token losses.
+    Rows are those of its longest record at least. With `ladder`, tokens are counted as in rows that
+    are padded to a power of two. Records of a row are numbered from 1; padding is 0. By the tokens'
+    weights, the mean over rows of their weighted losses is the mean over records of their mean
+    token losses.
     """
     ids, labels = (group[name].cpu().numpy() for name in ("input_ids", "labels"))
     lengths = _lengths(group)
@@ -108,15 +164,15 @@ def joined(group: Batch, longest_row: int, *, ladder: bool = False) -> dict[str,
     return {
         "input_ids": laid(ids[record, column], 0),
         "labels": laid(own_labels, IGNORED_LABEL),
-        "position_ids": laid(column, 0),
-        "record_in_row": laid(number[record], 0),
-        "token_weights": laid(weights[record], 0),
+        JOINED_POSITION: laid(column, 0),
+        JOINED_RECORD: laid(number[record], 0),
+        JOINED_WEIGHT: laid(weights[record], 0),
     }
 
 
 def separated(rows: Batch) -> dict[str, Tensor]:
     """Joined records in rows of their own again, as `causal_lm_loss` takes them."""
-    number = rows["record_in_row"]
+    number = rows[JOINED_RECORD]
     spans = [
         (row, start, stop)
         for row, numbers in enumerate(number)
@@ -156,22 +212,32 @@ def _best_places(
         rows, _, width = found
         return (int(rows.max()) + 1) * (power_of_two(width) if ladder else width)
 
-    return min((_first_fit(lengths, size) for size in sizes), key=tokens)
+    return min((_best_fit(lengths, size) for size in sizes), key=tokens)
 
 
-def _first_fit(
+def _best_fit(
     lengths: NDArray[np.int64], size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    used: list[int] = []
+    """Longest first, each record into the fullest row that has room for it."""
+    # Rows by how much room they have; which rooms there are, as the bits of one number.
+    rows_with: list[list[int]] = [[] for _ in range(size + 1)]
+    rooms = num_rows = 0
     rows, starts = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
     for record in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[record])
-        row = next((r for r, taken in enumerate(used) if taken + length <= size), len(used))
-        if row == len(used):
-            used.append(0)
-        rows[record], starts[record] = row, used[row]
-        used[row] += length
-    return rows, starts, max(used)
+        enough = rooms >> length
+        if enough:
+            room = length + (enough & -enough).bit_length() - 1
+            row = rows_with[room].pop()
+            if not rows_with[room]:
+                rooms ^= 1 << room
+        else:
+            room, row = size, num_rows
+            num_rows += 1
+        rows[record], starts[record] = row, size - room
+        rows_with[room - length].append(row)
+        rooms |= 1 << (room - length)
+    return rows, starts, int((starts + lengths).max())
 
 
 def _numbers_in_rows(rows: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:

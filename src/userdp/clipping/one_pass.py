@@ -356,7 +356,7 @@ def _ties(layers: list[Layer], called: dict[nn.Module, Called]) -> list[tuple[La
 
 
 def is_aligned(weight: Tensor, padding: int) -> bool:
-    """Whether CUDA's grouped products take a weight of this shape, so many rows added."""
+    """Whether CUDA's grouped products take a weight of this shape, so many rows added, uncopied."""
     first, second = weight.shape
     return (first + padding) % 8 == 0 and second % 8 == 0
 

@@ -20,7 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from userdp.updates import IGNORED_LABEL, Batch
+from userdp.updates import (
+    IGNORED_LABEL,
+    JOINED_POSITION,
+    JOINED_RECORD,
+    JOINED_WEIGHT,
+    Batch,
+)
 
 # What is put where a record has ended. Other tensors are not padded, only batched with their like.
 PADDING = {
@@ -28,10 +34,9 @@ PADDING = {
     "labels": IGNORED_LABEL,
     "attention_mask": 0,
     "token_type_ids": 0,
-    # Of joined records.
-    "position_ids": 0,
-    "record_in_row": 0,
-    "token_weights": 0,
+    JOINED_POSITION: 0,
+    JOINED_RECORD: 0,
+    JOINED_WEIGHT: 0,
 }
 
 
@@ -57,7 +62,7 @@ class Runs:
 class Users:
     """Several users' rows as one batch, those of a user adjacent: equally many, or as `runs` says.
 
-    `weights` is 1 / (the user's records) for a record and 0 for a row of padding.
+    `weights` is 1 / (the user's rows) for a row with records and 0 for a row of padding.
     """
 
     batch: dict[str, Tensor]

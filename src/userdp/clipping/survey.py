@@ -74,6 +74,10 @@ def survey(
     called, more = (
         look(layers, partial(forward, _repeated(row, rows))) for rows in (TRIAL_ROWS, MORE_ROWS)
     )
+    _refuse_weights_read_past_their_layer(
+        [layer for layer in layers if layer.module not in called],
+        partial(forward, _repeated(row, TRIAL_ROWS)),
+    )
     layers = [layer for layer in layers if layer.module in called]
     for layer in layers:
         check_rows(layer, called[layer.module], more[layer.module])
@@ -84,6 +88,28 @@ def survey(
         # Merging must not change what is clipped with what.
         groups=clip_groups(find_layers(model)),
     )
+
+
+def _refuse_weights_read_past_their_layer(
+    uncalled: list[Layer], forward: Callable[[], Any]
+) -> None:
+    """Raise if a layer that is not called has a gradient all the same: its weight is read."""
+    weights = {
+        f"{layer.name}.{name}": parameter
+        for layer in uncalled
+        for name, parameter in layer.parameters.items()
+    }
+    if not weights:
+        return
+    with torch.enable_grad():
+        losses = forward()
+        gradients = torch.autograd.grad(losses.sum(), list(weights.values()), allow_unused=True)
+    for name, gradient in zip(weights, gradients, strict=True):
+        if gradient is not None:
+            raise MixedExamplesError(
+                f"{name!r} is read without calling its layer: the fast path would not see its "
+                'gradient. Use clipping="plain".'
+            )
 
 
 def _repeated(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:

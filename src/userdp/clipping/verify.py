@@ -133,7 +133,7 @@ def compare_with_plain(
     compared: int = _COMPARED,
 ) -> Verification:
     """Run the first users through both paths, the others at weight zero; raise if different."""
-    _refuse_dropout(model)
+    refuse_dropout(model)
     compared = min(compared, users.count)
     weights = users.weights.clone()
     weights[users.rows_of(compared - 1)[1] :] = 0
@@ -141,7 +141,9 @@ def compare_with_plain(
     expected = _plain(model, parameters, rule, users, weights, compared, record_loss, compute_dtype)
     largest = max(float(tensor.norm()) for tensor in expected)
     names = {id(p): name for name, p in model.named_parameters()}
-    dtype = compute_dtype or parameters[0].dtype
+    # That of frozen weights, too: adapters may be wider than what they adapt.
+    coarsest = min((p.dtype for p in model.parameters()), key=lambda dtype: dtype.itemsize)
+    dtype = compute_dtype or coarsest
     result = Verification(
         errors={
             names[id(p)]: float((a - b).norm()) / largest if largest > 0 else float(a.norm())
@@ -154,7 +156,8 @@ def compare_with_plain(
     return result
 
 
-def _refuse_dropout(model: nn.Module) -> None:
+def refuse_dropout(model: nn.Module) -> None:
+    """Raise if two passes over the same records give other numbers."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
             raise InputError(
