@@ -131,6 +131,18 @@ def test_every_row_is_somebodys_and_users_come_before_empty_places(
         assert all(bool((w > 0).all()) or not bool(w.any()) for w in by_user)
 
 
+def test_places_do_not_run_out_before_rows() -> None:
+    # The large user's kind has 14 places in 128 rows; of the smaller ones 40 share its batch.
+    groups = groups_of([[64] * 16, *[[64] * 3] * 40])
+    batches = list(pack_runs(groups, Sizes(max_tokens=128 * 64)))
+    rows = [len(users.weights) for users in batches]
+    used = [int((users.weights > 0).sum()) for users in batches]
+    assert sum(used) == 16 + 3 * 40
+    assert rows[0] == 128
+    assert used[0] > 100
+    assert sum(rows) <= 128 + 32
+
+
 @pytest.mark.parametrize("mean", [64, 500])
 def test_ragged_cohorts_are_packed_densely_into_few_shapes(mean: int) -> None:
     # Users with a heavy tail of rows, at most 16 of them, of which the last is cut short.

@@ -7,8 +7,9 @@ Only a cohort's last batch is smaller than the others.
 
 Users of at most 512 tokens, of at most 1,024, and so on go into batches of their own kind: how many
 places there must be and which form of a gradient is cheapest (`forms`) differ. Smaller users fill
-up batches of larger. Users with the most rows of all, often as many as the sampler admits, share
-batches where all have equally many: the fastest ones.
+up batches of larger, in a shape with more places where these would run out. Users with the most
+rows of all, often as many as the sampler admits, share batches where all have equally many: the
+fastest ones.
 
 Secret: everything here but the budget.
 """
@@ -38,6 +39,8 @@ from userdp.updates import Batch
 FIRST_KIND = 512
 # Of a batch's rows, what batches at the end of a cohort may have, smallest first.
 SMALLER = (1 / 8, 1 / 4, 1 / 2, 3 / 4)
+# Of a batch's rows, what users have in a batch that is not made for more and smaller ones.
+FULL_ENOUGH = 0.9
 SHORTEST_ROW = 16
 ALIGNMENT = 8
 
@@ -92,12 +95,17 @@ class Sizes:
         """How many users of so many tokens may share a batch."""
         return self.max_users if tokens > FIRST_KIND else self.max_short_users
 
-    def shape(self, rows: int, length: int, share: float = 1.0) -> Shape:
-        """The batch, or a share of it, for a user of so many rows of this length, and its like."""
+    def shape(self, rows: int, length: int, share: float = 1.0, *, crowded: bool = False) -> Shape:
+        """The batch, or a share of it, for a user of so many rows of this length, and its like.
+
+        A `crowded` one has places for twice as many, most of them smaller.
+        """
         tokens = rows * length
         upper = max(FIRST_KIND, power_of_two(tokens))
         lower = upper // 2 if upper > FIRST_KIND else 0
         fewest = lower // length + 1
+        if crowded:
+            fewest = max(1, fewest // 2)
         most = min(upper // length, power_of_two(self.most_seen))
         all_rows = max(1, int(self.max_tokens // length * share))
         users = max(1, all_rows // fewest)
@@ -130,12 +138,16 @@ def _pack(groups: Sequence[Batch], sizes: Sizes) -> Iterator[Users]:
         yield together([groups[i] for i in alike], size, len(alike))
     while (largest := waiting.largest()) is not None:
         length, rows = largest
-        shape = sizes.shape(rows, length)
-        chosen = waiting.take(shape)
-        used = sum(size_of(groups[i]).rows for i in chosen)
-        smaller = (sizes.shape(rows, length, share) for share in SMALLER)
+        shape, crowded = sizes.shape(rows, length), False
+        chosen, used = waiting.fitting(shape)
+        if len(chosen) < len(waiting) and used < FULL_ENOUGH * shape.rows:
+            # Places have run out before rows: too few users are of the size of the largest.
+            shape, crowded = sizes.shape(rows, length, crowded=True), True
+            chosen, used = waiting.fitting(shape)
+        waiting.remove(chosen)
+        smaller = (sizes.shape(rows, length, share, crowded=crowded) for share in SMALLER)
         holding = (s for s in smaller if s.rows >= used and _has_places(s, len(chosen), used))
-        yield _filled([groups[i] for i in chosen], next(holding, shape))
+        yield _filled([groups[i] for i in sorted(chosen)], next(holding, shape))
 
 
 class _Waiting:
@@ -166,25 +178,35 @@ class _Waiting:
             if not places:
                 del self._places[length, rows]
 
-    def take(self, shape: Shape) -> list[int]:
-        """The groups of a batch of this shape, in the order in which they came."""
+    def __len__(self) -> int:
+        return sum(map(len, self._places.values()))
+
+    def fitting(self, shape: Shape) -> tuple[list[int], int]:
+        """Groups for a batch of this shape, and the rows that they take."""
         chosen: list[int] = []
         used = 0
         # Longer rows first: a shorter one is padded there.
         for length, rows in sorted(self._places, reverse=True):
-            places = self._places[length, rows]
-            while (
-                places
-                # Of shorter rows a user may have more than those that the batch is made for.
-                and rows <= shape.most_rows
-                and used + rows <= shape.rows
-                and _has_places(shape, len(chosen) + 1, used + rows)
-            ):
-                chosen.append(places.pop())
+            for place in reversed(self._places[length, rows]):
+                if (
+                    # Of shorter rows a user may have more than those that the batch is made for.
+                    rows > shape.most_rows
+                    or used + rows > shape.rows
+                    or not _has_places(shape, len(chosen) + 1, used + rows)
+                ):
+                    break
+                chosen.append(place)
                 used += rows
-            if not places:
-                del self._places[length, rows]
-        return sorted(chosen)
+        return chosen, used
+
+    def remove(self, chosen: Sequence[int]) -> None:
+        """These groups have a batch."""
+        gone = set(chosen)
+        left = {
+            size: [place for place in places if place not in gone]
+            for size, places in self._places.items()
+        }
+        self._places = {size: places for size, places in left.items() if places}
 
 
 def _has_places(shape: Shape, users: int, used: int) -> bool:
