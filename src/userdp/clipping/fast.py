@@ -184,8 +184,9 @@ class FastClipping:
 
     def _try_joining(self, longest: int) -> None:
         """See whether records of such length can be joined: windows of attention may be shorter."""
-        if self._max_length is None or longest <= self._max_length:
-            longest = min(power_of_two(longest), self._max_length or 2 * longest)
+        # Rounded up, so that it is rarely asked again, but not beyond the model's positions.
+        rounded = power_of_two(longest)
+        longest = max(longest, min(rounded, self._max_length or rounded))
         self._longest_tried = longest
         self._joins = can_join(self._model, self._record_loss, longest)
         if self._must_join and not self._joins:

@@ -93,6 +93,17 @@ def _add_gram(
 
 
 @triton.jit
+def _write_sums(sums, pair, i, j, kept, gram, num_pairs, num_tiles, TILE: tl.constexpr):
+    """What a pair of tiles adds to the squared norm, and on the diagonal to each side's own."""
+    terms = tl.sum(gram * kept)
+    tl.store(sums + pair, tl.where(i == j, terms, 2 * terms))
+    if i == j:
+        diagonal = tl.arange(0, TILE)[:, None] == tl.arange(0, TILE)[None, :]
+        tl.store(sums + num_pairs + i, tl.sum(tl.where(diagonal, kept, 0.0)))
+        tl.store(sums + num_pairs + num_tiles + i, tl.sum(tl.where(diagonal, gram, 0.0)))
+
+
+@triton.jit
 def _gram_kernel(
     first_kept,
     first_other,
@@ -129,7 +140,6 @@ def _gram_kernel(
     sums = sums_pointer + (entry * num_users + user) * (num_pairs + 2 * num_tiles)
     square = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
     place = entry.to(tl.int64) * all_pairs + tl.load(first_pairs + user) + pair
-    diagonal = tl.arange(0, TILE)[:, None] == tl.arange(0, TILE)[None, :]
     middle = tl.load(first_other + entry)
 
     kept = tl.zeros((TILE, TILE), tl.float32)
@@ -142,11 +152,7 @@ def _gram_kernel(
         width = tl.load(widths + k).to(tl.int32) * UNIT
         values = typed(tl.load(addresses + k), DTYPE) + start * width
         gram = _add_gram(gram, values, width, i, j, length, TILE, SLICE, EVEN, ONE_TILE)
-    terms = tl.sum(gram * kept)
-    tl.store(sums + pair, tl.where(i == j, terms, 2 * terms))
-    if i == j:
-        tl.store(sums + num_pairs + i, tl.sum(tl.where(diagonal, kept, 0.0)))
-        tl.store(sums + num_pairs + num_tiles + i, tl.sum(tl.where(diagonal, gram, 0.0)))
+    _write_sums(sums, pair, i, j, kept, gram, num_pairs, num_tiles, TILE)
     tl.store(kept_pointer + place * TILE * TILE + square, kept)
 
 
@@ -202,17 +208,11 @@ def _scale_kernel(
             gram = tl.dot(a, tl.trans(a), gram)
     else:
         gram = _add_gram(gram, out, width, i, j, length, TILE, SLICE, EVEN, ONE_TILE)
-    item = entry * num_users + user
     square = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
     place = entry.to(tl.int64) * all_pairs + tl.load(first_pairs + user) + pair
     kept = tl.load(kept_pointer + place * TILE * TILE + square)
-    terms = tl.sum(gram * kept)
-    sums = sums_pointer + item * (num_pairs + 2 * num_tiles)
-    tl.store(sums + pair, tl.where(i == j, terms, 2 * terms))
-    if i == j:
-        diagonal = tl.arange(0, TILE)[:, None] == tl.arange(0, TILE)[None, :]
-        tl.store(sums + num_pairs + i, tl.sum(tl.where(diagonal, gram, 0.0)))
-        tl.store(sums + num_pairs + num_tiles + i, tl.sum(tl.where(diagonal, kept, 0.0)))
+    sums = sums_pointer + (entry * num_users + user) * (num_pairs + 2 * num_tiles)
+    _write_sums(sums, pair, i, j, kept, gram, num_pairs, num_tiles, TILE)
 
 
 class GramTable:
