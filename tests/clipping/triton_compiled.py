@@ -11,8 +11,8 @@ from typing import Any
 
 HOPPER = ("cuda", 90, 32)
 FLOATS = ("factors_pointer", "sums_pointer", "kept_pointer", "out_pointer")
-SHORT_INTEGERS = ("starts", "first_pairs")
-NUMBERS = ("row_length", "num_users", "num_pairs", "num_tiles", "all_pairs")
+SHORT_INTEGERS = ("starts", "first_tiles")
+NUMBERS = ("row_length", "num_users", "num_pairs", "num_tiles", "all_tiles")
 
 
 def type_of(name: str, constants: dict[str, Any]) -> str:
@@ -42,17 +42,15 @@ def all_kernels() -> int:
     from userdp.clipping import triton_gram, triton_stored
 
     count = 0
-    for one_tile, even in itertools.product((True, False), repeat=2):
-        for tile, warps in ((16, 4), (128, 8)):
-            tiles = {"TILE": tile, "ONE_TILE": one_tile, "EVEN": even, "DTYPE": "bfloat16"}
-            tiles["UNIT"] = 64 if even else 8
-            tiles["SLICE"] = 64
-            stages = 7 if one_tile else 5
-            compiles(triton_gram._gram_kernel, tiles, num_warps=warps, num_stages=stages)
-            options = {"num_stages": 5, "maxnreg": 128} if one_tile else {"num_stages": 3}
-            scale_warps = warps if one_tile else 4
-            compiles(triton_gram._scale_kernel, tiles, num_warps=scale_warps, **options)
-            count += 2
+    for even, (tile, warps) in itertools.product((True, False), ((16, 4), (128, 8))):
+        tiles = {"TILE": tile, "EVEN": even, "DTYPE": "bfloat16"}
+        tiles |= {"UNIT": 64 if even else 8, "SLICE": 64}
+        for one_tile, stages in ((True, 7), (False, 5)):
+            constants = tiles | {"ONE_TILE": one_tile}
+            compiles(triton_gram._gram_kernel, constants, num_warps=warps, num_stages=stages)
+        options = {"num_warps": warps, "num_stages": 5, "maxnreg": 128}
+        compiles(triton_gram._scale_kernel, tiles | {"RAISED": 128.0}, **options)
+        count += 3
     for dtype in ("bfloat16", "float32"):
         blocks = {"BLOCK": 1024, "UNIT": 8, "DTYPE": dtype}
         for by_row, gaps in ((True, True), (False, True), (False, False)):

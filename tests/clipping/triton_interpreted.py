@@ -1,7 +1,7 @@
 """Runs the CUDA kernels in Triton's interpreter and prints how far they are from plain torch.
 
 A program of its own: the interpreter is chosen by an environment variable before Triton is
-imported, by each check and not by this file. Float32 only: it has no bfloat16 products.
+imported, by each check and not by this file. It has no bfloat16 products: float16 rounds instead.
 """
 
 from __future__ import annotations
@@ -24,52 +24,84 @@ def exact(x: Tensor, ys: Sequence[Tensor]) -> Tensor:
     return torch.stack([p.square().sum((1, 2)) for p in products]).sum(0)
 
 
-def gram_errors(length: int, unit: int = 8) -> dict[str, float]:
+def distances(errors: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """How far rounding errors (users, tokens, width) move gradients, tile by tile, in float64."""
+    tiles = zip(errors.split(128, 1), *(other.split(128, 1) for other in others), strict=True)
+    return torch.stack([exact(tile[0], tile[1:]).sqrt() for tile in tiles]).sum(0)
+
+
+def exposures(x: Tensor, ys: Sequence[Tensor]) -> Tensor:
+    """`kernels.exposure` of every tile, added up."""
+    tiles = zip(x.split(128, 1), *(y.split(128, 1) for y in ys), strict=True)
+    return torch.stack([kernels.exposure(tile[0], tile[1:]) for tile in tiles]).sum(0)
+
+
+def far(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """How far below the expected values some are, and how far above, relative to them."""
+    relative = (found.double() - expected.double()) / (expected.double() + 1e-30)
+    return -float(relative.min()), float(relative.max())
+
+
+def gram_errors(length: int, dtype: torch.dtype, unit: int = 8) -> dict[str, float]:
     """One tile of tokens or several; an input with two outputs, and one scaled on its output."""
     from userdp.clipping import triton_gram
 
-    x, wide, narrow, other = (torch.randn(3, length, unit * width) for width in (3, 5, 1, 2))
+    x, wide, narrow, other = (
+        torch.randn(3, length, unit * width).to(dtype) for width in (3, 5, 1, 2)
+    )
     entries: list[Entry] = [(x, [wide, narrow]), (wide, [other])]
     table = triton_gram.GramTable(entries, [True, False])
-    found = table.squared_norms(entries).double()
-    expected = torch.stack([exact(*entry) for entry in entries])
-    factors = torch.tensor([[0.5, 1.0, 0.25], [0.3, 0.0, 2.0]])
-    sides, again = table.scaled(entries, [0, 1], factors)
+    norms, exposure = table.squared_norms(entries)
+    factors = torch.tensor([[0.53, 1.0, 0.26], [0.3, 0.0, 1.9]])
+    sides, moved = table.scaled(entries, [0, 1], factors)
+    errors = [kernels.rounding_errors(side, f) for side, f in zip((x, other), factors, strict=True)]
     rounded = [kernels.scaled(x, factors[0]), kernels.scaled(other, factors[1])]
-    after = torch.stack([exact(rounded[0], [wide, narrow]), exact(wide, [rounded[1]])])
+    below, above = far(norms, torch.stack([exact(*entry) for entry in entries]))
+    apart = far(exposure, torch.stack([exposures(*entry) for entry in entries]))
+    expected = torch.stack([distances(errors[0], [wide, narrow]), distances(errors[1], [wide])])
+    nearer, farther = far(moved, expected)
     return {
-        "norms below": float(((expected - found) / expected).max()),
-        "norms above": float(((found - expected) / expected).max()),
+        "norms below": below,
+        "norms above": above,
+        "exposure": max(apart),
         "scaled values": max(
             float((a - b).abs().max()) for a, b in zip(sides, rounded, strict=True)
         ),
-        "scaled norms below": float(((after - again.double()) / (after + 1e-30)).max()),
-        "scaled norms above": float(((again.double() - after) / (after + 1e-30)).max()),
-        "silenced": float(sides[1][1].abs().max() + again[1, 1].abs()),
+        "moved below": nearer,
+        "moved above": farther,
+        "silenced": float(sides[1][1].abs().max() + moved[1, 1].abs()),
     }
 
 
-def run_errors(length: int, unit: int = 8) -> dict[str, float]:
+def run_errors(length: int, dtype: torch.dtype, unit: int = 8) -> dict[str, float]:
     """Users of 3, 1, 0 and 2 rows in six rows: as if each were alone."""
     from userdp.clipping import triton_gram, triton_stored
 
     starts = torch.tensor([0, 3, 4, 4, 6], dtype=torch.int32)
     owner = torch.tensor([0, 0, 0, 1, 3, 3])
-    x, wide, narrow, other = (torch.randn(6, length, unit * width) for width in (3, 5, 1, 2))
+    x, wide, narrow, other = (
+        torch.randn(6, length, unit * width).to(dtype) for width in (3, 5, 1, 2)
+    )
     entries: list[Entry] = [(x, [wide, narrow]), (wide, [other])]
     table = triton_gram.GramTable(entries, [True, False], users=4, most_rows=3)
-    found = table.squared_norms(entries, starts).double()
-    factors = torch.tensor([[0.5, 1.0, 0.7, 0.25], [0.3, 0.0, 1.0, 2.0]])
-    sides, again = table.scaled(entries, [0, 1], factors, factors[:, owner])
-    rounded = [
-        kernels.scaled(side, row[owner]) for side, row in zip((x, other), factors, strict=True)
-    ]
-    wholes, after = torch.zeros(2, 4).double(), torch.zeros(2, 4).double()
+    norms, exposure = table.squared_norms(entries, starts)
+    factors = torch.tensor([[0.53, 0.9, 0.7, 0.26], [0.3, 0.0, 1.0, 1.9]])
+    sides, moved = table.scaled(entries, [0, 1], factors)
+    scaled_side = list(zip((x, other), factors[:, owner], strict=True))
+    rounded = [kernels.scaled(*side) for side in scaled_side]
+    errors = [kernels.rounding_errors(*side) for side in scaled_side]
+    wholes, apart, moves = torch.zeros(3, 2, 4).double()
     for user in range(4):
         own = slice(*starts[user : user + 2].tolist())
-        alone = [t[own].flatten(0, 1)[None] for t in (x, wide, narrow, other, *rounded)]
-        wholes[:, user] = torch.cat([exact(alone[0], alone[1:3]), exact(alone[1], [alone[3]])])
-        after[:, user] = torch.cat([exact(alone[4], alone[1:3]), exact(alone[1], [alone[5]])])
+        alone = [t[own].flatten(0, 1)[None] for t in (x, wide, narrow, other, *errors)]
+        if not len(alone[0][0]):
+            continue
+        pairs = [(alone[0], alone[1:3]), (alone[1], [alone[3]])]
+        wholes[:, user] = torch.cat([exact(*pair) for pair in pairs])
+        apart[:, user] = torch.cat([exposures(*pair) for pair in pairs])
+        moves[:, user] = torch.cat(
+            [distances(alone[4], alone[1:3]), distances(alone[5], [alone[1]])]
+        )
     gradients = [torch.randn(6, 60, 40), torch.randn(6, 128)]
     # The last user's rows cancel: what is left is what rounding may add.
     for gradient in gradients:
@@ -84,8 +116,9 @@ def run_errors(length: int, unit: int = 8) -> dict[str, float]:
     own_parts = table_of_users.squared_norms([users_own], starts, by_row=False).sum(0)
     own = kernels.squared_norms(users_own)
     return {
-        "norms": float(((found - wholes).abs() / (wholes + 1e-30)).max()),
-        "scaled norms": float(((again.double() - after).abs() / (after + 1e-30)).max()),
+        "norms": max(far(norms, wholes)),
+        "exposure": max(far(exposure, apart)),
+        "moved": max(far(moved, moves)),
         "scaled values": max(
             float((a - b).abs().max()) for a, b in zip(sides, rounded, strict=True)
         ),
@@ -149,11 +182,17 @@ def silence_errors() -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    results = {f"gram {length}": gram_errors(length) for length in (5, 16, 130)}
-    results |= {f"runs {length}": run_errors(length) for length in (5, 32, 130)}
-    # Whole tiles, in both directions.
-    results |= {f"gram {length} even": gram_errors(length, unit=64) for length in (16, 256)}
-    results |= {f"runs {length} even": run_errors(length, unit=64) for length in (32, 128)}
+    results: dict[str, dict[str, float]] = {}
+    for dtype, name in ((torch.float32, "float32"), (torch.float16, "float16")):
+        for length in (5, 16, 130):
+            results[f"gram {length} {name}"] = gram_errors(length, dtype)
+        for length in (5, 32, 130):
+            results[f"runs {length} {name}"] = run_errors(length, dtype)
+        # Whole tiles, in both directions.
+        for length in (16, 256):
+            results[f"gram {length} even {name}"] = gram_errors(length, dtype, unit=64)
+        for length in (32, 128):
+            results[f"runs {length} even {name}"] = run_errors(length, dtype, unit=64)
     results["stored together"] = stored_errors([0, 0, 0, 0])
     results["stored by layer"] = stored_errors([0, 1, 1, 2])
     results["stored with gaps"] = stored_errors([0, 1, 1, 2], used=4)

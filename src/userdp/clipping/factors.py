@@ -20,7 +20,11 @@ _MOST_AT_ONCE = 2**21
 
 
 def clip_factors(
-    squared_norms: Tensor, rule: ClipRule, *, margin: float, clip_norm: Tensor | float | None = None
+    squared_norms: Tensor,
+    rule: ClipRule,
+    *,
+    margin: Tensor | float,
+    clip_norm: Tensor | float | None = None,
 ) -> Tensor:
     """The factor of every layer and user; `squared_norms` is (layers, users), or (1, users) flat.
 
@@ -28,7 +32,8 @@ def clip_factors(
     there.
 
     Guarantee: the scaled updates have norm at most (1 - margin) times the rule's bound, all layers
-    together. A user with a norm that is not finite gets zero everywhere: nobody can poison the sum.
+    together; a margin for each layer and user is that of its share of the bound. A user with a norm
+    that is not finite gets zero everywhere: nobody can poison the sum.
     """
     norms = squared_norms.clamp(min=0).sqrt()
     if isinstance(rule, AutomaticClip):

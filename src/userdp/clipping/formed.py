@@ -62,17 +62,21 @@ class FormedBatch:
         self,
         *,
         forms: list[Grouped],
-        ties: list[tuple[int, int]],
         entries: list[Entry],
         runs: Runs | None,
     ) -> None:
         self.forms = forms
-        self.ties = ties
         self.entries = entries
         self.runs = runs
-        self.others: Tensor
+        # Both (groups, users); the second, of pairs alone, is that of `kernels.exposure`.
+        self.squared: Tensor
+        self.exposed: Tensor
         self.scaled: dict[int, Tensor] = {}
-        self._found: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def rounds(self) -> bool:
+        """Whether there are pairs whose scaled side is rounded, in half precision."""
+        return bool(self.entries) and self.entries[0].tensors[0].dtype.itemsize < 4
 
     @property
     def users(self) -> int:
@@ -133,7 +137,7 @@ class FormedBatch:
         assert isinstance(other, Pair)
         x, y = other.inputs_ULI, other.output_gradients_ULO
         if self.runs is None:
-            return kernels.inner_with_pair(self._picked(ids, y), gradients, x).sum(0)
+            return kernels.inner_with_pair(ids, gradients, x, y).sum(0)
         return self._inner_with_rows(ids, gradients, x, y, self.runs)
 
     def _inner_with_rows(
@@ -147,19 +151,11 @@ class FormedBatch:
             same = (other >= 0) & (other < len(row))
             other = other.clamp(0, len(row) - 1)
             same &= owner[other] == owner
-            picked = self._picked(ids[other], y, shift)
-            parts = kernels.inner_with_pair(picked, gradients[other], x).sum(0)
+            parts = kernels.inner_with_pair(ids[other], gradients[other], x, y).sum(0)
             met = torch.where(same, parts, 0.0)
             total = met if total is None else total + met
         assert total is not None
         return self.by_user(total)
-
-    def _picked(self, ids: Tensor, output_gradients: Tensor, shift: int = 0) -> Tensor:
-        """`kernels.picked`, once: it reads all over memory, and is asked for again once scaled."""
-        key = (id(output_gradients), shift)
-        if key not in self._found:
-            self._found[key] = kernels.run(kernels.picked, ids, output_gradients)
-        return self._found[key]
 
     def rounded(self, pair: Pair) -> Pair:
         """A pair with its scaled side, as it will be summed."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,9 +23,10 @@ from userdp.updates import at_least_float32, wide_dtype
 
 # A Gram norm is a sum of terms that may cancel: its rounding error is relative to the sum of their
 # sizes, at most ||x||^2 ||y||^2. This many roundings of it are added, so that cancellation cannot
-# make a norm look smaller than it is. Tensor cores cut digits off where torch rounds.
-GRAM_ROUNDINGS = 8
-TORCH_GRAM_ROUNDINGS = 2
+# make a norm look smaller than it is. Tensor cores cut digits off where torch rounds. One of them
+# is that of the product with the factor, before it is rounded to the dtype of what is summed.
+GRAM_ROUNDINGS = 9
+TORCH_GRAM_ROUNDINGS = 3
 # The relative error of a product with a wide number that is written as two bfloat16 numbers.
 HALVES_ERROR = 2.0**-15
 # Tokens of a user up to which all pairs of them cost less than sorting them.
@@ -145,6 +146,30 @@ def gram_norms(x_ULI: Tensor, y_ULO: Tensor, starts: Tensor | None = None) -> Te
     return raised(terms.sum((1, 2)), largest, roundings=TORCH_GRAM_ROUNDINGS)
 
 
+def exposure(x_ULI: Tensor, ys_ULO: Sequence[Tensor], starts: Tensor | None = None) -> Tensor:
+    """How far the users' gradients y^T x move, at most usually, when one side is rounded.
+
+    In roundings of a value: 0.2 eps for leading digits of all kinds, as a root of mean squares. A
+    token moves the gradient by |x_t| |y_t| times that. Different tokens' errors add up as squares,
+    equal tokens' as their gradients do.
+    """
+    squares_x = at_least_float32(x_ULI).square().sum(2)
+    by_token = torch.stack([squares_x * at_least_float32(y).square().sum(2) for y in ys_ULO]).sum(0)
+    apart = by_token.sum(1)
+    if starts is not None:
+        ends = F.pad(apart.cumsum(0), (1, 0))[starts.long()]
+        apart = ends.diff()
+    together = torch.stack([gram_norms(x_ULI, y, starts) for y in ys_ULO]).sum(0)
+    return torch.maximum(apart, together).sqrt()
+
+
+def rounding_errors(values_U: Tensor, factors_U: Tensor) -> Tensor:
+    """How far `scaled` is from the products, in the factors' dtype."""
+    factors = factors_U.view(-1, *[1] * (values_U.dim() - 1))
+    wide = torch.where(factors == 0, 0, values_U.to(factors_U.dtype) * factors)
+    return wide.to(values_U.dtype).to(factors_U.dtype) - wide
+
+
 def raised(
     squared_norms_U: Tensor, largest_U: Tensor, *, roundings: int = GRAM_ROUNDINGS
 ) -> Tensor:
@@ -230,18 +255,21 @@ def inner_with_stored(
     return torch.stack([met.sum((1, 2)), error.sum((1, 2))])
 
 
-def picked(ids_RL: Tensor, output_gradients_RLV: Tensor) -> Tensor:
-    """y[r, s, token_t] for all tokens s and t of row r."""
-    return output_gradients_RLV.gather(2, ids_RL[:, None, :].expand(-1, ids_RL.shape[1], -1))
-
-
-def inner_with_pair(picked_RLL: Tensor, gradients_RLD: Tensor, inputs_RLD: Tensor) -> Tensor:
+def inner_with_pair(
+    ids_RL: Tensor, gradients_RLD: Tensor, inputs_RLD: Tensor, output_gradients_RLV: Tensor
+) -> Tensor:
     """The part of <e_u, h_u>, h_u = y_u^T x_u, that comes of row r of both, and its error: (2, R).
 
-    sum_st y[s, token_t] <x_s, e_t>, s and t the tokens of row r; `picked` are these y.
+    sum_st y[s, token_t] <x_s, e_t>, s and t the tokens of row r.
     """
+    picked = run(_picked, ids_RL, output_gradients_RLV)
     products = _wide_products(inputs_RLD, gradients_RLD)
-    return run(_met, picked_RLL, products, inputs_RLD, gradients_RLD)
+    return run(_met, picked, products, inputs_RLD, gradients_RLD)
+
+
+def _picked(ids_RL: Tensor, output_gradients_RLV: Tensor) -> Tensor:
+    """y[r, s, token_t] for all tokens s and t of row r: read apart, it reads all over memory."""
+    return output_gradients_RLV.gather(2, ids_RL[:, None, :].expand(-1, ids_RL.shape[1], -1))
 
 
 def _met(picked_RLL: Tensor, products_RLL: Tensor, x: Tensor, e: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ equally many for each user.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,8 @@ from transformers.pytorch_utils import Conv1D
 from userdp.clipping.forms import Form, Pair, Rows, Stored
 from userdp.updates import wide_dtype
 
-_CHUNK = 128
+# Sums that a device must have to do at the same time; a width of some hundred numbers each.
+_AT_ONCE = 16
 _ALIGNMENT = 8
 
 
@@ -63,11 +65,15 @@ def summed_tokens(values_ULD: Tensor) -> Tensor:
     """Each user's values added up over its tokens, in float32 at least."""
     users, length, width = values_ULD.shape
     wide = wide_dtype(values_ULD.dtype)
-    if length > _CHUNK and length % _CHUNK == 0:
-        # In two steps: the first gives a device enough to do at the same time.
-        parts = values_ULD.reshape(users, length // _CHUNK, _CHUNK, width).sum(2, dtype=wide)
-        return parts.sum(1)
+    parts = math.gcd(length, _power_of_two(_AT_ONCE / users))
+    if parts > 1:
+        return values_ULD.reshape(users, parts, -1, width).sum(2, dtype=wide).sum(1)
     return values_ULD.sum(1, dtype=wide)
+
+
+def _power_of_two(number: float) -> int:
+    """The smallest that is not below the number."""
+    return 1 << max(0, math.ceil(math.log2(number)))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

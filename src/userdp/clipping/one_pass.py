@@ -33,17 +33,17 @@ from userdp.clipping.survey import TRIAL_ROWS, Called, Layer, LayerRule, Survey,
 from userdp.clipping.survey import survey as survey_of
 from userdp.updates import Batch, wide_dtype
 
-# A kept pair is scaled in its own dtype, one rounding a value: in bfloat16 leave room for it, or
-# users whose rounded sum is above the bound are lost. Factors are chosen so that roundings average
-# out over many values (`evenly_rounding`).
-PAIR_MARGIN = 2.0**-12
-PAIR_MARGIN_SMALL = 2.0**-9
+# The rounding error to expect of scaled values, in eps: 0.2 and a little more, for who is rounded
+# further than expected is lost. Where few values decide, they vary: a deviation of 0.03.
+ROUNDING = 0.24
+ROUNDING_SMALL = 0.4
 SMALL_MODEL = 2**20
-# Where a Gram norm (L^2 (I + O) products) beats writing and reading back stored gradients (I O
-# values a user): L^2 (1/I + 1/O) below this, the ratio of arithmetic to memory speed, as measured
-# on an H200. Up to twice that, a pair that takes half the memory is preferred.
-PAIR_BALANCE = 350.0
-PAIR_MEMORY = 0.55
+# What is cheaper of a user with L tokens, in products of a Gram norm, as measured on an H200: those
+# of a pair, L (L + 128) (I + O) in tiles of 128, and so many for each value that is scaled; or, for
+# each of the I O values of a stored gradient, writing it and reading it twice.
+TILE = 128
+PRODUCTS_A_SCALED_VALUE = 720
+PRODUCTS_A_STORED_VALUE = 600
 # Values of a stored gradient, of all rows together, up to which it is stored by row.
 MOST_BY_ROW = 2**25
 
@@ -90,11 +90,9 @@ class OnePass:
         self._inputs_from: dict[nn.Module, nn.Module] = {}
         self._tapes = self._make_tapes()
         self._sums = Sums(max(self._group.values()) + 1 if isinstance(rule, PerLayerClip) else 1)
+        small = sum(parameter.numel() for parameter in self._parameters) < SMALL_MODEL
+        self._rounding = ROUNDING_SMALL if small else ROUNDING
         self.margin = ROUNDING_MARGIN * torch.finfo(wide_dtype(self._parameters[0].dtype)).eps
-        half = self._product_dtype(self._parameters[0]).itemsize < 4
-        if half and any("outputs" in tape.probes for tape in self._tapes.values()):
-            small = sum(parameter.numel() for parameter in self._parameters) < SMALL_MODEL
-            self.margin = max(self.margin, PAIR_MARGIN_SMALL if small else PAIR_MARGIN)
 
     # ---- set-up
 
@@ -218,11 +216,24 @@ class OnePass:
         if not weight.is_cuda or not self._used_once(layer):
             return False
         tokens = self._typical_tokens(self._called[layer.module])
-        density = tokens * (1 / weight.shape[0] + 1 / weight.shape[1])
-        balance = tokens * density
-        if density > 1:
-            return False
-        return balance < PAIR_BALANCE or (density < PAIR_MEMORY and balance < 2 * PAIR_BALANCE)
+        inputs, _ = _widths(layer.module, weight)
+        outputs = self._outputs_of_input(layer)
+        values, stored = tokens * (inputs + sum(outputs)), inputs * sum(outputs)
+        scaled = tokens * (inputs if len(outputs) > 1 else min(inputs, *outputs))
+        cost = (tokens + TILE) * values + PRODUCTS_A_SCALED_VALUE * scaled
+        return values <= stored and cost < PRODUCTS_A_STORED_VALUE * stored
+
+    def _outputs_of_input(self, layer: Layer) -> list[int]:
+        """The widths of all products of the layer's input: pairs share it, and its Gram matrix."""
+        shared = self._called[layer.module].same_input
+        return [
+            _widths(other.module, other.parameters["weight"])[1]
+            for other in self._layers
+            if other.rule is Product
+            and "weight" in other.parameters
+            and self._called[other.module].same_input == shared
+            and self._used_once(other)
+        ]
 
     def _is_head(self, layer: Layer) -> bool:
         inner = pretrained(self._model)
@@ -240,7 +251,8 @@ class OnePass:
         forms = self._gradients(users)
         with kernels.wide_arithmetic(users.weights.device):
             squared = self._squared_norms(forms)
-            factors = clip_factors(squared, self._rule, margin=self.margin, clip_norm=clip_norm)
+            margin = self.margin + self._sums.held_back(self._rounding)
+            factors = clip_factors(squared, self._rule, margin=margin, clip_norm=clip_norm)
             place = {id(p): tensor for p, tensor in zip(self._parameters, total, strict=True)}
             factors = self._sums.scale(factors, largest_norm(self._rule, clip_norm))
             self._sums.add([place[id(parameter)] for parameter, _ in forms], factors)

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from userdp.clipping.triton_stored import Silencer, StoredTable
 
 
+# Of a norm that is nearly all rounding, no more than this is held back.
+MOST_HELD_BACK = 0.5
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClippedSum:
     """A cohort's clipped updates added up; how many they were, and how many were not clipped.
@@ -66,17 +70,33 @@ class Sums:
         """
         forms = [(group if self._num_groups > 1 else 0, form) for group, form in forms]
         entries = entries_of(forms)
-        batch = FormedBatch(forms=forms, ties=list(ties), entries=entries, runs=runs)
-        batch.others = self._other_norms(batch)
-        parts = [batch.others]
+        batch = FormedBatch(forms=forms, entries=entries, runs=runs)
+        parts = [self._other_norms(batch)]
         if entries:
-            parts.append(self._by_group([e.group for e in entries], self._pair_norms(batch)))
+            groups = [entry.group for entry in entries]
+            norms, exposure = self._pair_norms(batch)
+            parts.append(self._by_group(groups, norms))
+            batch.exposed = self._by_group(groups, exposure.square())
         if ties:
             groups = [forms[embedding][0] for embedding, _ in ties]
             inner = [batch.inner_products(forms[e][1], forms[h][1]) for e, h in ties]
             parts.append(self._by_group(groups, 2 * torch.stack(inner)))
         self._batch = batch
-        return torch.stack(parts).sum(0)
+        batch.squared = torch.stack(parts).sum(0)
+        return batch.squared
+
+    def held_back(self, rounding: float) -> Tensor | float:
+        """The share (groups, users) of each norm to leave for the rounding of scaled pairs.
+
+        `rounding` is the error to expect of a value, in eps of its dtype.
+        """
+        batch = self._batch
+        assert batch is not None
+        if not batch.rounds:
+            return 0.0
+        eps = torch.finfo(batch.entries[0].tensors[0].dtype).eps
+        share = rounding * eps * (batch.exposed / batch.squared.clamp(min=0)).sqrt()
+        return torch.where(batch.exposed > 0, share, 0.0).clamp(max=MOST_HELD_BACK)
 
     def _other_norms(self, batch: FormedBatch) -> Tensor:
         """Squared norms of what is stored and of embedding rows, by group."""
@@ -111,33 +131,34 @@ class Sums:
         zeros = values.new_zeros(self._num_groups, values.shape[1])
         return zeros.index_add_(0, self._group_rows[key], values)
 
-    def _pair_norms(self, batch: FormedBatch) -> Tensor:
-        """(entries, users)."""
+    def _pair_norms(self, batch: FormedBatch) -> tuple[Tensor, Tensor]:
+        """Squared norms and `kernels.exposure`, (entries, users)."""
         entries, starts = batch.entries, batch.starts
-        if not kernels.half_on_cuda(entries[0].tensors[0]):
-            return torch.stack(
-                [
-                    torch.stack([kernels.gram_norms(x, y, starts) for y in ys]).sum(0)
-                    for x, ys in (entry.tensors for entry in entries)
-                ]
-            )
-        return torch.cat(
-            [
+        if kernels.half_on_cuda(entries[0].tensors[0]):
+            parts = [
                 self._gram_table(part, batch).squared_norms([e.tensors for e in part], starts)
                 for part in _by_length(entries)
             ]
-        )
+            norms, exposure = zip(*parts, strict=True)
+            return torch.cat(norms), torch.cat(exposure)
+        norms = [
+            torch.stack([kernels.gram_norms(x, y, starts) for y in ys]).sum(0)
+            for x, ys in (entry.tensors for entry in entries)
+        ]
+        exposure = [kernels.exposure(*entry.tensors, starts) for entry in entries]
+        return torch.stack(norms), torch.stack(exposure)
 
     def scale(self, factors: Tensor, bound: Tensor | float) -> Tensor:
         """Scale the pairs; the factors, zero for users whose sum could not be vouched for.
 
-        A scaled side is rounded in its own dtype, so the norm of what will be summed is taken again
-        from the rounded values. Guarantee: sum over groups of ||what the user adds||^2 is at most
-        bound^2, for every user; margins make sure that hardly anybody is lost.
+        A scaled side is rounded in its own dtype, which moves the user's sum. How far is measured:
+        ||factor g + errors|| is at most factor ||g|| + ||errors||. Guarantee: the norm of what the
+        user adds, all groups together, is at most the bound, for every user; what is `held_back`
+        makes sure that hardly anybody is lost.
         """
         batch = self._batch
         assert batch is not None
-        if not batch.entries or batch.entries[0].tensors[0].dtype.itemsize >= 4:
+        if not batch.rounds:
             # Rounding in float32 or better stays within the margin.
             spread = batch.spread(factors)
             batch.scaled = {
@@ -146,40 +167,36 @@ class Sums:
             }
             return factors
         factors = evenly_rounding(factors, batch.entries[0].tensors[0].dtype)
-        parts = [factors.square() * batch.others]
+        moved: list[Tensor] = []
         for part in _by_length(batch.entries):
-            rows = [entry.group for entry in part]
-            sides, norms = self._scaled_pairs(part, factors, batch)
+            sides, distances = self._scaled_pairs(part, factors, batch)
             batch.scaled |= {id(entry): side for entry, side in zip(part, sides, strict=True)}
-            parts.append(self._by_group(rows, norms))
-        for embedding, head in batch.ties:
-            group, rows_form = batch.forms[embedding]
-            head_form = batch.forms[head][1]
-            other = batch.rounded(head_form) if isinstance(head_form, Pair) else head_form
-            inner = batch.inner_products(rows_form, other)
-            # The scaled side already holds the factor once.
-            once = factors[group] if isinstance(other, Pair) else factors[group].square()
-            parts.append(self._by_group([group], (2 * once * inner)[None]))
-        total = torch.stack(parts).sum((0, 1))
-        return torch.where(total <= bound**2, factors, 0.0)
+            moved.append(distances)
+        norms = (factors.square() * batch.squared.clamp(min=0)).sum(0).sqrt()
+        within = norms + torch.cat(moved).square().sum(0).sqrt() <= bound
+        return torch.where(within, factors, 0.0)
 
     def _scaled_pairs(
         self, entries: Sequence[Entry], factors: Tensor, batch: FormedBatch
     ) -> tuple[Sequence[Tensor], Tensor]:
-        """The scaled sides, and the squared norms (entries, users) with them."""
-        spread, starts = batch.spread(factors), batch.starts
+        """The scaled sides, and how far (entries, users) rounding moved what they give."""
         if kernels.half_on_cuda(entries[0].tensors[0]):
             rows = [entry.group for entry in entries]
             tensors = [entry.tensors for entry in entries]
-            return self._gram_table(entries, batch).scaled(tensors, rows, factors, spread)
-        sides = [kernels.scaled(_scaled_side(entry), spread[entry.group]) for entry in entries]
-        norms = [
-            torch.stack([kernels.gram_norms(side, y, starts) for y in entry.tensors[1]]).sum(0)
-            if entry.scale_input
-            else kernels.gram_norms(entry.tensors[0], side, starts)
-            for entry, side in zip(entries, sides, strict=True)
-        ]
-        return sides, torch.stack(norms)
+            return self._gram_table(entries, batch).scaled(tensors, rows, factors)
+        spread, starts = batch.spread(factors), batch.starts
+        sides: list[Tensor] = []
+        squared: list[Tensor] = []
+        for entry in entries:
+            x, ys = entry.tensors
+            side, own = _scaled_side(entry), spread[entry.group]
+            errors = kernels.rounding_errors(side, own)
+            sides.append(kernels.scaled(side, own))
+            others = ys if entry.scale_input else [x]
+            squared.append(
+                torch.stack([kernels.gram_norms(errors, y, starts) for y in others]).sum(0)
+            )
+        return sides, torch.stack(squared).sqrt()
 
     def add(self, totals: Sequence[Tensor], factors: Tensor) -> None:
         """totals[i] += sum_u factors[group_i, u] * (user u's gradient in form i)."""

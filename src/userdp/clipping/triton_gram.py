@@ -1,4 +1,4 @@
-"""CUDA kernels of pairs: all Gram norms in one launch, before scaling and after."""
+"""CUDA kernels of pairs: all Gram norms in one launch, all scaling and its errors in another."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
@@ -93,14 +93,10 @@ def _add_gram(
 
 
 @triton.jit
-def _write_sums(sums, pair, i, j, kept, gram, num_pairs, num_tiles, TILE: tl.constexpr):
-    """What a pair of tiles adds to the squared norm, and on the diagonal to each side's own."""
-    terms = tl.sum(gram * kept)
-    tl.store(sums + pair, tl.where(i == j, terms, 2 * terms))
-    if i == j:
-        diagonal = tl.arange(0, TILE)[:, None] == tl.arange(0, TILE)[None, :]
-        tl.store(sums + num_pairs + i, tl.sum(tl.where(diagonal, kept, 0.0)))
-        tl.store(sums + num_pairs + num_tiles + i, tl.sum(tl.where(diagonal, gram, 0.0)))
+def _diagonal(values, TILE: tl.constexpr):
+    """A square tile with zeros beside its diagonal."""
+    rows, columns = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
+    return tl.where(rows == columns, values, 0.0)
 
 
 @triton.jit
@@ -113,12 +109,12 @@ def _gram_kernel(
     sums_pointer,
     kept_pointer,
     starts,
-    first_pairs,
+    first_tiles,
     row_length,
     num_users,
     num_pairs,
     num_tiles,
-    all_pairs,
+    all_tiles,
     TILE: tl.constexpr,
     SLICE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -128,8 +124,8 @@ def _gram_kernel(
 ):
     # One program: one input x with the outputs y that were computed from it, one user, and one pair
     # of token tiles; its mirror image counts too. First the side that will not be scaled, whose
-    # Gram matrix is kept for the second look. Pairs of one user run at the same time, and share
-    # what they read.
+    # Gram matrix of each tile with itself is kept for `_scale_kernel`. Pairs of one user run at the
+    # same time, and share what they read.
     pair = tl.program_id(0)
     user = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(2)
@@ -137,9 +133,7 @@ def _gram_kernel(
     start, length = _tokens_of(starts, user, row_length)
     if i * TILE >= length:
         return
-    sums = sums_pointer + (entry * num_users + user) * (num_pairs + 2 * num_tiles)
-    square = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    place = entry.to(tl.int64) * all_pairs + tl.load(first_pairs + user) + pair
+    sums = sums_pointer + (entry * num_users + user) * (num_pairs + 3 * num_tiles)
     middle = tl.load(first_other + entry)
 
     kept = tl.zeros((TILE, TILE), tl.float32)
@@ -152,8 +146,17 @@ def _gram_kernel(
         width = tl.load(widths + k).to(tl.int32) * UNIT
         values = typed(tl.load(addresses + k), DTYPE) + start * width
         gram = _add_gram(gram, values, width, i, j, length, TILE, SLICE, EVEN, ONE_TILE)
-    _write_sums(sums, pair, i, j, kept, gram, num_pairs, num_tiles, TILE)
-    tl.store(kept_pointer + place * TILE * TILE + square, kept)
+    terms = tl.sum(gram * kept)
+    tl.store(sums + pair, tl.where(i == j, terms, 2 * terms))
+    if i == j:
+        own = sums + num_pairs + i
+        tl.store(own, tl.sum(_diagonal(kept, TILE)))
+        tl.store(own + num_tiles, tl.sum(_diagonal(gram, TILE)))
+        # Tokens' rounding errors add up as squares, those of equal tokens as their gradients do.
+        tl.store(own + 2 * num_tiles, tl.maximum(tl.sum(_diagonal(kept * gram, TILE)), terms))
+        place = entry.to(tl.int64) * all_tiles + tl.load(first_tiles + user) + i
+        square = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
+        tl.store(kept_pointer + place * TILE * TILE + square, kept)
 
 
 @triton.jit
@@ -166,53 +169,53 @@ def _scale_kernel(
     sums_pointer,
     kept_pointer,
     starts,
-    first_pairs,
+    first_tiles,
     row_length,
     num_users,
-    num_pairs,
     num_tiles,
-    all_pairs,
+    all_tiles,
     TILE: tl.constexpr,
     SLICE: tl.constexpr,
     UNIT: tl.constexpr,
     EVEN: tl.constexpr,
-    ONE_TILE: tl.constexpr,
     DTYPE: tl.constexpr,
+    RAISED: tl.constexpr,
 ):
-    # The norm of a pair with one side scaled by the users' factors, rounding as its dtype does:
-    # that of exactly the values that will be summed. Where a user is one tile, the scaling happens
-    # here; elsewhere every value would be scaled again for each pair of tiles: it comes scaled.
-    pair = tl.program_id(0)
+    # One program: the side of an entry that is scaled, one user, one tile of its tokens. Scales it
+    # by the user's factor, rounding as its dtype does, and takes the norm of what the rounding
+    # errors e of this tile's tokens add to the gradient: sum_st <e_s, e_t> <kept_s, kept_t>. They
+    # are raised by a power of two: the dtype may have nothing as small.
+    i = tl.program_id(0)
     user = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(2)
-    i, j = _tiles_of(pair)
     start, length = _tokens_of(starts, user, row_length)
     if i * TILE >= length:
         return
     width = tl.load(widths + entry).to(tl.int32) * UNIT
+    factor = tl.load(factors_pointer + tl.load(factor_rows + entry) * num_users + user)
+    values = typed(tl.load(in_addresses + entry), DTYPE) + start * width
     out = typed(tl.load(out_addresses + entry), DTYPE) + start * width
+    rows = (i * TILE + tl.arange(0, TILE))[:, None]
     gram = tl.zeros((TILE, TILE), tl.float32)
-    if ONE_TILE:
-        factor = tl.load(factors_pointer + tl.load(factor_rows + entry) * num_users + user)
-        values = typed(tl.load(in_addresses + entry), DTYPE) + start * width
-        rows = tl.arange(0, TILE)[:, None]
-        for first in range(0, width, SLICE):
-            column = first + tl.arange(0, SLICE)[None, :]
-            place = rows * width + column
-            inside = (rows < length) & (column < width)
-            value = tl.load(values + place, inside, 0.0)
-            # A factor of zero silences even a value that is not finite.
-            wide = tl.where(factor == 0.0, 0.0, value.to(tl.float32) * factor)
-            a = wide.to(value.dtype)
-            tl.store(out + place, a, inside)
-            gram = tl.dot(a, tl.trans(a), gram)
-    else:
-        gram = _add_gram(gram, out, width, i, j, length, TILE, SLICE, EVEN, ONE_TILE)
+    for first in range(0, width, SLICE):
+        columns = first + tl.arange(0, SLICE)[None, :]
+        place = rows * width + columns
+        value = _tile(values + place, rows, columns, length, width, EVEN)
+        # A factor of zero silences even a value that is not finite.
+        wide = tl.where(factor == 0.0, 0.0, value.to(tl.float32) * factor)
+        rounded = wide.to(value.dtype)
+        if EVEN:
+            tl.store(out + place, rounded)
+        else:
+            tl.store(out + place, rounded, (rows < length) & (columns < width))
+        error = ((rounded.to(tl.float32) - wide) * RAISED).to(value.dtype)
+        gram = tl.dot(error, tl.trans(error), gram)
     square = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    place = entry.to(tl.int64) * all_pairs + tl.load(first_pairs + user) + pair
+    place = entry.to(tl.int64) * all_tiles + tl.load(first_tiles + user) + i
     kept = tl.load(kept_pointer + place * TILE * TILE + square)
-    sums = sums_pointer + (entry * num_users + user) * (num_pairs + 2 * num_tiles)
-    _write_sums(sums, pair, i, j, kept, gram, num_pairs, num_tiles, TILE)
+    sums = sums_pointer + (entry * num_users + user) * 2 * num_tiles + i
+    tl.store(sums, tl.sum(gram * kept))
+    tl.store(sums + num_tiles, tl.sum(_diagonal(gram, TILE)))
 
 
 class GramTable:
@@ -236,7 +239,6 @@ class GramTable:
         first, _ = entries[0]
         rows, self._length, _ = first.shape
         self._users = rows if users is None else users
-        self._dtype = dtype_name(first)
         self._device = first.device
         self._unit = math.gcd(_SLICE, *(t.shape[2] for x, ys in entries for t in (x, *ys)))
         self._scale_x = list(scale_inputs)
@@ -244,34 +246,43 @@ class GramTable:
         self._tile = max(16, min(_TILE, triton.next_power_of_2(longest)))
         self._num_tiles = triton.cdiv(longest, self._tile)
         self._num_pairs = self._num_tiles * (self._num_tiles + 1) // 2
-        # Tiles of all users are at most these, a tile in at most (tiles + 1) / 2 pairs on average.
+        # Tiles of all users are at most these.
         last_tiles = self._users if self._length % self._tile else 0
         tiles = min(rows * self._length // self._tile + last_tiles, self._users * self._num_tiles)
-        self._all_pairs = tiles * (self._num_tiles + 1) // 2
+        self._all_tiles = tiles
         each = torch.arange(self._users + 1, dtype=torch.int32, device=self._device)
-        self._equal = (each, each * self._num_pairs)
+        self._equal = (each, each * self._num_tiles)
+        self._shape: dict[str, Any] = {
+            "TILE": self._tile,
+            "SLICE": _SLICE,
+            "UNIT": self._unit,
+            "EVEN": self._unit == _SLICE and self._length % self._tile == 0,
+            "DTYPE": dtype_name(first),
+        }
         self._entries = Addresses(3, len(entries), self._device)
         self._tensors = Addresses(2, sum(1 + len(ys) for _, ys in entries), self._device)
         self._scaled = Addresses(4, len(entries), self._device)
-        self._kept: Tensor | None = None
+        # The kept side's Gram matrices, and its own squared norm, by tile.
+        self._kept: tuple[Tensor, Tensor] | None = None
         self._where = self._equal
         # As measured on an H200. Of a pair of tiles two are on their way at a time, of a single one
         # one; scaled, it lies beside its slices. Few registers let two programs share a processor.
         warps = 8 if self._tile == _TILE else 4
         slice_bytes = self._tile * _SLICE * first.element_size()
-        if self._num_tiles == 1:
-            self._for_gram = {"num_warps": warps, "num_stages": self._stages(7, slice_bytes)}
-            stages = self._stages(6, slice_bytes) - 1
-            self._for_scale = {"num_warps": warps, "num_stages": stages, "maxnreg": 128}
-        else:
-            self._for_gram = {"num_warps": warps, "num_stages": self._stages(5, 2 * slice_bytes)}
-            self._for_scale = {"num_warps": 4, "num_stages": self._stages(3, 2 * slice_bytes)}
+        stages = (
+            self._stages(7, slice_bytes)
+            if self._num_tiles == 1
+            else self._stages(5, 2 * slice_bytes)
+        )
+        self._for_gram = {"num_warps": warps, "num_stages": stages}
+        stages = self._stages(6, slice_bytes) - 1
+        self._for_scale = {"num_warps": warps, "num_stages": stages, "maxnreg": 128}
 
     def squared_norms(
         self, entries: Sequence[tuple[Tensor, Sequence[Tensor]]], starts: Tensor | None = None
-    ) -> Tensor:
-        """(entries, users), from above; keeps what `scaled` needs."""
-        self._where = self._equal if starts is None else (starts, self._first_pairs(starts))
+    ) -> tuple[Tensor, Tensor]:
+        """(entries, users), from above, and their `kernels.exposure`; keeps what `scaled` needs."""
+        self._where = self._equal if starts is None else (starts, self._first_tiles(starts))
         check_aligned([t for x, ys in entries for t in (x, *ys)])
         tensors: list[Tensor] = []
         places: list[tuple[int, int, int]] = []
@@ -285,45 +296,76 @@ class GramTable:
             [tensor.data_ptr() for tensor in tensors],
             [tensor.shape[2] // self._unit for tensor in tensors],
         )
-        self._kept = self._empty(len(entries), self._all_pairs, self._tile, self._tile)
-        sums = self._launch(
-            _gram_kernel, len(entries), *entry_rows, *tensor_rows, options=self._for_gram
+        # Zeros: users have unlike many tiles.
+        pairs, tiles = self._num_pairs, self._num_tiles
+        sums = self._empty(len(entries), self._users, pairs + 3 * tiles).zero_()
+        kept = self._empty(len(entries), self._all_tiles, self._tile, self._tile)
+        _gram_kernel[(pairs, self._users, len(entries))](
+            *entry_rows,
+            *tensor_rows,
+            sums,
+            kept,
+            *self._where,
+            self._length,
+            self._users,
+            pairs,
+            tiles,
+            self._all_tiles,
+            ONE_TILE=tiles == 1,
+            **self._shape,
+            **self._for_gram,
         )
-        return self._norms(sums)
+        squares_kept, squares_other, spread = sums[..., pairs:].unflatten(-1, (3, -1)).unbind(-2)
+        self._kept = (kept, squares_kept)
+        norms = kernels.raised(
+            sums[..., :pairs].sum(-1), squares_kept.sum(-1) * squares_other.sum(-1)
+        )
+        return norms, spread.clamp(min=0).sqrt().sum(-1)
 
     def scaled(
         self,
         entries: Sequence[tuple[Tensor, Sequence[Tensor]]],
         factor_rows: Sequence[int],
         factors: Tensor,
-        spread: Tensor | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        """The scaled side of every entry, and the squared norms (entries, users) of what it gives.
+        """The scaled side of every entry, and (entries, users) how far rounding moved gradients.
 
-        Entry e's factors are `factors[factor_rows[e]]`; `spread` are those of rows.
+        Entry e's factors are `factors[factor_rows[e]]`. The distance is from above: a user's tiles
+        may have moved its gradient the same way.
         """
         sides = [
             x if scale_x else ys[0] for (x, ys), scale_x in zip(entries, self._scale_x, strict=True)
         ]
-        if self._num_tiles == 1:
-            out = [torch.empty_like(side) for side in sides]
-        else:
-            by_row = factors if spread is None else spread
-            out = [
-                kernels.run(kernels.scaled, side, by_row[row])
-                for side, row in zip(sides, factor_rows, strict=True)
-            ]
+        out = [torch.empty_like(side) for side in sides]
         rows = self._scaled.send(
             [side.data_ptr() for side in sides],
             [side.data_ptr() for side in out],
             [side.shape[2] // self._unit for side in sides],
             factor_rows,
         )
-        sums = self._launch(
-            _scale_kernel, len(entries), *rows, factors.contiguous(), options=self._for_scale
+        assert self._kept is not None
+        (kept, squares_kept), self._kept = self._kept, None
+        sums = self._empty(len(entries), self._users, 2, self._num_tiles).zero_()
+        eps = torch.finfo(sides[0].dtype).eps
+        _scale_kernel[(self._num_tiles, self._users, len(entries))](
+            *rows,
+            factors.contiguous(),
+            sums,
+            kept,
+            *self._where,
+            self._length,
+            self._users,
+            self._num_tiles,
+            self._all_tiles,
+            RAISED=1 / eps,
+            **self._shape,
+            **self._for_scale,
         )
-        self._kept = None
-        return out, self._norms(sums)
+        squared, squares = (sums * eps**2).unbind(2)
+        largest = squares_kept * squares
+        # An error is itself rounded, by half of eps at most, before its products are taken.
+        distances = kernels.raised(squared, largest).sqrt() + 0.51 * eps * largest.sqrt()
+        return out, distances.sum(-1)
 
     def _stages(self, wanted: int, stage_bytes: int) -> int:
         """Slices on their way at a time: as many as wanted, or as the device has room for."""
@@ -336,38 +378,7 @@ class GramTable:
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
 
-    def _first_pairs(self, starts: Tensor) -> Tensor:
-        """Where each user's pairs of tiles begin."""
+    def _first_tiles(self, starts: Tensor) -> Tensor:
+        """Where each user's tiles begin."""
         tiles = (starts.diff() * self._length + (self._tile - 1)) // self._tile
-        pairs = tiles * (tiles + 1) // 2
-        return (pairs.cumsum(0) - pairs).to(torch.int32)
-
-    def _launch(
-        self, kernel: Any, entries: int, *arguments: Tensor, options: dict[str, int]
-    ) -> Tensor:
-        # Zeros: users have unlike many tiles.
-        sums = self._empty(entries, self._users, self._num_pairs + 2 * self._num_tiles).zero_()
-        kernel[(self._num_pairs, self._users, entries)](
-            *arguments,
-            sums,
-            self._kept,
-            *self._where,
-            self._length,
-            self._users,
-            self._num_pairs,
-            self._num_tiles,
-            self._all_pairs,
-            TILE=self._tile,
-            SLICE=_SLICE,
-            UNIT=self._unit,
-            EVEN=self._unit == _SLICE and self._length % self._tile == 0,
-            ONE_TILE=self._num_tiles == 1,
-            DTYPE=self._dtype,
-            **options,
-        )
-        return sums
-
-    def _norms(self, sums: Tensor) -> Tensor:
-        pairs = self._num_pairs
-        squares_x, squares_y = sums[..., pairs:].unflatten(-1, (2, -1)).sum(-1).unbind(-1)
-        return kernels.raised(sums[..., :pairs].sum(-1), squares_x * squares_y)
+        return (tiles.cumsum(0) - tiles).to(torch.int32)
