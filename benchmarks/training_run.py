@@ -30,9 +30,6 @@ from userdp.plan import Plan
 from userdp.step import PrivateStep
 from userdp.training import cohort_batches
 
-# Steps timed together: the host may run ahead, as it does in a long run.
-STRETCH = 10
-
 
 def ragged_rows(
     users: int, length: int, group_size: int, vocabulary: int, *, short: bool
@@ -62,6 +59,9 @@ def main() -> None:
     parser.add_argument("--cohort", type=int, default=64 if gpu else 16)
     parser.add_argument("--warm", type=int, default=60 if gpu else 2)
     parser.add_argument("--steps", type=int, default=40 if gpu else 4)
+    parser.add_argument(
+        "--stretch", type=int, default=10, help="steps timed together: the host may run ahead"
+    )
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--join", choices=["yes", "no"], help="as the device prefers if not given")
     parser.add_argument("--json", type=Path)
@@ -98,7 +98,7 @@ def main() -> None:
             ledger=ledger,
             secret=secret,
         )
-        rates = run(step, rows, options.warm)
+        rates = run(step, rows, options.warm, options.stretch)
         ledger.close()
     row = {
         "model": options.model,
@@ -130,7 +130,7 @@ def bare_rate(setting: Setting, group_size: int) -> float:
     return setting.rows * setting.length / took * 1000
 
 
-def run(step: PrivateStep, rows: TokenRows, warm: int) -> dict[str, float]:
+def run(step: PrivateStep, rows: TokenRows, warm: int, together: int) -> dict[str, float]:
     """Useful and padded tokens per second after the first `warm` steps.
 
     Steps that bring a shape not seen before (and compile it) are left out.
@@ -164,7 +164,7 @@ def run(step: PrivateStep, rows: TokenRows, warm: int) -> dict[str, float]:
                 took = time.perf_counter() - started
                 print(f"{warm} steps, {shapes} shapes: {took:.0f} s", flush=True)
             begin()
-        elif number + 1 > warm and (stretch["steps"] == STRETCH or not step.steps_left):
+        elif number + 1 > warm and (stretch["steps"] == together or not step.steps_left):
             synchronise()
             sums["seconds"] += time.perf_counter() - stretch["began"]
             sums["useful"] += stretch["useful"]

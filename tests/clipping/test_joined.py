@@ -189,8 +189,8 @@ def test_short_records_beside_a_long_one_take_far_fewer_tokens() -> None:
 def test_records_stay_apart_where_joining_saves_little_until_it_saves_much() -> None:
     fast, rule = clipping_of("llama"), FlatClip(clip_norm=0.5)
     even, uneven = cohort([[9, 9], [12], [5, 5, 5]]), cohort([[14, 2, 2, 2], [2, 13, 3]])
-    assert not worth_joining(even)
-    assert worth_joining(uneven)
+    assert not worth_joining(even, "cpu")
+    assert worth_joining(uneven, "cpu")
     assert not any(is_joined(users.batch) for users in tokens_run(fast, even, rule))
     # From then on always: shapes are to settle.
     assert all(is_joined(users.batch) for users in tokens_run(fast, uneven, rule))

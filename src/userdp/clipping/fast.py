@@ -59,8 +59,8 @@ class FastSettings:
     puts users of unlike size into batches of few shapes (`mixed`), as captured steps want them;
     otherwise users of like size share a batch (`pack`). `checkpoint_blocks` keeps only the input of
     every block and runs the block again in the backward pass: less memory, more time
-    (`checkpointed`). `join_records` puts several records of a user into one row (`joined`): on the
-    CPU where that saves much.
+    (`checkpointed`). `join_records` puts several records of a user into one row (`joined`), as is
+    done where it saves much.
     """
 
     microbatch_tokens: int | None = None
@@ -118,7 +118,7 @@ class FastClipping:
             max_length=self._max_length,
         )
         # None: not seen to be worth it.
-        self._joins = False if settings.join_records is None and on_cuda else settings.join_records
+        self._joins = settings.join_records
         self._must_join = settings.join_records is True
         if self._must_join:
             refuse_dropout(model)
@@ -172,7 +172,7 @@ class FastClipping:
 
     def _with_records_joined(self, groups: list[Batch]) -> list[Batch]:
         """The groups with several records to a row, from the first time that this saves much."""
-        if self._joins is None and worth_joining(groups):
+        if self._joins is None and worth_joining(groups, self._device.type):
             self._joins = True
         longest = max((size_of(group).length for group in groups), default=1)
         if self._joins and longest > self._longest_tried:
