@@ -191,6 +191,9 @@ def test_records_stay_apart_where_joining_saves_little_until_it_saves_much() -> 
     even, uneven = cohort([[9, 9], [12], [5, 5, 5]]), cohort([[14, 2, 2, 2], [2, 13, 3]])
     assert not worth_joining(even, "cpu")
     assert worth_joining(uneven, "cpu")
+    # 70% full: on CUDA a mask costs more than that.
+    assert worth_joining(cohort([[10, 4]]), "cpu")
+    assert not worth_joining(cohort([[10, 4]]), "cuda")
     assert not any(is_joined(users.batch) for users in tokens_run(fast, even, rule))
     # From then on always: shapes are to settle.
     assert all(is_joined(users.batch) for users in tokens_run(fast, uneven, rule))
