@@ -136,7 +136,7 @@ class TrainingSettings(_Section):
     )
     join_records: bool | None = Field(
         None,
-        description="Several short records of a user in one row (fast); where it saves much.",
+        description="Several short records of a user in one row (fast); default: if it saves much.",
     )
     device: str = "cpu"
     fixed_seed: int | None = Field(

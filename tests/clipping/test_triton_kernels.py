@@ -41,7 +41,7 @@ def last_line_of(program: str, variables: dict[str, str]) -> str:
 
 
 def test_all_kernels_compile_for_hopper_without_a_gpu() -> None:
-    assert int(last_line_of("triton_compiled.py", {"TRITON_INTERPRET": "0"})) == 23
+    assert int(last_line_of("triton_compiled.py", {"TRITON_INTERPRET": "0"})) == 27
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,9 +63,9 @@ def test_scaled_pairs_are_torchs_to_the_bit_and_their_errors_from_above(
 ) -> None:
     found = errors[f"{case} {dtype}"]
     assert found["scaled values"] == 0.0
-    assert found["silenced"] == 0.0
+    assert found["silenced"] <= 1e-12
     assert found["moved below"] <= 2e-7
-    assert found["moved above"] <= 0.03
+    assert found["moved above"] <= 0.05
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,11 +74,24 @@ def test_users_of_unlike_many_rows_count_as_if_alone(case: str, dtype: str, erro
     found = errors[f"{case} {dtype}"]
     assert found["norms"] <= 5e-4
     assert found["exposure"] <= 5e-4
-    assert found["moved"] <= 0.03
+    assert found["moved below"] <= 2e-7
+    assert found["moved"] <= 0.05
     assert found["scaled values"] == 0.0
     assert found["stored"] <= 1e-6
     assert found["not read"] == 0.0
     assert found["others read"] <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "halves"])
+@pytest.mark.parametrize("kind", ["equal", "runs"])
+@pytest.mark.parametrize("length", [5, 32, 130])
+def test_inner_products_of_tied_weights_are_from_above_and_hardly_more(
+    length: int, kind: str, name: str, errors: Errors
+) -> None:
+    # Relative to the sizes of all terms, which bound what rounding can do.
+    found = errors[f"inner {length} {kind} {name}"]
+    assert found["below"] <= 0.0
+    assert found["above"] <= (2.0**-14 if name == "halves" else 2e-6)
 
 
 @pytest.mark.parametrize("case", ["stored together", "stored by layer", "stored with gaps"])
@@ -88,6 +101,5 @@ def test_stored_norms_and_weighted_sums_are_torchs(case: str, errors: Errors) ->
     assert errors[case]["sums"] <= 1e-5
 
 
-def test_silenced_users_are_zero_and_others_untouched(errors: Errors) -> None:
-    assert errors["silence"]["silenced"] == 0.0
-    assert errors["silence"]["others"] == 0.0
+def test_some_users_are_scaled_again_others_silenced_or_left_untouched(errors: Errors) -> None:
+    assert errors["settle"] == {"scaled": 0.0, "silenced": 0.0, "others": 0.0}

@@ -201,6 +201,30 @@ def test_shapes_are_checked_ever_more_rarely_unless_they_are_compiled(
     assert checked == (expected or list(range(1, 12)))
 
 
+@pytest.mark.parametrize("halved", [1, 2, 3])
+def test_users_scaled_by_a_power_of_two_at_one_clip_norm_are_compared_at_another(
+    halved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In half precision a few users may be; a fault is one at every clip norm.
+    clipping = fast(shake(models_zoo.build("gpt2 tied")))
+    tried: list[float] = []
+
+    def differs(*args: Any, **options: Any) -> None:
+        tried.append(float(clipping._clip_norm))
+        if len(tried) <= halved:
+            raise FastPathError("halved")
+
+    monkeypatch.setattr("userdp.clipping.fast.compare_with_plain", differs)
+    rule = FlatClip(clip_norm=0.5)
+    if halved == 3:
+        with pytest.raises(FastPathError, match="halved"):
+            clipping.clipped_sum(cohort([[5], [5]]), rule)
+    else:
+        clipping.clipped_sum(cohort([[5], [5]]), rule)
+        assert float(clipping._clip_norm) == 0.5
+    assert len(set(tried)) == len(tried) == min(halved + 1, 3)
+
+
 def test_check_leaves_no_trace_in_the_sum_or_the_count() -> None:
     model = shake(models_zoo.build("gpt2 tied"))
     rule = FlatClip(clip_norm=0.5)

@@ -10,9 +10,11 @@ import itertools
 from typing import Any
 
 HOPPER = ("cuda", 90, 32)
-FLOATS = ("factors_pointer", "sums_pointer", "kept_pointer", "out_pointer")
-SHORT_INTEGERS = ("starts", "first_tiles")
-NUMBERS = ("row_length", "num_users", "num_pairs", "num_tiles", "all_tiles")
+FLOATS = ("factors_pointer", "sums_pointer", "out_pointer", "gradients")
+HALVES = ("inputs", "output_gradients")
+KEPT = ("kept_pointer",)
+SHORT_INTEGERS = ("starts", "first_tiles", "again")
+NUMBERS = ("row_length", "num_users", "num_pairs", "num_tiles", "all_tiles", "width", "vocabulary")
 
 
 def type_of(name: str, constants: dict[str, Any]) -> str:
@@ -21,7 +23,8 @@ def type_of(name: str, constants: dict[str, Any]) -> str:
         return "constexpr"
     if name in NUMBERS:
         return "i32"
-    return "*fp32" if name in FLOATS else "*i32" if name in SHORT_INTEGERS else "*i64"
+    tables = {"*fp32": FLOATS, "*bf16": HALVES, "*fp16": KEPT, "*i32": SHORT_INTEGERS}
+    return next((kind for kind, names in tables.items() if name in names), "*i64")
 
 
 def compiles(kernel: Any, constants: dict[str, Any], **options: int) -> None:
@@ -39,17 +42,18 @@ def compiles(kernel: Any, constants: dict[str, Any], **options: int) -> None:
 
 def all_kernels() -> int:
     """Every kernel in every variant that training uses."""
-    from userdp.clipping import triton_gram, triton_stored
+    from userdp.clipping import triton_gram, triton_inner, triton_stored
 
     count = 0
     for even, (tile, warps) in itertools.product((True, False), ((16, 4), (128, 8))):
-        tiles = {"TILE": tile, "EVEN": even, "DTYPE": "bfloat16"}
+        tiles = {"TILE": tile, "EVEN": even, "DTYPE": "bfloat16", "LEAST": 2.0**-80}
         tiles |= {"UNIT": 64 if even else 8, "SLICE": 64}
         for one_tile, stages in ((True, 7), (False, 5)):
-            constants = tiles | {"ONE_TILE": one_tile}
+            constants = tiles | {"ONE_TILE": one_tile, "FEW_TOKENS": 2.0, "CUT_OFF": 2.0**-27}
             compiles(triton_gram._gram_kernel, constants, num_warps=warps, num_stages=stages)
         options = {"num_warps": warps, "num_stages": 5, "maxnreg": 128}
-        compiles(triton_gram._scale_kernel, tiles | {"RAISED": 128.0}, **options)
+        errors = {"EPS": 2.0**-7, "KEPT_ERROR": 2.0**-11}
+        compiles(triton_gram._scale_kernel, tiles | errors, **options)
         count += 3
     for dtype in ("bfloat16", "float32"):
         blocks = {"BLOCK": 1024, "UNIT": 8, "DTYPE": dtype}
@@ -60,8 +64,15 @@ def all_kernels() -> int:
         for gaps in (True, False):
             compiles(triton_stored._stored_sums_kernel, blocks | {"HAS_GAPS": gaps})
             count += 1
-    compiles(triton_stored._silence_kernel, {"BLOCK": 4096, "UNIT": 8, "DTYPE": "bfloat16"})
-    return count + 1
+    compiles(triton_stored._settle_kernel, {"BLOCK": 4096, "UNIT": 8, "DTYPE": "bfloat16"})
+    count += 1
+    for tile, warps in ((16, 4), (128, 8)):
+        for halves in (True, False):
+            constants = {"TILE": tile, "SLICE": 64, "HALVES": halves, "ERROR": 2.0**-15}
+            options = {"num_warps": warps, "num_stages": 2}
+            compiles(triton_inner._inner_kernel, constants, **options)
+            count += 1
+    return count
 
 
 if __name__ == "__main__":

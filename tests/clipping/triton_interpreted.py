@@ -6,6 +6,7 @@ imported, by each check and not by this file. It has no bfloat16 products: float
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 
@@ -38,7 +39,7 @@ def exposures(x: Tensor, ys: Sequence[Tensor]) -> Tensor:
 
 def far(found: Tensor, expected: Tensor) -> tuple[float, float]:
     """How far below the expected values some are, and how far above, relative to them."""
-    relative = (found.double() - expected.double()) / (expected.double() + 1e-30)
+    relative = (found.double() - expected.double()) / (expected.double() + 1e-12)
     return -float(relative.min()), float(relative.max())
 
 
@@ -118,6 +119,7 @@ def run_errors(length: int, dtype: torch.dtype, unit: int = 8) -> dict[str, floa
     return {
         "norms": max(far(norms, wholes)),
         "exposure": max(far(exposure, apart)),
+        "moved below": far(moved, moves)[0],
         "moved": max(far(moved, moves)),
         "scaled values": max(
             float((a - b).abs().max()) for a, b in zip(sides, rounded, strict=True)
@@ -126,6 +128,28 @@ def run_errors(length: int, dtype: torch.dtype, unit: int = 8) -> dict[str, floa
         "not read": float(own_parts[2].abs()),
         "others read": float(((own_parts - own)[[0, 1, 3]].abs() / own[[0, 1, 3]]).max()),
     }
+
+
+def inner_errors(length: int, dtype: torch.dtype, *, runs: bool, halves: bool) -> dict[str, float]:
+    """Six rows of tokens that come again, equal users' or those of 3, 1, 0 and 2 rows."""
+    from userdp.clipping import triton_inner
+
+    starts = torch.tensor([0, 3, 4, 4, 6] if runs else range(7), dtype=torch.int32)
+    ids = torch.randint(0, 40, (6, length))
+    e, x, y = torch.randn(6, length, 72), torch.randn(6, length, 72), torch.randn(6, length, 40)
+    x, y = x.to(dtype), y.to(dtype)
+    most_rows, where = (3, starts) if runs else (1, None)
+    found = triton_inner.inner_with_pair(ids, e, x, y, where, most_rows=most_rows, halves=halves)
+    exact_U, sizes_U = torch.zeros(2, len(starts) - 1).double()
+    for user in range(len(exact_U)):
+        own = slice(*starts[user : user + 2].tolist())
+        tokens, e_T, x_T, y_T = (t[own].flatten(0, 1) for t in (ids, e, x, y))
+        picked = y_T.double()[:, tokens]
+        exact_U[user] = (picked * (x_T.double() @ e_T.double().T)).sum()
+        sizes = x_T.double().norm(dim=1)[:, None] * e_T.double().norm(dim=1)
+        sizes_U[user] = (picked.abs() * sizes).sum()
+    above = (found.double() - exact_U) / (sizes_U + 1e-30)
+    return {"below": -float(above.min()), "above": float(above.max())}
 
 
 def stored_errors(groups: Sequence[int], used: int = 5) -> dict[str, float]:
@@ -161,22 +185,23 @@ def stored_errors(groups: Sequence[int], used: int = 5) -> dict[str, float]:
     }
 
 
-def silence_errors() -> dict[str, float]:
-    """A user with a value that is not finite; in another tensor another user."""
+def settle_errors() -> dict[str, float]:
+    """Users to be scaled again, one that is not finite to be silenced; a side never scaled."""
     from userdp.clipping import triton_stored
 
-    values, wide = torch.randn(4, 70, 130), torch.randn(4, 3, 8)
-    values[2, 3, 4] = float("nan")
-    kept, kept_wide = values.clone(), wide.clone()
-    factors = torch.tensor([[1.0, 0.5, 0.0, 1e-30], [0.0, 1.0, 1.0, 1.0]])
-    silencer = triton_stored.Silencer(2, values.device)
-    silencer([values, wide], [0, 1], factors)
-    others = [0, 1, 3]
+    given, other = torch.randn(4, 70, 130), torch.randn(4, 3, 8)
+    other[2, 1, 4] = float("nan")
+    before = kernels.scaled(given, torch.tensor([0.3, 0.7, 0.9, 0.2]))
+    scaled, kept = before.clone(), other.clone()
+    factors = torch.tensor([[0.25, 0.5, 0.5, 0.125], [1.0, 1.0, 0.0, 1.0]])
+    again = torch.tensor([True, False, False, True])
+    settler = triton_stored.Settler(2, given.device)
+    settler([(scaled, given), (other, other)], [0, 1], factors, again)
+    expected = torch.where(again[:, None, None], given * factors[0][:, None, None], before)
     return {
-        "silenced": float(values[2].abs().max() + wide[0].abs().max()),
-        "others": float(
-            (values[others] - kept[others]).abs().max() + (wide[1:] - kept_wide[1:]).abs().max()
-        ),
+        "scaled": float((scaled - expected).abs().max()),
+        "silenced": float(other[2].abs().max()),
+        "others": float((other - kept)[[0, 1, 3]].abs().max()),
     }
 
 
@@ -193,8 +218,17 @@ if __name__ == "__main__":
             results[f"gram {length} even {name}"] = gram_errors(length, dtype, unit=64)
         for length in (32, 128):
             results[f"runs {length} even {name}"] = run_errors(length, dtype, unit=64)
+    for name, dtype, halves in (
+        ("float32", torch.float32, False),
+        ("float16", torch.float16, False),
+        ("halves", torch.float16, True),
+    ):
+        for length, runs in itertools.product((5, 32, 130), (False, True)):
+            kind = "runs" if runs else "equal"
+            found = inner_errors(length, dtype, runs=runs, halves=halves)
+            results[f"inner {length} {kind} {name}"] = found
     results["stored together"] = stored_errors([0, 0, 0, 0])
     results["stored by layer"] = stored_errors([0, 1, 1, 2])
     results["stored with gaps"] = stored_errors([0, 1, 1, 2], used=4)
-    results["silence"] = silence_errors()
+    results["settle"] = settle_errors()
     print(json.dumps(results))

@@ -12,18 +12,20 @@ from userdp.clipping.rules import AutomaticClip, ClipRule, NormalisedClip, PerLa
 # Scaled updates aim this many roundings below the bound, so that rounding cannot carry them over:
 # one part in a million in float32.
 ROUNDING_MARGIN = 8
-# Factors that are tried in `evenly_rounding`, and how far above the norm asked for is still on it.
-_CANDIDATES = 16
-_HARDLY_ABOVE = 1e-6
+# In `rounding_factors`: factors that are tried, and roundings to expect, in eps, of the first; and
+# how much more than expected is allowed for.
+_CANDIDATES = 32
+_LEAST_ROUNDING = 0.18
+_MORE_THAN_EXPECTED = 1.15
 # Leading digits that are tried at the same time, of all factors together.
-_MOST_AT_ONCE = 2**21
+_MOST_AT_ONCE = 2**19
 
 
 def clip_factors(
     squared_norms: Tensor,
     rule: ClipRule,
     *,
-    margin: Tensor | float,
+    margin: float,
     clip_norm: Tensor | float | None = None,
 ) -> Tensor:
     """The factor of every layer and user; `squared_norms` is (layers, users), or (1, users) flat.
@@ -32,8 +34,7 @@ def clip_factors(
     there.
 
     Guarantee: the scaled updates have norm at most (1 - margin) times the rule's bound, all layers
-    together; a margin for each layer and user is that of its share of the bound. A user with a norm
-    that is not finite gets zero everywhere: nobody can poison the sum.
+    together. A user with a norm that is not finite gets zero everywhere: nobody can poison the sum.
     """
     norms = squared_norms.clamp(min=0).sqrt()
     if isinstance(rule, AutomaticClip):
@@ -49,32 +50,47 @@ def clip_factors(
     return torch.where(finite, factors, 0.0)
 
 
-def evenly_rounding(factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Factors at most these, and hardly smaller, by which values of `dtype` scale without a bias.
+def power_of_two_below(factors: Tensor) -> Tensor:
+    """The largest powers of two that are not above the factors: scaling by them rounds nothing."""
+    wide = factors.dtype == torch.float64
+    exponent = 0x7FF0000000000000 if wide else 0x7F800000
+    bits = factors.contiguous().view(torch.int64 if wide else torch.int32)
+    return (bits & exponent).view(factors.dtype)
 
-    A product is rounded to the digits of its dtype. For most factors as many values are rounded up
-    as down; near 1, 1/2, 3/4, ... all go one way: by 0.999 no bfloat16 value changes at all. Of a
-    few factors that lie close together, the one is taken that comes nearest to the norm asked for
-    without going above it, for values with small and for values with large leading digits.
+
+def rounding_factors(factors: Tensor, exposed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Factors at most these, by which values of `dtype` are scaled and, as far as can be foreseen,
+    stay within them once rounded.
+
+    `exposed` is how far rounding by eps, of all values, would move the user's sum, relative to it.
+    How a factor rounds depends on it: most do so as often up as down, by 0.2 eps as a root of mean
+    squares. Near 1, 1/2, ... all values go the same way: by 0.999 no bfloat16 value changes at all.
+    Of some factors that lie close together the largest is taken that leaves room for what it does
+    to values with all leading digits; or a power of two, by which nothing is rounded.
     """
     eps = torch.finfo(dtype).eps
     most = round(_MOST_AT_ONCE * eps)
-    parts = factors.flatten().split(most)
-    return torch.cat([_evenly_rounding(part, dtype, eps) for part in parts]).view(factors.shape)
+    parts = zip(factors.flatten().split(most), exposed.flatten().split(most), strict=True)
+    return torch.cat([_rounding_factors(*part, dtype, eps) for part in parts]).view(factors.shape)
 
 
-def _evenly_rounding(factors: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
+def _rounding_factors(factors: Tensor, exposed: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
     # Not for torch.compile, which leaves out roundings in the middle of a computation.
     steps = torch.arange(_CANDIDATES, dtype=factors.dtype, device=factors.device)
-    candidates = factors[..., None] * (1 - eps / (2 * _CANDIDATES) * steps)
+    first = factors / (1 + _LEAST_ROUNDING * exposed)
+    candidates = first[:, None] * (1 - eps / _CANDIDATES * steps)
+    candidates = torch.cat([candidates, power_of_two_below(factors)[:, None]], 1)
     one = round(1 / eps)
     digits = torch.arange(one, 2 * one, dtype=factors.dtype, device=factors.device)
     exact = candidates[..., None] * digits
-    growth = (exact.to(dtype).to(factors.dtype) / exact).square()
-    reached = candidates * growth.unflatten(-1, (2, -1)).mean(-1).amax(-1).sqrt()
-    within = reached <= factors[..., None] * (1 + _HARDLY_ABOVE)
-    best = torch.where(within, reached, -reached).argmax(-1, keepdim=True)
-    return torch.where(factors > 0, candidates.gather(-1, best)[..., 0], factors)
+    errors = (exact.to(dtype).to(factors.dtype) - exact) / exact
+    # Values may have small or large leading digits.
+    same_way = errors.unflatten(-1, (2, -1)).mean(-1).abs().amax(-1)
+    rounding = errors.square().mean(-1).sqrt() / eps
+    reached = candidates * (1 + same_way + _MORE_THAN_EXPECTED * rounding * exposed[:, None])
+    best = torch.where(reached <= factors[:, None], candidates, 0.0).amax(1)
+    best = torch.where(torch.isfinite(exposed), best, power_of_two_below(factors))
+    return torch.where(exposed == 0, factors, best)
 
 
 def largest_norm(rule: ClipRule, clip_norm: Tensor | float | None = None) -> Tensor | float:

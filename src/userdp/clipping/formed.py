@@ -33,6 +33,24 @@ class Entry:
         return self.pairs[0].inputs_ULI, [pair.output_gradients_ULO for pair in self.pairs]
 
     @property
+    def scaled_side(self) -> Tensor:
+        """The side that is scaled."""
+        x, ys = self.tensors
+        return x if self.scale_input else ys[0]
+
+    @property
+    def other_sides(self) -> list[Tensor]:
+        """What is not scaled."""
+        x, ys = self.tensors
+        return ys if self.scale_input else [x]
+
+    @property
+    def eps(self) -> float:
+        """How coarsely a scaled side is rounded; 0 where that stays within the margin: float32."""
+        dtype = self.scaled_side.dtype
+        return torch.finfo(dtype).eps if dtype.itemsize < 4 else 0.0
+
+    @property
     def scale_input(self) -> bool:
         """Whether the input is the side to scale: one for several outputs, or the narrower."""
         x, ys = self.tensors
@@ -40,19 +58,28 @@ class Entry:
 
 
 def entries_of(forms: Sequence[Grouped]) -> list[Entry]:
-    """The pairs by input and group, sorted by token count and, the widest first, by width."""
+    """The pairs by input and group, sorted by dtype, token count and, the widest first, width."""
     found: dict[tuple[int, int], Entry] = {}
     for group, form in forms:
         if isinstance(form, Pair):
             key = (group, id(form.inputs_ULI))
             found.setdefault(key, Entry(group=group, pairs=[])).pairs.append(form)
 
-    def order(entry: Entry) -> tuple[int, int]:
+    def order(entry: Entry) -> tuple[str, int, int]:
         x, ys = entry.tensors
         # The last programs of a launch should be short ones.
-        return x.shape[1], -sum(y.shape[2] for y in ys)
+        return str(x.dtype), x.shape[1], -sum(y.shape[2] for y in ys)
 
     return sorted(found.values(), key=order)
+
+
+def alike(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """The entries, in their order, by dtype and token count: one launch each."""
+    found: dict[tuple[torch.dtype, int], list[Entry]] = {}
+    for entry in entries:
+        x, _ = entry.tensors
+        found.setdefault((x.dtype, x.shape[1]), []).append(entry)
+    return list(found.values())
 
 
 class FormedBatch:
@@ -68,15 +95,12 @@ class FormedBatch:
         self.forms = forms
         self.entries = entries
         self.runs = runs
-        # Both (groups, users); the second, of pairs alone, is that of `kernels.exposure`.
+        # Both (groups, users); the second is how far rounding may move scaled pairs, squared.
         self.squared: Tensor
-        self.exposed: Tensor
+        self.exposed: Tensor | None = None
         self.scaled: dict[int, Tensor] = {}
-
-    @property
-    def rounds(self) -> bool:
-        """Whether there are pairs whose scaled side is rounded, in half precision."""
-        return bool(self.entries) and self.entries[0].tensors[0].dtype.itemsize < 4
+        # Users whose pairs are to be scaled again, without rounding.
+        self.again: Tensor | None = None
 
     @property
     def users(self) -> int:
@@ -136,6 +160,14 @@ class FormedBatch:
             return self.by_user(parts.T).sum(1)
         assert isinstance(other, Pair)
         x, y = other.inputs_ULI, other.output_gradients_ULO
+        if kernels.half_on_cuda(x):
+            from userdp.clipping import triton_inner
+
+            most_rows = 1 if self.runs is None else self.runs.most_rows
+            ids, gradients = ids.contiguous(), gradients.contiguous()
+            return triton_inner.inner_with_pair(
+                ids, gradients, x, y, self.starts, most_rows=most_rows
+            )
         if self.runs is None:
             return kernels.inner_with_pair(ids, gradients, x, y).sum(0)
         return self._inner_with_rows(ids, gradients, x, y, self.runs)

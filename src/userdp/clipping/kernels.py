@@ -1,8 +1,8 @@
 """The arithmetic of per-user gradients on tensors: norms, weighted sums, inner products.
 
 Written once in torch, which is what the CPU runs. On CUDA the element-wise ones are compiled, and
-those that torch cannot fuse come from `triton_gram` and `triton_stored`. Sums and norms are taken
-in float32 at least (float64 stays float64), whatever the dtype of what is summed.
+those that torch cannot fuse come from `triton_gram`, `triton_stored` and `triton_inner`. Sums and
+norms are taken in float32 at least (float64 stays float64), whatever the dtype of what is summed.
 
 Shapes as in `forms`.
 """
@@ -27,8 +27,8 @@ from userdp.updates import at_least_float32, wide_dtype
 # is that of the product with the factor, before it is rounded to the dtype of what is summed.
 GRAM_ROUNDINGS = 9
 TORCH_GRAM_ROUNDINGS = 3
-# The relative error of a product with a wide number that is written as two bfloat16 numbers.
-HALVES_ERROR = 2.0**-15
+# Deviations to expect of the sum over tokens in `exposure`.
+FEW_TOKENS = 4.0
 # Tokens of a user up to which all pairs of them cost less than sorting them.
 MOST_TOKENS_PAIRED = 256
 # One compilation for each shape; torch's default would give up at 8.
@@ -111,6 +111,12 @@ def scaled(values_U: Tensor, factors_U: Tensor) -> Tensor:
     return wide.to(values_U.dtype)
 
 
+def scale_again_(scaled_U: Tensor, values_U: Tensor, factors_U: Tensor, again_U: Tensor) -> None:
+    """Scale the values of some users again, in place, by other factors."""
+    chosen = again_U.view(-1, *[1] * (values_U.dim() - 1))
+    scaled_U.copy_(torch.where(chosen, scaled(values_U, factors_U), scaled_U))
+
+
 def silence_(values_U: Tensor, factors_U: Tensor) -> None:
     """Set to zero, in place, the values of users whose factor is zero: 0 * inf is not 0."""
     if values_U.is_cuda:
@@ -142,25 +148,37 @@ def gram_norms(x_ULI: Tensor, y_ULO: Tensor, starts: Tensor | None = None) -> Te
         return torch.cat([gram_norms(x[None], y[None]) for x, y in users])
     x, y = at_least_float32(x_ULI), at_least_float32(y_ULO)
     terms = torch.bmm(x, x.mT) * torch.bmm(y, y.mT)
-    largest = squared_norms(x) * squared_norms(y)
-    return raised(terms.sum((1, 2)), largest, roundings=TORCH_GRAM_ROUNDINGS)
+    least = least_square(x.dtype)
+    largest = (squared_norms(x) + least) * (squared_norms(y) + least)
+    # Of long sums of like terms a little is cut off again and again.
+    cut_off = torch.finfo(x.dtype).eps * (x.shape[2] + y.shape[2]) / 16
+    squared = terms.sum((1, 2))
+    return raised(squared + cut_off * squared.abs(), largest, roundings=TORCH_GRAM_ROUNDINGS)
+
+
+def least_square(dtype: torch.dtype) -> float:
+    """More than what is lost of a squared norm where the squares of its values are too small."""
+    limits = torch.finfo(dtype)
+    return limits.tiny / limits.eps**2
 
 
 def exposure(x_ULI: Tensor, ys_ULO: Sequence[Tensor], starts: Tensor | None = None) -> Tensor:
-    """How far the users' gradients y^T x move, at most usually, when one side is rounded.
+    """How far the users' gradients y^T x usually move when the values of one side are rounded.
 
-    In roundings of a value: 0.2 eps for leading digits of all kinds, as a root of mean squares. A
-    token moves the gradient by |x_t| |y_t| times that. Different tokens' errors add up as squares,
-    equal tokens' as their gradients do.
+    In roundings of a value. A token moves the gradient by |x_t| |y_t| of them. Different tokens'
+    errors add up as squares, equal tokens' as their gradients do, and where few tokens decide, the
+    sum of their squares varies.
     """
     squares_x = at_least_float32(x_ULI).square().sum(2)
     by_token = torch.stack([squares_x * at_least_float32(y).square().sum(2) for y in ys_ULO]).sum(0)
-    apart = by_token.sum(1)
+    by_row = torch.stack([by_token.sum(1), by_token.square().sum(1)], 1)
     if starts is not None:
-        ends = F.pad(apart.cumsum(0), (1, 0))[starts.long()]
-        apart = ends.diff()
+        users = len(starts) - 1
+        owners = torch.repeat_interleave(torch.arange(users, device=starts.device), starts.diff())
+        by_row = by_user(by_row, owners, users)
+    apart, squares = by_row.unbind(1)
     together = torch.stack([gram_norms(x_ULI, y, starts) for y in ys_ULO]).sum(0)
-    return torch.maximum(apart, together).sqrt()
+    return (torch.maximum(apart, together) + FEW_TOKENS * squares.sqrt()).sqrt()
 
 
 def rounding_errors(values_U: Tensor, factors_U: Tensor) -> Tensor:
@@ -263,7 +281,7 @@ def inner_with_pair(
     sum_st y[s, token_t] <x_s, e_t>, s and t the tokens of row r.
     """
     picked = run(_picked, ids_RL, output_gradients_RLV)
-    products = _wide_products(inputs_RLD, gradients_RLD)
+    products = torch.bmm(at_least_float32(inputs_RLD), at_least_float32(gradients_RLD).mT)
     return run(_met, picked, products, inputs_RLD, gradients_RLD)
 
 
@@ -278,17 +296,5 @@ def _met(picked_RLL: Tensor, products_RLL: Tensor, x: Tensor, e: Tensor) -> Tens
         at_least_float32(values).square().sum(2).sqrt().to(picked.dtype) for values in (x, e)
     )
     sizes = picked.abs() * x_norms[:, :, None] * e_norms[:, None, :]
-    eps = TORCH_GRAM_ROUNDINGS * torch.finfo(picked.dtype).eps
-    error = max(eps, HALVES_ERROR) if x.dtype.itemsize < 4 else eps
+    error = TORCH_GRAM_ROUNDINGS * torch.finfo(picked.dtype).eps
     return torch.stack([(picked * products_RLL).sum((1, 2)), error * sizes.sum((1, 2))])
-
-
-def _wide_products(x: Tensor, e: Tensor) -> Tensor:
-    """x e^T for each row, of a half-precision x and a wider e."""
-    if not half_on_cuda(x):
-        return torch.bmm(at_least_float32(x), at_least_float32(e).mT)
-    # e in two halves: what the first leaves out is in the second, to 16 bits.
-    first = e.to(x.dtype)
-    second = (e - first.to(e.dtype)).to(x.dtype)
-    products = [torch.bmm(x, part.mT, out_dtype=torch.float32) for part in (first, second)]
-    return products[0] + products[1]

@@ -33,11 +33,6 @@ from userdp.clipping.survey import TRIAL_ROWS, Called, Layer, LayerRule, Survey,
 from userdp.clipping.survey import survey as survey_of
 from userdp.updates import Batch, wide_dtype
 
-# The rounding error to expect of scaled values, in eps: 0.2 and a little more, for who is rounded
-# further than expected is lost. Where few values decide, they vary: a deviation of 0.03.
-ROUNDING = 0.24
-ROUNDING_SMALL = 0.4
-SMALL_MODEL = 2**20
 # What is cheaper of a user with L tokens, in products of a Gram norm, as measured on an H200: those
 # of a pair, L (L + 128) (I + O) in tiles of 128, and so many for each value that is scaled; or, for
 # each of the I O values of a stored gradient, writing it and reading it twice.
@@ -90,8 +85,6 @@ class OnePass:
         self._inputs_from: dict[nn.Module, nn.Module] = {}
         self._tapes = self._make_tapes()
         self._sums = Sums(max(self._group.values()) + 1 if isinstance(rule, PerLayerClip) else 1)
-        small = sum(parameter.numel() for parameter in self._parameters) < SMALL_MODEL
-        self._rounding = ROUNDING_SMALL if small else ROUNDING
         self.margin = ROUNDING_MARGIN * torch.finfo(wide_dtype(self._parameters[0].dtype)).eps
 
     # ---- set-up
@@ -215,6 +208,9 @@ class OnePass:
         # ordinary backward pass does anyway.
         if not weight.is_cuda or not self._used_once(layer):
             return False
+        # What rounding does to a scaled side may be too small for float16 to say.
+        if self._product_dtype(weight) == torch.float16:
+            return False
         tokens = self._typical_tokens(self._called[layer.module])
         inputs, _ = _widths(layer.module, weight)
         outputs = self._outputs_of_input(layer)
@@ -251,8 +247,7 @@ class OnePass:
         forms = self._gradients(users)
         with kernels.wide_arithmetic(users.weights.device):
             squared = self._squared_norms(forms)
-            margin = self.margin + self._sums.held_back(self._rounding)
-            factors = clip_factors(squared, self._rule, margin=margin, clip_norm=clip_norm)
+            factors = clip_factors(squared, self._rule, margin=self.margin, clip_norm=clip_norm)
             place = {id(p): tensor for p, tensor in zip(self._parameters, total, strict=True)}
             factors = self._sums.scale(factors, largest_norm(self._rule, clip_norm))
             self._sums.add([place[id(parameter)] for parameter, _ in forms], factors)

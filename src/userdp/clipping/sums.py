@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from userdp.clipping import kernels
-from userdp.clipping.factors import evenly_rounding
+from userdp.clipping.factors import power_of_two_below, rounding_factors
 from userdp.clipping.flat import FlatBuffer
-from userdp.clipping.formed import Entry, FormedBatch, Grouped, entries_of
+from userdp.clipping.formed import Entry, FormedBatch, Grouped, alike, entries_of
 from userdp.clipping.forms import Pair, Rows, Stored
 from userdp.clipping.pack import Runs
 from userdp.updates import at_least_float32
 
 if TYPE_CHECKING:
     from userdp.clipping.triton_gram import GramTable
-    from userdp.clipping.triton_stored import Silencer, StoredTable
+    from userdp.clipping.triton_stored import Settler, StoredTable
 
 
-# Of a norm that is nearly all rounding, no more than this is held back.
-MOST_HELD_BACK = 0.5
+# Roundings of the check itself; less than clipping aims below the bound by.
+CHECK_MARGIN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ class Sums:
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
         self._stored: dict[_Kind, StoredTable] = {}
-        self._grams: dict[int, GramTable] = {}
-        self._silencer: Silencer | None = None
+        self._grams: dict[tuple[torch.dtype, int], GramTable] = {}
+        self._settlers: dict[tuple[torch.dtype, int], Settler] = {}
         self._group_rows: dict[tuple[int, ...], Tensor] = {}
         self._batch: FormedBatch | None = None
 
@@ -76,7 +76,8 @@ class Sums:
             groups = [entry.group for entry in entries]
             norms, exposure = self._pair_norms(batch)
             parts.append(self._by_group(groups, norms))
-            batch.exposed = self._by_group(groups, exposure.square())
+            if exposure is not None:
+                batch.exposed = self._by_group(groups, exposure.square())
         if ties:
             groups = [forms[embedding][0] for embedding, _ in ties]
             inner = [batch.inner_products(forms[e][1], forms[h][1]) for e, h in ties]
@@ -84,19 +85,6 @@ class Sums:
         self._batch = batch
         batch.squared = torch.stack(parts).sum(0)
         return batch.squared
-
-    def held_back(self, rounding: float) -> Tensor | float:
-        """The share (groups, users) of each norm to leave for the rounding of scaled pairs.
-
-        `rounding` is the error to expect of a value, in eps of its dtype.
-        """
-        batch = self._batch
-        assert batch is not None
-        if not batch.rounds:
-            return 0.0
-        eps = torch.finfo(batch.entries[0].tensors[0].dtype).eps
-        share = rounding * eps * (batch.exposed / batch.squared.clamp(min=0)).sqrt()
-        return torch.where(batch.exposed > 0, share, 0.0).clamp(max=MOST_HELD_BACK)
 
     def _other_norms(self, batch: FormedBatch) -> Tensor:
         """Squared norms of what is stored and of embedding rows, by group."""
@@ -131,71 +119,79 @@ class Sums:
         zeros = values.new_zeros(self._num_groups, values.shape[1])
         return zeros.index_add_(0, self._group_rows[key], values)
 
-    def _pair_norms(self, batch: FormedBatch) -> tuple[Tensor, Tensor]:
-        """Squared norms and `kernels.exposure`, (entries, users)."""
-        entries, starts = batch.entries, batch.starts
-        if kernels.half_on_cuda(entries[0].tensors[0]):
-            parts = [
-                self._gram_table(part, batch).squared_norms([e.tensors for e in part], starts)
-                for part in _by_length(entries)
-            ]
-            norms, exposure = zip(*parts, strict=True)
-            return torch.cat(norms), torch.cat(exposure)
-        norms = [
-            torch.stack([kernels.gram_norms(x, y, starts) for y in ys]).sum(0)
-            for x, ys in (entry.tensors for entry in entries)
-        ]
-        exposure = [kernels.exposure(*entry.tensors, starts) for entry in entries]
-        return torch.stack(norms), torch.stack(exposure)
+    def _pair_norms(self, batch: FormedBatch) -> tuple[Tensor, Tensor | None]:
+        """Squared norms (entries, users), and `kernels.exposure` in eps where sides are rounded."""
+        starts = batch.starts
+        norms: list[Tensor] = []
+        exposed: list[Tensor] = []
+        for part in alike(batch.entries):
+            tensors = [entry.tensors for entry in part]
+            if kernels.half_on_cuda(part[0].scaled_side):
+                squared, exposure = self._gram_table(part, batch).squared_norms(tensors, starts)
+                exposed.append(part[0].eps * exposure)
+            else:
+                each = [[kernels.gram_norms(x, y, starts) for y in ys] for x, ys in tensors]
+                squared = torch.stack([torch.stack(own).sum(0) for own in each])
+                exposed += [
+                    entry.eps * kernels.exposure(*entry.tensors, starts)[None]
+                    if entry.eps
+                    else torch.zeros_like(squared[:1])
+                    for entry in part
+                ]
+            norms.append(squared)
+        rounds = any(entry.eps for entry in batch.entries)
+        return torch.cat(norms), torch.cat(exposed) if rounds else None
 
     def scale(self, factors: Tensor, bound: Tensor | float) -> Tensor:
-        """Scale the pairs; the factors, zero for users whose sum could not be vouched for.
+        """Scale the pairs; the factors, smaller for users whose sum could not be vouched for.
 
         A scaled side is rounded in its own dtype, which moves the user's sum. How far is measured:
-        ||factor g + errors|| is at most factor ||g|| + ||errors||. Guarantee: the norm of what the
-        user adds, all groups together, is at most the bound, for every user; what is `held_back`
-        makes sure that hardly anybody is lost.
+        ||factor g + errors|| is at most factor ||g|| + ||errors||. Where that is too much, the
+        factor becomes a power of two, by which nothing is rounded. Guarantee: the norm of what a
+        user adds, all groups together, is at most the bound, for every user. Room is left for what
+        rounding usually does, so that few are scaled so.
         """
         batch = self._batch
         assert batch is not None
-        if not batch.rounds:
-            # Rounding in float32 or better stays within the margin.
-            spread = batch.spread(factors)
-            batch.scaled = {
-                id(entry): kernels.run(kernels.scaled, _scaled_side(entry), spread[entry.group])
-                for entry in batch.entries
-            }
-            return factors
-        factors = evenly_rounding(factors, batch.entries[0].tensors[0].dtype)
+        halves = {entry.scaled_side.dtype for entry in batch.entries if entry.eps}
+        if halves:
+            assert batch.exposed is not None
+            share = (batch.exposed / batch.squared.clamp(min=0)).sqrt()
+            share = torch.where(batch.exposed > 0, share, 0.0)
+            coarsest = max(halves, key=lambda dtype: torch.finfo(dtype).eps)
+            factors = rounding_factors(factors, share, coarsest)
         moved: list[Tensor] = []
-        for part in _by_length(batch.entries):
+        for part in alike(batch.entries):
             sides, distances = self._scaled_pairs(part, factors, batch)
             batch.scaled |= {id(entry): side for entry, side in zip(part, sides, strict=True)}
-            moved.append(distances)
-        norms = (factors.square() * batch.squared.clamp(min=0)).sum(0).sqrt()
-        within = norms + torch.cat(moved).square().sum(0).sqrt() <= bound
-        return torch.where(within, factors, 0.0)
+            if distances is not None:
+                moved.append(distances)
+        if not moved:
+            return factors
+        norms = (factors * batch.squared.clamp(min=0).sqrt()).square().sum(0).sqrt()
+        reached = norms + torch.cat(moved).square().sum(0).sqrt()
+        within = reached <= bound * (1 - CHECK_MARGIN * torch.finfo(reached.dtype).eps)
+        batch.again = ~within
+        return torch.where(within, factors, power_of_two_below(factors))
 
     def _scaled_pairs(
         self, entries: Sequence[Entry], factors: Tensor, batch: FormedBatch
-    ) -> tuple[Sequence[Tensor], Tensor]:
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
         """The scaled sides, and how far (entries, users) rounding moved what they give."""
-        if kernels.half_on_cuda(entries[0].tensors[0]):
+        if kernels.half_on_cuda(entries[0].scaled_side):
             rows = [entry.group for entry in entries]
             tensors = [entry.tensors for entry in entries]
             return self._gram_table(entries, batch).scaled(tensors, rows, factors)
         spread, starts = batch.spread(factors), batch.starts
-        sides: list[Tensor] = []
+        given = [(entry.scaled_side, spread[entry.group]) for entry in entries]
+        sides = [kernels.run(kernels.scaled, side, own) for side, own in given]
+        if not entries[0].eps:
+            return sides, None
         squared: list[Tensor] = []
-        for entry in entries:
-            x, ys = entry.tensors
-            side, own = _scaled_side(entry), spread[entry.group]
+        for entry, (side, own) in zip(entries, given, strict=True):
             errors = kernels.rounding_errors(side, own)
-            sides.append(kernels.scaled(side, own))
-            others = ys if entry.scale_input else [x]
-            squared.append(
-                torch.stack([kernels.gram_norms(errors, y, starts) for y in others]).sum(0)
-            )
+            each = [kernels.gram_norms(errors, other, starts) for other in entry.other_sides]
+            squared.append(torch.stack(each).sum(0))
         return sides, torch.stack(squared).sqrt()
 
     def add(self, totals: Sequence[Tensor], factors: Tensor) -> None:
@@ -215,7 +211,7 @@ class Sums:
                 continue
             for (group, _), gradient, total in zip(members, gradients, where, strict=True):
                 kernels.add_weighted_sum(total, gradient, weights[group])
-        self._silence_pairs(batch, spread)
+        self._settle_pairs(batch, spread)
         for entry in batch.entries:
             for pair in entry.pairs:
                 _add_pair(place[id(pair)], batch.rounded(pair))
@@ -226,26 +222,30 @@ class Sums:
                 total = place[id(form)]
                 total.index_add_(0, form.ids_UL.flatten(), rows.to(total.dtype))
 
-    def _silence_pairs(self, batch: FormedBatch, factors: Tensor) -> None:
-        """Set both sides of pairs to zero where the factor is zero: 0 * inf is not 0."""
-        if not batch.entries:
-            return
-        sides: list[Tensor] = []
-        rows: list[int] = []
-        for entry in batch.entries:
-            x, ys = entry.tensors
-            own = [batch.scaled[id(entry)], *(ys if entry.scale_input else [x])]
-            sides += own
-            rows += [entry.group] * len(own)
-        if not kernels.half_on_cuda(sides[0]):
-            for side, row in zip(sides, rows, strict=True):
-                kernels.silence_(side, factors[row])
-            return
-        if self._silencer is None:
-            from userdp.clipping.triton_stored import Silencer
+    def _settle_pairs(self, batch: FormedBatch, factors: Tensor) -> None:
+        """Scale again whom rounding moved too far; silence both sides of whose factor is zero.
 
-            self._silencer = Silencer(len(sides), sides[0].device)
-        self._silencer(sides, rows, factors)
+        `factors` are the final ones: 0 * inf is not 0.
+        """
+        again = torch.zeros_like(factors[0], dtype=torch.bool)
+        if batch.again is not None:
+            again = batch.spread(batch.again[None])[0]
+        for part in alike(batch.entries):
+            sides = [(entry, batch.scaled[id(entry)], entry.scaled_side) for entry in part]
+            sides += [(entry, other, other) for entry in part for other in entry.other_sides]
+            if kernels.half_on_cuda(part[0].scaled_side):
+                self._settler(part, len(sides))(
+                    [(side, given) for _, side, given in sides],
+                    [entry.group for entry, _, _ in sides],
+                    factors,
+                    again,
+                )
+                continue
+            for entry, side, given in sides:
+                own = factors[entry.group]
+                if side is not given and batch.again is not None:
+                    kernels.scale_again_(side, given, own, again)
+                kernels.silence_(side, own)
 
     def _stored_table(
         self, kind: _Kind, members: Sequence[tuple[int, Stored]]
@@ -262,17 +262,27 @@ class Sums:
         return self._stored[kind]
 
     def _gram_table(self, entries: Sequence[Entry], batch: FormedBatch) -> GramTable:
-        length = entries[0].tensors[0].shape[1]
-        if length not in self._grams:
+        x, _ = entries[0].tensors
+        key = (x.dtype, x.shape[1])
+        if key not in self._grams:
             from userdp.clipping.triton_gram import GramTable
 
-            self._grams[length] = GramTable(
+            self._grams[key] = GramTable(
                 [entry.tensors for entry in entries],
                 [entry.scale_input for entry in entries],
                 users=batch.users,
                 most_rows=1 if batch.runs is None else batch.runs.most_rows,
             )
-        return self._grams[length]
+        return self._grams[key]
+
+    def _settler(self, entries: Sequence[Entry], num_sides: int) -> Settler:
+        x, _ = entries[0].tensors
+        key = (x.dtype, x.shape[1])
+        if key not in self._settlers:
+            from userdp.clipping.triton_stored import Settler
+
+            self._settlers[key] = Settler(num_sides, x.device)
+        return self._settlers[key]
 
 
 @dataclass(frozen=True)
@@ -290,18 +300,6 @@ def _stored_by_kind(forms: Sequence[Grouped]) -> dict[_Kind, list[tuple[int, Sto
             kind = _Kind(form.gradients_U.dtype, form.by_row)
             found.setdefault(kind, []).append((group, form))
     return found
-
-
-def _by_length(entries: Sequence[Entry]) -> list[list[Entry]]:
-    found: dict[int, list[Entry]] = {}
-    for entry in entries:
-        found.setdefault(entry.tensors[0].shape[1], []).append(entry)
-    return list(found.values())
-
-
-def _scaled_side(entry: Entry) -> Tensor:
-    x, ys = entry.tensors
-    return x if entry.scale_input else ys[0]
 
 
 def _add_pair(total: Tensor, pair: Pair) -> None:

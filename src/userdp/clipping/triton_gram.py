@@ -14,13 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from userdp.clipping import kernels
-from userdp.clipping.triton_tables import Addresses, check_aligned, dtype_name, typed
+from userdp.clipping.triton_tables import Addresses, check_aligned, dtype_name, tokens_of, typed
 
 _TILE = 128
 # Columns of a tile that are read at a time.
 _SLICE = 64
 # Shared memory that is left for sums within a program.
 _SPARE_BYTES = 4096
+# What a kept Gram matrix may be off by, relative to its trace: float16 has 11 digits, and its least
+# number is 2^-24 of the largest value, which is 1.
+_KEPT_ERROR = 2.0**-11 + 2.0**-17
+# A sixteenth of float32's last digit.
+_CUT_OFF = 2.0**-27
 
 
 @triton.jit
@@ -30,14 +35,6 @@ def _tiles_of(pair):
     i += ((i + 1) * (i + 2) // 2 <= pair).to(tl.int32)
     i -= (i * (i + 1) // 2 > pair).to(tl.int32)
     return i, pair - i * (i + 1) // 2
-
-
-@triton.jit
-def _tokens_of(starts, user, row_length):
-    """A user's first token in the batch, and how many it has."""
-    first = tl.load(starts + user).to(tl.int64)
-    last = tl.load(starts + user + 1).to(tl.int64)
-    return first * row_length, ((last - first) * row_length).to(tl.int32)
 
 
 @triton.jit
@@ -121,6 +118,9 @@ def _gram_kernel(
     EVEN: tl.constexpr,
     ONE_TILE: tl.constexpr,
     DTYPE: tl.constexpr,
+    LEAST: tl.constexpr,
+    FEW_TOKENS: tl.constexpr,
+    CUT_OFF: tl.constexpr,
 ):
     # One program: one input x with the outputs y that were computed from it, one user, and one pair
     # of token tiles; its mirror image counts too. First the side that will not be scaled, whose
@@ -130,33 +130,48 @@ def _gram_kernel(
     user = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(2)
     i, j = _tiles_of(pair)
-    start, length = _tokens_of(starts, user, row_length)
+    start, length = tokens_of(starts, user, row_length)
+    sums = sums_pointer + (entry * num_users + user) * (num_pairs + 4 * num_tiles)
+    own = sums + num_pairs + i
     if i * TILE >= length:
+        tl.store(sums + pair, 0.0)
+        if i == j:
+            for plane in range(4):
+                tl.store(own + plane * num_tiles, 0.0)
         return
-    sums = sums_pointer + (entry * num_users + user) * (num_pairs + 3 * num_tiles)
     middle = tl.load(first_other + entry)
 
+    columns = 0
     kept = tl.zeros((TILE, TILE), tl.float32)
     for k in range(tl.load(first_kept + entry), middle):
         width = tl.load(widths + k).to(tl.int32) * UNIT
+        columns += width
         values = typed(tl.load(addresses + k), DTYPE) + start * width
         kept = _add_gram(kept, values, width, i, j, length, TILE, SLICE, EVEN, ONE_TILE)
     gram = tl.zeros((TILE, TILE), tl.float32)
     for k in range(middle, tl.load(after_other + entry)):
         width = tl.load(widths + k).to(tl.int32) * UNIT
+        columns += width
         values = typed(tl.load(addresses + k), DTYPE) + start * width
         gram = _add_gram(gram, values, width, i, j, length, TILE, SLICE, EVEN, ONE_TILE)
     terms = tl.sum(gram * kept)
+    # Tensor cores cut digits off each time that 16 columns are added.
+    terms += tl.abs(terms) * columns * CUT_OFF
     tl.store(sums + pair, tl.where(i == j, terms, 2 * terms))
     if i == j:
-        own = sums + num_pairs + i
-        tl.store(own, tl.sum(_diagonal(kept, TILE)))
-        tl.store(own + num_tiles, tl.sum(_diagonal(gram, TILE)))
-        # Tokens' rounding errors add up as squares, those of equal tokens as their gradients do.
-        tl.store(own + 2 * num_tiles, tl.maximum(tl.sum(_diagonal(kept * gram, TILE)), terms))
+        tl.store(own, tl.sum(_diagonal(kept, TILE)) + LEAST)
+        tl.store(own + num_tiles, tl.sum(_diagonal(gram, TILE)) + LEAST)
+        # `kernels.exposure` of this tile.
+        tokens = _diagonal(kept * gram, TILE)
+        exposed = tl.maximum(tl.sum(tokens), tl.maximum(terms, 0.0))
+        exposed += FEW_TOKENS * tl.sqrt(tl.sum(tokens * tokens))
+        tl.store(own + 2 * num_tiles, tl.sqrt(exposed))
+        # No value of a Gram matrix is larger than the largest on its diagonal.
+        largest = tl.maximum(tl.max(_diagonal(kept, TILE)), LEAST)
+        tl.store(own + 3 * num_tiles, largest)
         place = entry.to(tl.int64) * all_tiles + tl.load(first_tiles + user) + i
         square = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
-        tl.store(kept_pointer + place * TILE * TILE + square, kept)
+        tl.store(kept_pointer + place * TILE * TILE + square, (kept / largest).to(tl.float16))
 
 
 @triton.jit
@@ -166,12 +181,14 @@ def _scale_kernel(
     widths,
     factor_rows,
     factors_pointer,
+    out_pointer,
     sums_pointer,
     kept_pointer,
     starts,
     first_tiles,
     row_length,
     num_users,
+    num_pairs,
     num_tiles,
     all_tiles,
     TILE: tl.constexpr,
@@ -179,17 +196,21 @@ def _scale_kernel(
     UNIT: tl.constexpr,
     EVEN: tl.constexpr,
     DTYPE: tl.constexpr,
-    RAISED: tl.constexpr,
+    EPS: tl.constexpr,
+    KEPT_ERROR: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
     # One program: the side of an entry that is scaled, one user, one tile of its tokens. Scales it
     # by the user's factor, rounding as its dtype does, and takes the norm of what the rounding
     # errors e of this tile's tokens add to the gradient: sum_st <e_s, e_t> <kept_s, kept_t>. They
-    # are raised by a power of two: the dtype may have nothing as small.
+    # are taken in units of EPS, a power of two: the dtype may have nothing as small.
     i = tl.program_id(0)
     user = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(2)
-    start, length = _tokens_of(starts, user, row_length)
+    start, length = tokens_of(starts, user, row_length)
+    distance = out_pointer + (entry * num_users + user) * num_tiles + i
     if i * TILE >= length:
+        tl.store(distance, 0.0)
         return
     width = tl.load(widths + entry).to(tl.int32) * UNIT
     factor = tl.load(factors_pointer + tl.load(factor_rows + entry) * num_users + user)
@@ -208,14 +229,18 @@ def _scale_kernel(
             tl.store(out + place, rounded)
         else:
             tl.store(out + place, rounded, (rows < length) & (columns < width))
-        error = ((rounded.to(tl.float32) - wide) * RAISED).to(value.dtype)
+        error = ((rounded.to(tl.float32) - wide) / EPS).to(value.dtype)
         gram = tl.dot(error, tl.trans(error), gram)
     square = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
     place = entry.to(tl.int64) * all_tiles + tl.load(first_tiles + user) + i
-    kept = tl.load(kept_pointer + place * TILE * TILE + square)
-    sums = sums_pointer + (entry * num_users + user) * 2 * num_tiles + i
-    tl.store(sums, tl.sum(gram * kept))
-    tl.store(sums + num_tiles, tl.sum(_diagonal(gram, TILE)))
+    kept = tl.load(kept_pointer + place * TILE * TILE + square).to(tl.float32)
+    own = sums_pointer + (entry * num_users + user) * (num_pairs + 4 * num_tiles) + num_pairs + i
+    squared = tl.sum(gram * kept) * tl.load(own + 3 * num_tiles)
+    # A bound of all terms together, for the rounding of the kept side; and for that of the errors,
+    # by half of EPS at most, before their products were taken.
+    bound = (tl.sum(_diagonal(gram, TILE)) + LEAST) * tl.load(own)
+    moved = tl.sqrt(tl.maximum(squared, 0.0) + KEPT_ERROR * bound) + 0.51 * EPS * tl.sqrt(bound)
+    tl.store(distance, moved * EPS)
 
 
 class GramTable:
@@ -258,11 +283,12 @@ class GramTable:
             "UNIT": self._unit,
             "EVEN": self._unit == _SLICE and self._length % self._tile == 0,
             "DTYPE": dtype_name(first),
+            "LEAST": kernels.least_square(torch.float32),
         }
         self._entries = Addresses(3, len(entries), self._device)
         self._tensors = Addresses(2, sum(1 + len(ys) for _, ys in entries), self._device)
         self._scaled = Addresses(4, len(entries), self._device)
-        # The kept side's Gram matrices, and its own squared norm, by tile.
+        # Of tiles of the side that is not scaled: Gram matrices, and what `_gram_kernel` summed.
         self._kept: tuple[Tensor, Tensor] | None = None
         self._where = self._equal
         # As measured on an H200. Of a pair of tiles two are on their way at a time, of a single one
@@ -296,10 +322,10 @@ class GramTable:
             [tensor.data_ptr() for tensor in tensors],
             [tensor.shape[2] // self._unit for tensor in tensors],
         )
-        # Zeros: users have unlike many tiles.
         pairs, tiles = self._num_pairs, self._num_tiles
-        sums = self._empty(len(entries), self._users, pairs + 3 * tiles).zero_()
-        kept = self._empty(len(entries), self._all_tiles, self._tile, self._tile)
+        sums = self._empty(len(entries), self._users, pairs + 4 * tiles)
+        squares = (len(entries), self._all_tiles, self._tile, self._tile)
+        kept = self._empty(*squares, dtype=torch.float16)
         _gram_kernel[(pairs, self._users, len(entries))](
             *entry_rows,
             *tensor_rows,
@@ -312,15 +338,15 @@ class GramTable:
             tiles,
             self._all_tiles,
             ONE_TILE=tiles == 1,
+            FEW_TOKENS=kernels.FEW_TOKENS,
+            CUT_OFF=_CUT_OFF,
             **self._shape,
             **self._for_gram,
         )
-        squares_kept, squares_other, spread = sums[..., pairs:].unflatten(-1, (3, -1)).unbind(-2)
-        self._kept = (kept, squares_kept)
-        norms = kernels.raised(
-            sums[..., :pairs].sum(-1), squares_kept.sum(-1) * squares_other.sum(-1)
-        )
-        return norms, spread.clamp(min=0).sqrt().sum(-1)
+        self._kept = (kept, sums)
+        by_tile = sums[..., pairs:].unflatten(-1, (4, -1)).sum(-1)
+        squares_kept, squares_other, exposure, _ = by_tile.unbind(-1)
+        return kernels.raised(sums[..., :pairs].sum(-1), squares_kept * squares_other), exposure
 
     def scaled(
         self,
@@ -344,27 +370,25 @@ class GramTable:
             factor_rows,
         )
         assert self._kept is not None
-        (kept, squares_kept), self._kept = self._kept, None
-        sums = self._empty(len(entries), self._users, 2, self._num_tiles).zero_()
-        eps = torch.finfo(sides[0].dtype).eps
+        (kept, sums), self._kept = self._kept, None
+        distances = self._empty(len(entries), self._users, self._num_tiles)
         _scale_kernel[(self._num_tiles, self._users, len(entries))](
             *rows,
             factors.contiguous(),
+            distances,
             sums,
             kept,
             *self._where,
             self._length,
             self._users,
+            self._num_pairs,
             self._num_tiles,
             self._all_tiles,
-            RAISED=1 / eps,
+            EPS=torch.finfo(sides[0].dtype).eps,
+            KEPT_ERROR=_KEPT_ERROR,
             **self._shape,
             **self._for_scale,
         )
-        squared, squares = (sums * eps**2).unbind(2)
-        largest = squares_kept * squares
-        # An error is itself rounded, by half of eps at most, before its products are taken.
-        distances = kernels.raised(squared, largest).sqrt() + 0.51 * eps * largest.sqrt()
         return out, distances.sum(-1)
 
     def _stages(self, wanted: int, stage_bytes: int) -> int:
@@ -375,8 +399,8 @@ class GramTable:
         room = device.shared_memory_per_block_optin - _SPARE_BYTES
         return max(2, min(wanted, room // stage_bytes))
 
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=self._device)
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _first_tiles(self, starts: Tensor) -> Tensor:
         """Where each user's tiles begin."""

@@ -1,4 +1,4 @@
-"""CUDA kernels of stored gradients, norms and sums in one launch each; and users made silent."""
+"""CUDA kernels of stored gradients, norms and sums in one launch each; and pairs set right."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
@@ -17,7 +17,7 @@ from userdp.clipping.triton_tables import Addresses, check_aligned, dtype_name, 
 
 _BLOCK = 1024
 _BLOCKS_A_NORM = 16
-_SILENCE_BLOCK = 4096
+_SETTLE_BLOCK = 4096
 
 
 @triton.jit
@@ -200,11 +200,13 @@ def _blocks(sizes: Sequence[int], step: int, device: torch.device) -> tuple[Tens
 
 
 @triton.jit
-def _silence_kernel(
+def _settle_kernel(
     addresses,
+    given_addresses,
     sizes,
     factor_rows,
     factors_pointer,
+    again,
     num_users,
     BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
@@ -212,43 +214,57 @@ def _silence_kernel(
 ):
     tensor = tl.program_id(0)
     user = tl.program_id(1).to(tl.int64)
-    # Almost always leaves here, having read one factor.
-    if tl.load(factors_pointer + tl.load(factor_rows + tensor) * num_users + user) == 0.0:
+    factor = tl.load(factors_pointer + tl.load(factor_rows + tensor) * num_users + user)
+    address, given = tl.load(addresses + tensor), tl.load(given_addresses + tensor)
+    # Almost always leaves here.
+    if (factor == 0.0) | ((tl.load(again + user) != 0) & (address != given)):
         size = tl.load(sizes + tensor) * UNIT
-        values = typed(tl.load(addresses + tensor), DTYPE) + user * size
+        values, source = typed(address, DTYPE) + user * size, typed(given, DTYPE) + user * size
         offsets = tl.arange(0, BLOCK)
         for _ in range(tl.cdiv(size, BLOCK)):
-            tl.store(values + offsets, 0.0, mask=offsets < size)
+            value = tl.load(source + offsets, offsets < size, 0.0)
+            scaled = tl.where(factor == 0.0, 0.0, value.to(tl.float32) * factor)
+            tl.store(values + offsets, scaled.to(value.dtype), mask=offsets < size)
             offsets += BLOCK
 
 
-class Silencer:
-    """Sets to zero, in place and in one launch, the values of users whose factor is zero.
+class Settler:
+    """Scales tensors of some users again, or sets them to zero, in place and in one launch.
 
     For as many tensors as it is made for, of one dtype and with equally many users.
     """
 
     def __init__(self, num_tensors: int, device: torch.device) -> None:
-        self._table = Addresses(3, num_tensors, device)
+        self._table = Addresses(4, num_tensors, device)
 
     def __call__(
-        self, tensors: Sequence[Tensor], factor_rows: Sequence[int], factors: Tensor
+        self,
+        tensors: Sequence[tuple[Tensor, Tensor]],
+        factor_rows: Sequence[int],
+        factors: Tensor,
+        again: Tensor,
     ) -> None:
-        """Tensor i's factors are `factors[factor_rows[i]]`."""
-        check_aligned(tensors)
-        sizes = [tensor[0].numel() for tensor in tensors]
+        """Each tensor comes with what it was before it was scaled, itself if it was not.
+
+        Tensor i is scaled again, by `factors[factor_rows[i]]`, for users with `again`, if it was
+        scaled. Where the factor is zero, it becomes zero.
+        """
+        check_aligned([tensor for pair in tensors for tensor in pair])
+        sizes = [tensor[0].numel() for tensor, _ in tensors]
         unit = math.gcd(8, *sizes)
         rows = self._table.send(
-            [tensor.data_ptr() for tensor in tensors],
+            [tensor.data_ptr() for tensor, _ in tensors],
+            [given.data_ptr() for _, given in tensors],
             [size // unit for size in sizes],
             factor_rows,
         )
-        users = len(tensors[0])
-        _silence_kernel[(len(tensors), users)](
+        first, _ = tensors[0]
+        _settle_kernel[(len(tensors), len(first))](
             *rows,
             factors.contiguous(),
-            users,
-            BLOCK=_SILENCE_BLOCK,
+            again.to(torch.int32),
+            len(first),
+            BLOCK=_SETTLE_BLOCK,
             UNIT=unit,
-            DTYPE=dtype_name(tensors[0]),
+            DTYPE=dtype_name(first),
         )

@@ -1,8 +1,9 @@
 """Tables of addresses: what lets one kernel launch read hundreds of tensors.
 
 The tensors' addresses travel to the device in a table; sizes are counted in units, so that the
-compiler knows what is aligned. The kernels (`triton_gram`, `triton_stored`) are imported on CUDA
-machines only; `kernels` holds the same arithmetic in plain torch, and the tests compare the two.
+compiler knows what is aligned. The kernels (`triton_gram`, `triton_stored`, `triton_inner`) are
+imported on CUDA machines only; `kernels` holds the same arithmetic in plain torch, and the tests
+compare the two.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
@@ -45,6 +46,14 @@ def dtype_name(tensor: Tensor) -> str:
 def check_aligned(tensors: Sequence[Tensor]) -> None:
     """Kernels read vectors of 16 bytes."""
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
+
+
+@triton.jit
+def tokens_of(starts, user, row_length):
+    """A user's first token in the batch, and how many it has."""
+    first = tl.load(starts + user).to(tl.int64)
+    last = tl.load(starts + user + 1).to(tl.int64)
+    return first * row_length, ((last - first) * row_length).to(tl.int32)
 
 
 @triton.jit
