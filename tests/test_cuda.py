@@ -303,4 +303,41 @@ def test_gram_kernels_match_exact_norms_from_above(length: int) -> None:
     whole = torch.stack([exact(errors[0], ys), exact(ys[0], [errors[1]])]).sqrt()
     # Tiles of a user are taken to have moved the same way: up to the root of their number.
     assert (moved.double() >= whole).all()
-    assert (moved.double() <= whole * 1.1 * (-(-length // 128)) ** 0.5).all()
+    assert (moved.double() <= whole * 1.15 * (-(-length // 128)) ** 0.5).all()
+
+
+def test_gram_norms_of_long_sums_of_like_terms_are_not_read_too_small() -> None:
+    # Tensor cores cut digits off: what that loses grows with the number of columns.
+    from userdp.clipping.triton_gram import GramTable
+
+    for value in (1.0078125, 1.4140625, 1.9921875):
+        x = torch.full((2, 128, 64), value, device="cuda").bfloat16()
+        y = torch.full((2, 128, 50_304), value, device="cuda").bfloat16()
+        found, _ = GramTable([(x, [y])], [True]).squared_norms([(x, [y])])
+        exact = 64 * 50_304 * (128 * value**2) ** 2
+        assert bool((found.double() >= exact).all())
+        assert bool((found.double() <= exact * 1.001).all())
+
+
+@pytest.mark.parametrize("runs", [False, True])
+@pytest.mark.parametrize("length", [17, 128, 300])
+def test_inner_products_of_tied_weights_are_the_exact_ones_from_above(
+    length: int, runs: bool
+) -> None:
+    from userdp.clipping import triton_inner
+
+    torch.manual_seed(0)
+    starts = torch.tensor([0, 3, 4, 4, 6] if runs else range(7), dtype=torch.int32, device="cuda")
+    ids = torch.randint(0, 500, (6, length), device="cuda")
+    e, x = torch.randn(2, 6, length, 96, device="cuda")
+    x, y = x.bfloat16(), torch.randn(6, length, 512, device="cuda").bfloat16()
+    where, most_rows = (starts, 3) if runs else (None, 1)
+    found = triton_inner.inner_with_pair(ids, e, x, y, where, most_rows=most_rows)
+    for user in range(len(starts) - 1):
+        own = slice(*starts[user : user + 2].tolist())
+        tokens, e_T, x_T, y_T = (t[own].flatten(0, 1) for t in (ids, e, x, y))
+        picked = y_T.double()[:, tokens]
+        exact = (picked * (x_T.double() @ e_T.double().T)).sum()
+        sizes = x_T.double().norm(dim=1)[:, None] * e_T.double().norm(dim=1)
+        above = float(found[user].double() - exact)
+        assert 0 <= above <= 2.0**-14 * float((picked.abs() * sizes).sum())

@@ -16,7 +16,7 @@ ROUNDING_MARGIN = 8
 # how much more than expected is allowed for.
 _CANDIDATES = 32
 _LEAST_ROUNDING = 0.18
-_MORE_THAN_EXPECTED = 1.15
+_MORE_THAN_EXPECTED = 1.1
 # Leading digits that are tried at the same time, of all factors together.
 _MOST_AT_ONCE = 2**19
 

@@ -28,7 +28,7 @@ from userdp.updates import at_least_float32, wide_dtype
 GRAM_ROUNDINGS = 9
 TORCH_GRAM_ROUNDINGS = 3
 # Deviations to expect of the sum over tokens in `exposure`.
-FEW_TOKENS = 4.0
+FEW_TOKENS = 1.0
 # Tokens of a user up to which all pairs of them cost less than sorting them.
 MOST_TOKENS_PAIRED = 256
 # One compilation for each shape; torch's default would give up at 8.
