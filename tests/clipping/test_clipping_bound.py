@@ -196,7 +196,10 @@ def pairs_that_round(layout: str, digits: str, user: int) -> list[tuple[int, Pai
     if layout == "one":
         return [(0, pair(*sides(12)))]
     if layout == "lengths":
-        return [(0, pair(*sides(length))) for length in (12, 5, 12)]
+        # The first that is looked at, the shortest, adds nothing and moves nothing.
+        still, _ = sides(5)
+        silent = pair(still, torch.zeros(1, 5, 32).bfloat16())
+        return [(0, pair(*sides(12))), (0, silent), (0, pair(*sides(12)))]
     if layout == "float32 too":
         return [(0, pair(*sides(12, torch.float32))), (0, pair(*sides(12)))]
     if layout == "layers":

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import RAGGED, assert_same_as_plain, cohort, fast_sum, shake, trainable
+from comparing import (
+    RAGGED,
+    assert_same_as_plain,
+    cohort,
+    fast_sum,
+    pairs_wherever_possible,
+    shake,
+    trainable,
+)
 from torch import Tensor, nn
 
 import models_zoo
@@ -170,6 +178,28 @@ def test_weight_that_is_read_without_calling_its_layer_is_refused_by_name() -> N
         fast_sum(model, cohort(RAGGED), RULE)
     model.inner.layer.requires_grad_(False)
     assert_same_as_plain(model, cohort(RAGGED))
+
+
+class Idle(nn.Module):
+    """A layer beside the one that counts, with the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = nn.Linear(WIDTH, 3)
+        self.used = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aside(x)
+        return self.used(x)
+
+
+def test_layer_whose_output_is_not_used_beside_one_that_is() -> None:
+    assert_same_as_plain(around(Idle()), cohort(RAGGED))
+    with (
+        pairs_wherever_possible(),
+        pytest.raises(InputError, match=r"'inner\.aside'.*'inner\.used'"),
+    ):
+        fast_sum(around(Idle()), cohort(RAGGED), RULE)
 
 
 class MixesRows(nn.Module):

@@ -31,6 +31,7 @@ from userdp.clipping.rules import ClipRule, PerLayerClip
 from userdp.clipping.sums import Sums
 from userdp.clipping.survey import TRIAL_ROWS, Called, Layer, LayerRule, Survey, counts_rows
 from userdp.clipping.survey import survey as survey_of
+from userdp.errors import InputError
 from userdp.updates import Batch, wide_dtype
 
 # What is cheaper of a user with L tokens, in products of a Gram norm, as measured on an H200: those
@@ -317,6 +318,12 @@ class OnePass:
                 continue
             source = self._inputs_from.get(layer.module)
             inputs = handed[source].get("inputs") if source is not None else None
+            if source is not None and inputs is None:
+                giver = next(other.name for other in self._layers if other.module is source)
+                raise InputError(
+                    f"{giver!r} has the same input as {layer.name!r}, and the loss does not use its "
+                    'output. Freeze it, or use clipping="plain" ([training] clipping).'
+                )
             tape = self._tapes[layer.module]
             for name, form in layer.rule.forms(layer.module, gradients, inputs).items():
                 grouped = name == "weight" and tape.ends is not None
