@@ -321,8 +321,8 @@ class OnePass:
             if source is not None and inputs is None:
                 giver = next(other.name for other in self._layers if other.module is source)
                 raise InputError(
-                    f"{giver!r} has the same input as {layer.name!r}, and the loss does not use its "
-                    'output. Freeze it, or use clipping="plain" ([training] clipping).'
+                    f"{giver!r} has the same input as {layer.name!r}, and the loss does not use "
+                    'its output. Freeze it, or use clipping="plain" ([training] clipping).'
                 )
             tape = self._tapes[layer.module]
             for name, form in layer.rule.forms(layer.module, gradients, inputs).items():
