@@ -59,8 +59,7 @@ def power_of_two_below(factors: Tensor) -> Tensor:
 
 
 def rounding_factors(factors: Tensor, exposed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Factors at most these, by which values of `dtype` are scaled and, as far as can be foreseen,
-    stay within them once rounded.
+    """Factors at most these, by which values of `dtype` usually stay within them once rounded.
 
     `exposed` is how far rounding by eps, of all values, would move the user's sum, relative to it.
     How a factor rounds depends on it: most do so as often up as down, by 0.2 eps as a root of mean
