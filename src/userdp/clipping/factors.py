@@ -22,11 +22,7 @@ _MOST_AT_ONCE = 2**19
 
 
 def clip_factors(
-    squared_norms: Tensor,
-    rule: ClipRule,
-    *,
-    margin: float,
-    clip_norm: Tensor | float | None = None,
+    squared_norms: Tensor, rule: ClipRule, *, margin: float, clip_norm: Tensor | float | None = None
 ) -> Tensor:
     """The factor of every layer and user; `squared_norms` is (layers, users), or (1, users) flat.
 

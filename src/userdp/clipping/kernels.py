@@ -106,9 +106,18 @@ def add_weighted_sum(total: Tensor, values_U: Tensor, factors_U: Tensor) -> None
 
 def scaled(values_U: Tensor, factors_U: Tensor) -> Tensor:
     """factor_u values_u in the values' dtype; zero where the factor is zero."""
+    return _wide_products(values_U, factors_U).to(values_U.dtype)
+
+
+def rounding_errors(values_U: Tensor, factors_U: Tensor) -> Tensor:
+    """How far `scaled` is from the products, in the factors' dtype."""
+    wide = _wide_products(values_U, factors_U)
+    return wide.to(values_U.dtype).to(wide.dtype) - wide
+
+
+def _wide_products(values_U: Tensor, factors_U: Tensor) -> Tensor:
     factors = factors_U.view(-1, *[1] * (values_U.dim() - 1))
-    wide = torch.where(factors == 0, 0, values_U.to(factors_U.dtype) * factors)
-    return wide.to(values_U.dtype)
+    return torch.where(factors == 0, 0, values_U.to(factors_U.dtype) * factors)
 
 
 def scale_again_(scaled_U: Tensor, values_U: Tensor, factors_U: Tensor, again_U: Tensor) -> None:
@@ -179,13 +188,6 @@ def exposure(x_ULI: Tensor, ys_ULO: Sequence[Tensor], starts: Tensor | None = No
     apart, squares = by_row.unbind(1)
     together = torch.stack([gram_norms(x_ULI, y, starts) for y in ys_ULO]).sum(0)
     return (torch.maximum(apart, together) + FEW_TOKENS * squares.sqrt()).sqrt()
-
-
-def rounding_errors(values_U: Tensor, factors_U: Tensor) -> Tensor:
-    """How far `scaled` is from the products, in the factors' dtype."""
-    factors = factors_U.view(-1, *[1] * (values_U.dim() - 1))
-    wide = torch.where(factors == 0, 0, values_U.to(factors_U.dtype) * factors)
-    return wide.to(values_U.dtype).to(factors_U.dtype) - wide
 
 
 def raised(

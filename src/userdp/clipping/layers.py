@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from userdp.clipping.forms import Form, Pair, Rows, Stored
+from userdp.clipping.pack import power_of_two
 from userdp.updates import wide_dtype
 
 # Sums that a device must have to do at the same time; a width of some hundred numbers each.
@@ -65,15 +66,10 @@ def summed_tokens(values_ULD: Tensor) -> Tensor:
     """Each user's values added up over its tokens, in float32 at least."""
     users, length, width = values_ULD.shape
     wide = wide_dtype(values_ULD.dtype)
-    parts = math.gcd(length, _power_of_two(_AT_ONCE / users))
+    parts = math.gcd(length, power_of_two(-(-_AT_ONCE // users)))
     if parts > 1:
         return values_ULD.reshape(users, parts, -1, width).sum(2, dtype=wide).sum(1)
     return values_ULD.sum(1, dtype=wide)
-
-
-def _power_of_two(number: float) -> int:
-    """The smallest that is not below the number."""
-    return 1 << max(0, math.ceil(math.log2(number)))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
