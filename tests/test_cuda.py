@@ -211,12 +211,16 @@ def test_bfloat16_error_is_no_larger_than_the_plain_loops(
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("length", [8, 128])
+@pytest.mark.parametrize("length", [8, 128, "128 stored"])
 @pytest.mark.parametrize("name", ["gpt2", "llama tied"])
 def test_no_user_adds_more_than_the_clip_norm_on_cuda(
-    name: str, length: int, mixed: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, length: int | str, mixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Factors of all users but one set to zero, where the fast path has just computed them.
+    if isinstance(length, str):
+        length = 128
+        monkeypatch.setattr(one_pass, "MOST_BY_ROW", 0)
+        monkeypatch.setattr(one_pass.OnePass, "_prefers_pair", lambda self, layer: False)
     model = _model(name)
     parameters = list(model.parameters())
     rule = FlatClip(clip_norm=0.3)
@@ -303,7 +307,43 @@ def test_gram_kernels_match_exact_norms_from_above(length: int) -> None:
     whole = torch.stack([exact(errors[0], ys), exact(ys[0], [errors[1]])]).sqrt()
     # Tiles of a user are taken to have moved the same way: up to the root of their number.
     assert (moved.double() >= whole).all()
-    assert (moved.double() <= whole * 1.15 * (-(-length // 128)) ** 0.5).all()
+    # The second user is silent.
+    assert (moved.double() <= whole * 1.15 * (-(-length // 128)) ** 0.5 + 1e-9).all()
+
+
+@pytest.mark.parametrize("ends", [None, [0, 64, 64, 448, 512, 512]])
+@pytest.mark.parametrize("shape", [(128, 128), (136, 384), (1000, 264), (2304, 768)])
+def test_products_are_the_librarys_and_their_squares_those_of_their_values(
+    shape: tuple[int, int], ends: list[int] | None
+) -> None:
+    from userdp.clipping.products import can_square, products_with_squares, users_products
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for GPUs of the Hopper kind")
+    how = {"tokens": 64, "dtype": torch.bfloat16, "device": torch.device("cuda", 0)}
+    assert can_square(768, 3072, **how)
+    torch.manual_seed(0)
+    users = 8 if ends is None else len(ends)
+    a, b = (torch.randn(512, width, device="cuda").bfloat16() for width in shape)
+    # Large values beside small ones, and a user that is not finite.
+    b[64:128] *= 1e4
+    a[-64:, 3] = torch.inf
+    places = None if ends is None else torch.tensor(ends, dtype=torch.int32, device="cuda")
+    for _ in range(3):
+        found, squares = products_with_squares(a, b, users, places)
+        used = torch.ones(users, dtype=torch.bool)
+        if ends is not None:
+            used = torch.tensor(ends).diff(prepend=torch.tensor([0])) > 0
+            assert not squares[:, ~used.cuda()].any()
+        finite = used.clone()
+        finite[int(used.nonzero()[-1])] = False
+        assert not torch.isfinite(squares.sum(0))[(used & ~finite).cuda()].any()
+        wanted = users_products(a, b, users, places)[finite.cuda()].double()
+        own = found[finite.cuda()].double()
+        difference = (own - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+        assert (difference <= 1e-3).all()
+        norms = own.square().sum((1, 2))
+        assert ((squares.double().sum(0)[finite.cuda()] - norms).abs() <= 5e-7 * norms).all()
 
 
 def test_gram_norms_of_long_sums_of_like_terms_are_not_read_too_small() -> None:

@@ -17,12 +17,13 @@ from comparing import (
     fast_sum,
     pairs_wherever_possible,
     shake,
+    squares_wherever_possible,
 )
 from test_model_untouched import assert_untouched
 from torch import nn
 
 import models_zoo
-from userdp.clipping import compiled
+from userdp.clipping import compiled, one_pass
 from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.clipping.rules import FlatClip
 from userdp.updates import causal_lm_loss
@@ -71,6 +72,18 @@ def test_compiled_blocks_give_the_plain_loops_sum_without_graph_breaks(
     assert_same_as_plain(model, cohort(LENGTHS), settings=COMPILED)
     # Both blocks, what lies outside them, and the loss.
     assert len(traced_only) > 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("mix_sizes", [False, True])
+def test_compiled_products_that_give_their_norms_need_no_graph_break(
+    mix_sizes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_pass, "MOST_BY_ROW", 0)
+    model = shake(models_zoo.build("gpt2 tied"))
+    settings = FastSettings(compile_blocks=True, mix_sizes=mix_sizes, microbatch_tokens=400)
+    with squares_wherever_possible():
+        assert_same_as_plain(model, cohort(LENGTHS), settings=settings)
     assert not torch._dynamo.utils.counters["graph_break"]
 
 

@@ -20,6 +20,7 @@ from comparing import (
     pairs_wherever_possible,
     plain_sum,
     shake,
+    squares_wherever_possible,
     trainable,
 )
 from hypothesis import strategies as st
@@ -39,7 +40,11 @@ from userdp.models.load import Lora, add_lora
 from userdp.updates import causal_lm_loss
 
 ZOO = [*models_zoo.BUILDERS, *models_zoo.MORE_BUILDERS]
-FORMS = {"stored": contextlib.nullcontext, "pairs": pairs_wherever_possible}
+FORMS = {
+    "stored": contextlib.nullcontext,
+    "squared": squares_wherever_possible,
+    "pairs": pairs_wherever_possible,
+}
 
 
 @pytest.mark.parametrize("forms", FORMS)

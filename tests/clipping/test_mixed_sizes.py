@@ -20,6 +20,7 @@ from comparing import (
     pairs_wherever_possible,
     plain_sum,
     shake,
+    squares_wherever_possible,
     trainable,
 )
 from hypothesis import strategies as st
@@ -48,9 +49,17 @@ def users_gradients_formed() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def users_gradients_squared() -> Iterator[None]:
+    """Grouped products, and their norms with them."""
+    with users_gradients_formed(), squares_wherever_possible():
+        yield
+
+
 FORMS = {
     "by row": contextlib.nullcontext,
     "by user": users_gradients_formed,
+    "squared": users_gradients_squared,
     "pairs": pairs_wherever_possible,
 }
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import importlib
 import itertools
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 HOPPER = ("cuda", 90, 32)
 FLOATS = ("factors_pointer", "sums_pointer", "out_pointer", "gradients")
@@ -72,7 +75,39 @@ def all_kernels() -> int:
             options = {"num_warps": warps, "num_stages": 2}
             compiles(triton_inner._inner_kernel, constants, **options)
             count += 1
-    return count
+    return count + products()
+
+
+def products() -> int:
+    """The kernel in Gluon, called as training calls it, up to its launch."""
+    runtime: Any = importlib.import_module("triton.runtime")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget(*HOPPER)
+    runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target,
+            get_current_device=lambda: 0,
+            get_current_stream=lambda _: 0,
+        )
+    )
+    from userdp.clipping import hopper_products
+
+    kernel: Any = hopper_products._products_kernel
+    compiled: list[Any] = []
+
+    class UpToLaunch:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **options: compiled.append(
+                kernel.warmup(*args, grid=grid, **options)
+            )
+
+    hopper_products._products_kernel = UpToLaunch()
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=132)
+    for dtype in (torch.bfloat16, torch.float16):
+        a, b = torch.zeros(256, 384, dtype=dtype), torch.zeros(256, 136, dtype=dtype)
+        for ends in (None, torch.tensor([128, 256], dtype=torch.int32)):
+            hopper_products.products_with_squares(a, b, 2, ends)
+    assert all(one.asm["cubin"] for one in compiled)
+    return len(compiled)
 
 
 if __name__ == "__main__":

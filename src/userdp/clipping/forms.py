@@ -24,10 +24,12 @@ from torch import Tensor
 class Stored:
     """g_u kept as it is: the norm is that of exactly the values that are summed.
 
-    `by_row` where rows, not users, have each their gradient.
+    `squares_PU` are squared norms of its parts, where they are known; `by_row` where rows, not
+    users, have each their gradient.
     """
 
     gradients_U: Tensor
+    squares_PU: Tensor | None = None
     by_row: bool = False
 
 

@@ -12,7 +12,6 @@ equally many for each user.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,11 +23,11 @@ from transformers.pytorch_utils import Conv1D
 
 from userdp.clipping.forms import Form, Pair, Rows, Stored
 from userdp.clipping.pack import power_of_two
+from userdp.clipping.products import products_with_squares, users_products
 from userdp.updates import wide_dtype
 
 # Sums that a device must have to do at the same time; a width of some hundred numbers each.
 _AT_ONCE = 16
-_ALIGNMENT = 8
 
 
 @dataclass(eq=False, kw_only=True)
@@ -78,20 +77,6 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """a_u^T b_u for every user u, whose tokens begin where the last one's end: at `ends[u - 1]`."""
-    if a.is_cuda:
-        # CUDA's grouped products want whole vectors of 16 bytes.
-        unaligned = [-matrix.shape[1] % _ALIGNMENT for matrix in (a, b)]
-        if any(unaligned):
-            first, second = a.shape[1], b.shape[1]
-            a, b = (F.pad(m, (0, extra)) for m, extra in zip((a, b), unaligned, strict=True))
-            return F.grouped_mm(a.t(), b, offs=ends)[:, :first, :second].contiguous()
-        return F.grouped_mm(a.t(), b, offs=ends)
-    starts = [0, *ends.tolist()]
-    return torch.stack([a[i:j].t() @ b[i:j] for i, j in itertools.pairwise(starts)])
-
-
 class _Product(torch.autograd.Function):
     """y = x W^T + b, W transposed in Conv1D."""
 
@@ -104,6 +89,7 @@ class _Product(torch.autograd.Function):
         users: int,
         transposed: bool,
         stored: Tensor | None,
+        squares: Tensor | None,
         inputs: Tensor | None,
         outputs: Tensor | None,
         bias_gradients: Tensor | None,
@@ -111,7 +97,8 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, *([] if ends is None else [ends]))
         ctx.users, ctx.transposed = users, transposed
-        ctx.stored, ctx.inputs = stored is not None, inputs is not None
+        ctx.stored, ctx.squares = stored is not None, squares is not None
+        ctx.inputs = inputs is not None
         ctx.outputs, ctx.bias = outputs is not None, bias_gradients is not None
         return F.linear(x, weight.t() if transposed else weight, bias)
 
@@ -121,19 +108,21 @@ class _Product(torch.autograd.Function):
         x, weight, *ends = ctx.saved_tensors
         dx = (dy @ (weight.t() if ctx.transposed else weight)) if ctx.needs_input_grad[0] else None
         x_ULI, y_ULO = per_user(x, ctx.users), per_user(dy, ctx.users)
-        stored, bias = None, None
+        stored, squares, bias = None, None, None
         if ctx.stored:
-            first, second = (x_ULI, y_ULO) if ctx.transposed else (y_ULO, x_ULI)
-            if ends:
-                # A layer may be called again, on rows of another length.
-                token_ends = ends[0] * x_ULI.shape[1]
-                stored = grouped_product(first.flatten(0, 1), second.flatten(0, 1), token_ends)
+            x_NI, y_NO = x_ULI.flatten(0, 1), y_ULO.flatten(0, 1)
+            first, second = (x_NI, y_NO) if ctx.transposed else (y_NO, x_NI)
+            # A layer may be called again, on rows of another length.
+            token_ends = ends[0] * x_ULI.shape[1] if ends else None
+            users = len(ends[0]) if ends else ctx.users
+            if ctx.squares:
+                stored, squares = products_with_squares(first, second, users, token_ends)
             else:
-                stored = torch.bmm(first.mT, second)
+                stored = users_products(first, second, users, token_ends)
         if ctx.bias:
             bias = summed_tokens(y_ULO)
         inputs, outputs = x_ULI if ctx.inputs else None, y_ULO if ctx.outputs else None
-        return dx, None, None, None, None, stored, inputs, outputs, bias, None
+        return dx, None, None, None, None, stored, squares, inputs, outputs, bias, None
 
 
 class Product:
@@ -157,6 +146,7 @@ class Product:
             tape.users,
             isinstance(module, Conv1D),
             probe("weight"),
+            probe("squares"),
             probe("inputs"),
             probe("outputs"),
             probe("bias"),
@@ -168,7 +158,7 @@ class Product:
         """The weight's and the bias's gradients; `inputs` may have left through another layer."""
         found: dict[str, Form] = {}
         if "weight" in handed:
-            found["weight"] = Stored(gradients_U=handed["weight"])
+            found["weight"] = Stored(gradients_U=handed["weight"], squares_PU=handed.get("squares"))
         if "outputs" in handed:
             assert inputs is not None
             found["weight"] = Pair(

@@ -26,6 +26,7 @@ from userdp.clipping.forms import Form, Rows, Stored
 from userdp.clipping.layers import Embedding, Product, Tape
 from userdp.clipping.merged_lora import MergedLora
 from userdp.clipping.pack import Users
+from userdp.clipping.products import can_square, num_tiles
 from userdp.clipping.recurrent import Lstm
 from userdp.clipping.rules import ClipRule, PerLayerClip
 from userdp.clipping.sums import Sums
@@ -36,10 +37,12 @@ from userdp.updates import Batch, wide_dtype
 
 # What is cheaper of a user with L tokens, in products of a Gram norm, as measured on an H200: those
 # of a pair, L (L + 128) (I + O) in tiles of 128, and so many for each value that is scaled; or, for
-# each of the I O values of a stored gradient, writing it and reading it twice.
+# each of the I O values of a stored gradient, writing it and reading it twice, or once where its
+# norm is taken while it is written.
 TILE = 128
 PRODUCTS_A_SCALED_VALUE = 720
 PRODUCTS_A_STORED_VALUE = 600
+PRODUCTS_A_SQUARED_VALUE = 400
 # Values of a stored gradient, of all rows together, up to which it is stored by row.
 MOST_BY_ROW = 2**25
 
@@ -146,7 +149,26 @@ class OnePass:
                     count = self._users if self._is_grouped(parameter) else self._units
                     stored[id(parameter)] = _probe(parameter, dtype, count, *shape)
                 tape.probes[name] = stored[id(parameter)]
+                if layer.rule is Product and name == "weight" and self._can_square(layer):
+                    count, *shape = stored[id(parameter)].shape
+                    wide = wide_dtype(stored[id(parameter)].dtype)
+                    tape.probes["squares"] = _probe(parameter, wide, num_tiles(*shape), count)
         return tapes
+
+    def _can_square(self, layer: Layer) -> bool:
+        """Whether the layer's product gives its norms as well."""
+        weight = layer.parameters["weight"]
+        # What several uses add up to has another norm, and so have the rows of a user.
+        if not self._used_once(layer) or not (self._runs is None or self._is_grouped(weight)):
+            return False
+        rows, columns = weight.shape
+        return can_square(
+            rows + self._padding(layer),
+            columns,
+            tokens=self._tokens(self._called[layer.module]),
+            dtype=self._product_dtype(weight),
+            device=weight.device,
+        )
 
     def _padding(self, layer: Layer) -> int:
         """Columns added to the layer, if it is the head."""
@@ -218,7 +240,9 @@ class OnePass:
         values, stored = tokens * (inputs + sum(outputs)), inputs * sum(outputs)
         scaled = tokens * (inputs if len(outputs) > 1 else min(inputs, *outputs))
         cost = (tokens + TILE) * values + PRODUCTS_A_SCALED_VALUE * scaled
-        return values <= stored and cost < PRODUCTS_A_STORED_VALUE * stored
+        squares = self._can_square(layer)
+        a_value = PRODUCTS_A_SQUARED_VALUE if squares else PRODUCTS_A_STORED_VALUE
+        return values <= stored and cost < a_value * stored
 
     def _outputs_of_input(self, layer: Layer) -> list[int]:
         """The widths of all products of the layer's input: pairs share it, and its Gram matrix."""

@@ -51,7 +51,7 @@ class Sums:
 
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
-        self._stored: dict[_Kind, StoredTable] = {}
+        self._stored: dict[tuple[_Kind, int], StoredTable] = {}
         self._grams: dict[tuple[torch.dtype, int], GramTable] = {}
         self._settlers: dict[tuple[torch.dtype, int], Settler] = {}
         self._group_rows: dict[tuple[int, ...], Tensor] = {}
@@ -90,7 +90,14 @@ class Sums:
         """Squared norms of what is stored and of embedding rows, by group."""
         groups: list[int] = []
         norms: list[Tensor] = []
-        for kind, members in _stored_by_kind(batch.forms).items():
+        for kind, all_members in _stored_by_kind(batch.forms).items():
+            members: list[tuple[int, Stored]] = []
+            for group, form in all_members:
+                if form.squares_PU is None:
+                    members.append((group, form))
+                else:
+                    groups += [group] * len(form.squares_PU)
+                    norms.append(form.squares_PU)
             gradients = [form.gradients_U for _, form in members]
             table = self._stored_table(kind, members)
             if table is not None:
@@ -251,15 +258,16 @@ class Sums:
         self, kind: _Kind, members: Sequence[tuple[int, Stored]]
     ) -> StoredTable | None:
         """The CUDA kernels' table of these gradients, made when they are first seen."""
-        first = members[0][1].gradients_U
-        if not first.is_cuda or kind.dtype == torch.float64:
+        gradients = [form.gradients_U for _, form in members]
+        if not gradients or not gradients[0].is_cuda or kind.dtype == torch.float64:
             return None
-        if kind not in self._stored:
+        # All of a kind, or those whose norms are not known.
+        key = (kind, len(members))
+        if key not in self._stored:
             from userdp.clipping.triton_stored import StoredTable
 
-            gradients = [form.gradients_U for _, form in members]
-            self._stored[kind] = StoredTable(gradients, [group for group, _ in members])
-        return self._stored[kind]
+            self._stored[key] = StoredTable(gradients, [group for group, _ in members])
+        return self._stored[key]
 
     def _gram_table(self, entries: Sequence[Entry], batch: FormedBatch) -> GramTable:
         x, _ = entries[0].tensors

@@ -1,0 +1,285 @@
+"""Users' gradients y_u^T x_u and their squared norms in one kernel, for GPUs of the Hopper kind.
+
+A library's batched product writes the gradients, and they are read again for their norms: an eighth
+of the time of both. Here the squares are taken of the very values that are written, while they are
+still in registers, and that while the tensor cores work on other values.
+
+In each multiprocessor three groups of warps share the work. One fetches tiles of both factors into
+a ring of buffers. Two multiply, taking turns: while one rounds, squares and writes its tile of a
+gradient, the other has the tensor cores. Which group may touch which memory is told by barriers in
+shared memory, each with a phase that flips as often as all it waits for has arrived.
+
+Written in Gluon, Triton's lower level: in Triton itself the gain is half as large. Gluon is young;
+`is_available` tries the kernel once, and products are the library's where that fails.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from userdp.clipping.products import DEPTH, TILE
+
+# Newer releases of Triton have other names for them.
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Tiles of both factors that are on their way or being multiplied: what shared memory has room for.
+_STAGES = 5
+# Tiles next to each other that are computed at the same time, so that they find their factors in
+# the cache.
+_NEIGHBOURS = gl.constexpr(8)
+# Registers of a thread at the start; those that multiply then take most of what the fetching warp
+# gives up.
+_REGISTERS = 168
+_REGISTERS_TO_MULTIPLY = 232
+_REGISTERS_TO_FETCH = 24
+
+
+@gluon.jit
+def _place(tile, tiles_a, tiles_b):
+    """A tile's user, and its place along both factors."""
+    of_user = tiles_a * tiles_b
+    number = tile % of_user
+    in_band = _NEIGHBOURS * tiles_b
+    first = number // in_band * _NEIGHBOURS
+    height = min(tiles_a - first, _NEIGHBOURS)
+    return tile // of_user, first + number % in_band % height, number % in_band // height
+
+
+@gluon.jit
+def _tokens(user, ends, length, EQUAL: gl.constexpr):
+    """A user's first token and how many it has."""
+    if EQUAL:
+        first = user * length
+        count = length
+    else:
+        first = gl.load(ends + user - 1, user > 0, 0)
+        count = gl.load(ends + user) - first
+    return first, count
+
+
+@gluon.jit
+def _steps(tile, sizes, ends, EQUAL: gl.constexpr, DEPTH: gl.constexpr):
+    """How many pieces of tokens are multiplied for a tile; none behind the last tile."""
+    tiles_a, tiles_b, num_users, length = sizes
+    user = tile // (tiles_a * tiles_b)
+    steps = 0
+    if user < num_users:
+        _, count = _tokens(user, ends, length, EQUAL)
+        steps = count // DEPTH
+    return steps
+
+
+@gluon.jit
+def _fetch(
+    descriptors, buffers, barriers, sizes, squares, ends, WHICH: gl.constexpr, EQUAL: gl.constexpr
+):
+    """Fetch what the tiles of this program are made of, in their order."""
+    a, b = descriptors[0], descriptors[1]
+    a_buffers, b_buffers = buffers[0], buffers[1]
+    filled, emptied = barriers[0], barriers[1]
+    tiles_a, tiles_b, num_users, length = sizes
+    DEPTH: gl.constexpr = a.block_type.shape[0]
+    TILE: gl.constexpr = a.block_type.shape[1]
+    STAGES: gl.constexpr = a_buffers.type.shape[0]
+    step = 0
+    for tile in range(gl.program_id(0), num_users * tiles_a * tiles_b, gl.num_programs(0)):
+        user, row, column = _place(tile, tiles_a, tiles_b)
+        first, count = _tokens(user, ends, length, EQUAL)
+        for token in range(first, first + count, DEPTH):
+            stage = step % STAGES
+            # Fresh barriers count as passed in the phase before their first.
+            mbarrier.wait(emptied.index(stage), ((step // STAGES) & 1) ^ 1)
+            barrier = filled.index(stage)
+            mbarrier.expect(barrier, a.block_type.nbytes + b.block_type.nbytes)
+            _load(a, [token, row * TILE], barrier, a_buffers.index(stage))
+            _load(b, [token, column * TILE], barrier, b_buffers.index(stage))
+            step += 1
+
+
+@gluon.jit
+def _multiply(
+    descriptors, buffers, barriers, sizes, squares, ends, WHICH: gl.constexpr, EQUAL: gl.constexpr
+):
+    """Every second tile of this program: multiply, round, square, write."""
+    a, gradients = descriptors[0], descriptors[2]
+    a_buffers, b_buffers, results = buffers
+    filled, emptied, turns = barriers
+    tiles_a, tiles_b, num_users, _length = sizes
+    DEPTH: gl.constexpr = a.block_type.shape[0]
+    TILE: gl.constexpr = a.block_type.shape[1]
+    STAGES: gl.constexpr = a_buffers.type.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16]
+    )
+    stride = gl.num_programs(0)
+    result = results.index(WHICH)
+    step = 0
+    for tile in range(gl.program_id(0) + WHICH * stride, num_users * tiles_a * tiles_b, 2 * stride):
+        user, row, column = _place(tile, tiles_a, tiles_b)
+        steps = _steps(tile, sizes, ends, EQUAL, DEPTH)
+        if WHICH == 1:
+            step += _steps(tile - stride, sizes, ends, EQUAL, DEPTH)
+        total = gl.zeros((TILE, TILE), dtype=gl.float32, layout=layout)
+        # The other group has issued all products of its tile. The first has the first turn.
+        turn = tile // stride // 2
+        mbarrier.wait(turns.index(WHICH), (turn & 1) ^ (1 - WHICH))
+        for i in range(steps):
+            stage = step % STAGES
+            mbarrier.wait(filled.index(stage), (step // STAGES) & 1)
+            total = warpgroup_mma(
+                a_buffers.index(stage).permute((1, 0)),
+                b_buffers.index(stage),
+                total,
+                use_acc=i > 0,
+                is_async=True,
+            )
+            total = warpgroup_mma_wait(1, (total,))
+            # All products but this one are done: what the last one read may be overwritten.
+            mbarrier.arrive(emptied.index((step + STAGES - 1) % STAGES), pred=i > 0)
+            step += 1
+        mbarrier.arrive(turns.index(1 - WHICH))
+        total = warpgroup_mma_wait(0, (total,))
+        mbarrier.arrive(emptied.index((step + STAGES - 1) % STAGES), pred=steps > 0)
+        rounded = total.to(gradients.dtype)
+        tma.store_wait(pendings=0)
+        result.reshape([TILE, TILE]).store(rounded)
+        fence_async_shared()
+        # Of a user without tokens nothing is written, and nothing is read.
+        if steps > 0:
+            place = [user, row * TILE, column * TILE]
+            _store(gradients, place, result)
+        wide = rounded.to(gl.float32)
+        number = tile % (tiles_a * tiles_b)
+        gl.store(squares + number * num_users + user, gl.sum(gl.sum(wide * wide, 1), 0))
+        if WHICH == 0:
+            step += _steps(tile + stride, sizes, ends, EQUAL, DEPTH)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def _products_kernel(
+    a,
+    b,
+    gradients,
+    squares,
+    ends,
+    tiles_a,
+    tiles_b,
+    num_users,
+    length,
+    EQUAL: gl.constexpr,
+    STAGES: gl.constexpr,
+    TO_MULTIPLY: gl.constexpr,
+    TO_FETCH: gl.constexpr,
+):
+    DEPTH: gl.constexpr = a.block_type.shape[0]
+    TILE: gl.constexpr = a.block_type.shape[1]
+    a_buffers = gl.allocate_shared_memory(a.dtype, [STAGES, DEPTH, TILE], a.layout)
+    b_buffers = gl.allocate_shared_memory(b.dtype, [STAGES, DEPTH, TILE], b.layout)
+    results = gl.allocate_shared_memory(gradients.dtype, [2, 1, TILE, TILE], gradients.layout)
+    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    emptied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(filled.index(stage), count=1)
+        mbarrier.init(emptied.index(stage), count=1)
+    for which in gl.static_range(2):
+        mbarrier.init(turns.index(which), count=1)
+    fence_async_shared()
+    descriptors = (a, b, gradients)
+    buffers = (a_buffers, b_buffers, results)
+    barriers = (filled, emptied, turns)
+    sizes = (tiles_a, tiles_b, num_users, length)
+    gl.warp_specialize(
+        [
+            (_multiply, (descriptors, buffers, barriers, sizes, squares, ends, 0, EQUAL)),
+            (_multiply, (descriptors, buffers, barriers, sizes, squares, ends, 1, EQUAL)),
+            (_fetch, (descriptors, buffers, barriers, sizes, squares, ends, 2, EQUAL)),
+        ],
+        [4, 1],
+        [TO_MULTIPLY, TO_FETCH],
+    )
+
+
+def products_with_squares(
+    a: Tensor, b: Tensor, users: int, ends: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As `products.products_with_squares`; every user has a multiple of `DEPTH` tokens."""
+    a, b = (
+        m if _is_readable(m) else m.clone(memory_format=torch.contiguous_format) for m in (a, b)
+    )
+    rows, columns = a.shape[1], b.shape[1]
+    gradients = a.new_empty(users, rows, columns)
+    tiles_a, tiles_b = -(-rows // TILE), -(-columns // TILE)
+    squares = a.new_empty(tiles_a * tiles_b, users, dtype=torch.float32)
+    programs = torch.cuda.get_device_properties(a.device).multi_processor_count
+    _products_kernel[(min(programs, squares.numel()),)](
+        _described(a, [DEPTH, TILE]),
+        _described(b, [DEPTH, TILE]),
+        _described(gradients, [1, TILE, TILE]),
+        squares,
+        squares if ends is None else ends,
+        tiles_a,
+        tiles_b,
+        users,
+        0 if ends is not None else len(a) // users,
+        EQUAL=ends is None,
+        STAGES=_STAGES,
+        TO_MULTIPLY=_REGISTERS_TO_MULTIPLY,
+        TO_FETCH=_REGISTERS_TO_FETCH,
+        num_warps=4,
+        maxnreg=_REGISTERS,
+    )
+    return gradients, squares
+
+
+def _is_readable(matrix: Tensor) -> bool:
+    """Whether the copy engine takes it: rows of whole vectors of 16 bytes."""
+    return matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0
+
+
+def _described(tensor: Tensor, block: list[int]) -> Any:
+    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+    layout = gl.NVMMASharedLayout.get_default_for(block, kinds[tensor.dtype])
+    return TensorDescriptor.from_tensor(tensor, block, layout)
+
+
+@cache
+def is_available(device: torch.device) -> bool:
+    """Whether the kernel does here what it should, by a small trial."""
+    generator = torch.Generator(device).manual_seed(0)
+    ends = torch.tensor([DEPTH, DEPTH, 4 * DEPTH], dtype=torch.int32, device=device)
+    a, b = (
+        torch.randn(4 * DEPTH, width, generator=generator, device=device).bfloat16()
+        for width in (TILE + 8, 3 * TILE)
+    )
+    try:
+        gradients, squares = products_with_squares(a, b, 3, ends)
+        for user, (first, last) in enumerate(((0, DEPTH), (DEPTH, DEPTH), (DEPTH, 4 * DEPTH))):
+            wanted = a[first:last].float().t() @ b[first:last].float()
+            found = gradients[user].float() if last > first else wanted
+            torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(squares[:, user].sum(), found.square().sum())
+    except Exception as error:
+        warnings.warn(
+            f"Norms are taken apart from products, which costs some time: {error}", stacklevel=2
+        )
+        return False
+    return True

@@ -1,0 +1,97 @@
+"""Every user's product a_u^T b_u: its gradient of a linear layer, stored.
+
+Users' tokens lie one after the other in both factors, equally many for each user or up to `ends`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from userdp.updates import wide_dtype
+
+# CUDA's grouped products want whole vectors of 16 bytes.
+_ALIGNMENT = 8
+# Of `products_with_squares`: values of a gradient a tile has in both directions, and tokens that
+# are multiplied at a time.
+TILE = 128
+DEPTH = 64
+# Of the tiles of a gradient, the values that must be there for tiles to pay.
+_LEAST_FILLED = 0.75
+
+
+def users_products(a: Tensor, b: Tensor, users: int, ends: Tensor | None = None) -> Tensor:
+    """(users, columns of a, columns of b) from (tokens, columns)."""
+    if ends is None:
+        return torch.bmm(a.unflatten(0, (users, -1)).mT, b.unflatten(0, (users, -1)))
+    if a.is_cuda:
+        unaligned = [-matrix.shape[1] % _ALIGNMENT for matrix in (a, b)]
+        if any(unaligned):
+            first, second = a.shape[1], b.shape[1]
+            a, b = (F.pad(m, (0, extra)) for m, extra in zip((a, b), unaligned, strict=True))
+            return F.grouped_mm(a.t(), b, offs=ends)[:, :first, :second].contiguous()
+        return F.grouped_mm(a.t(), b, offs=ends)
+    starts = [0, *ends.tolist()]
+    return torch.stack([a[i:j].t() @ b[i:j] for i, j in itertools.pairwise(starts)])
+
+
+def can_square(
+    rows: int, columns: int, *, tokens: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether `products_with_squares` is the faster way to gradients of this shape, and possible.
+
+    `tokens` divides the number of tokens of every user.
+    """
+    filled = rows * columns / (num_tiles(rows, columns) * TILE**2)
+    return (
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and tokens % DEPTH == 0
+        and rows % _ALIGNMENT == columns % _ALIGNMENT == 0
+        and filled >= _LEAST_FILLED
+        and torch.cuda.get_device_capability(device) == (9, 0)
+        and _hopper().is_available(device)
+    )
+
+
+def num_tiles(rows: int, columns: int) -> int:
+    """Tiles of one user's gradient."""
+    return -(-rows // TILE) * -(-columns // TILE)
+
+
+@torch.library.custom_op(
+    "userdp::products_with_squares",
+    mutates_args=(),
+    schema="(Tensor a, Tensor b, int users, Tensor? ends) -> (Tensor, Tensor)",
+)
+def products_with_squares(
+    a: Tensor, b: Tensor, users: int, ends: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`users_products`, and the squared norms of their tiles (tiles, users), in float32 at least.
+
+    The norm is that of exactly the values returned. Of a user without tokens the norm is zero and
+    the values are anything.
+    """
+    if a.is_cuda:
+        return _hopper().products_with_squares(a, b, users, ends)
+    products = users_products(a, b, users, ends)
+    wide = products.to(wide_dtype(products.dtype))
+    squares = wide.new_zeros(num_tiles(a.shape[1], b.shape[1]), users)
+    squares[0] = wide.square().sum((1, 2))
+    return products, squares
+
+
+@products_with_squares.register_fake
+def _(a: Tensor, b: Tensor, users: int, ends: Tensor | None) -> tuple[Tensor, Tensor]:
+    rows, columns = a.shape[1], b.shape[1]
+    squares = a.new_empty(num_tiles(rows, columns), users, dtype=wide_dtype(a.dtype))
+    return a.new_empty(users, rows, columns), squares
+
+
+def _hopper() -> Any:
+    return importlib.import_module("userdp.clipping.hopper_products")
