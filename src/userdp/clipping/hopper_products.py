@@ -41,8 +41,8 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 # Tiles of both factors that are on their way or being multiplied: what shared memory has room for.
 _STAGES = 5
-# Tiles next to each other that are computed at the same time, so that they find their factors in
-# the cache.
+# Tiles next to each other, across the longer side of a gradient, that are computed at the same time:
+# they find their factors in the cache.
 _NEIGHBOURS = gl.constexpr(8)
 # Registers of a thread at the start; those that multiply then take most of what the fetching warp
 # gives up.
@@ -56,10 +56,13 @@ def _place(tile, tiles_a, tiles_b):
     """A tile's user, and its place along both factors."""
     of_user = tiles_a * tiles_b
     number = tile % of_user
-    in_band = _NEIGHBOURS * tiles_b
+    in_band = _NEIGHBOURS * max(tiles_a, tiles_b)
     first = number // in_band * _NEIGHBOURS
-    height = min(tiles_a - first, _NEIGHBOURS)
-    return tile // of_user, first + number % in_band % height, number % in_band // height
+    height = min(min(tiles_a, tiles_b) - first, _NEIGHBOURS)
+    across = first + number % in_band % height
+    along = number % in_band // height
+    is_tall = tiles_a > tiles_b
+    return tile // of_user, gl.where(is_tall, along, across), gl.where(is_tall, across, along)
 
 
 @gluon.jit

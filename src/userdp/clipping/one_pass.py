@@ -37,12 +37,11 @@ from userdp.updates import Batch, wide_dtype
 
 # What is cheaper of a user with L tokens, in products of a Gram norm, as measured on an H200: those
 # of a pair, L (L + 128) (I + O) in tiles of 128, and so many for each value that is scaled; or, for
-# each of the I O values of a stored gradient, writing it and reading it twice, or once where its
-# norm is taken while it is written.
+# each of the I O values of a stored gradient, writing and reading it. Where the norm is taken while
+# it is written, that is less, but pairs need less memory.
 TILE = 128
 PRODUCTS_A_SCALED_VALUE = 720
 PRODUCTS_A_STORED_VALUE = 600
-PRODUCTS_A_SQUARED_VALUE = 400
 # Values of a stored gradient, of all rows together, up to which it is stored by row.
 MOST_BY_ROW = 2**25
 
@@ -240,9 +239,7 @@ class OnePass:
         values, stored = tokens * (inputs + sum(outputs)), inputs * sum(outputs)
         scaled = tokens * (inputs if len(outputs) > 1 else min(inputs, *outputs))
         cost = (tokens + TILE) * values + PRODUCTS_A_SCALED_VALUE * scaled
-        squares = self._can_square(layer)
-        a_value = PRODUCTS_A_SQUARED_VALUE if squares else PRODUCTS_A_STORED_VALUE
-        return values <= stored and cost < a_value * stored
+        return values <= stored and cost < PRODUCTS_A_STORED_VALUE * stored
 
     def _outputs_of_input(self, layer: Layer) -> list[int]:
         """The widths of all products of the layer's input: pairs share it, and its Gram matrix."""
