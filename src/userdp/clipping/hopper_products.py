@@ -41,8 +41,8 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 # Tiles of both factors that are on their way or being multiplied: what shared memory has room for.
 _STAGES = 5
-# Tiles next to each other, across the longer side of a gradient, that are computed at the same time:
-# they find their factors in the cache.
+# Tiles next to each other, across the longer side of a gradient, that are computed at the same
+# time: they find their factors in the cache.
 _NEIGHBOURS = gl.constexpr(8)
 # Registers of a thread at the start; those that multiply then take most of what the fetching warp
 # gives up.
