@@ -9,16 +9,14 @@ a ring of buffers. Two multiply, taking turns: while one rounds, squares and wri
 gradient, the other has the tensor cores. Which group may touch which memory is told by barriers in
 shared memory, each with a phase that flips as often as all it waits for has arrived.
 
-Written in Gluon, Triton's lower level: in Triton itself the gain is half as large. Gluon is young;
-`is_available` tries the kernel once, and products are the library's where that fails.
+Written in Gluon, Triton's lower level: in Triton itself the gain is half as large. Gluon is young,
+so `products` tries the kernel before it is used.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
 from typing import Any
 
 import torch
@@ -262,27 +260,3 @@ def _described(tensor: Tensor, block: list[int]) -> Any:
     kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
     layout = gl.NVMMASharedLayout.get_default_for(block, kinds[tensor.dtype])
     return TensorDescriptor.from_tensor(tensor, block, layout)
-
-
-@cache
-def is_available(device: torch.device) -> bool:
-    """Whether the kernel does here what it should, by a small trial."""
-    generator = torch.Generator(device).manual_seed(0)
-    ends = torch.tensor([DEPTH, DEPTH, 4 * DEPTH], dtype=torch.int32, device=device)
-    a, b = (
-        torch.randn(4 * DEPTH, width, generator=generator, device=device).bfloat16()
-        for width in (TILE + 8, 3 * TILE)
-    )
-    try:
-        gradients, squares = products_with_squares(a, b, 3, ends)
-        for user, (first, last) in enumerate(((0, DEPTH), (DEPTH, DEPTH), (DEPTH, 4 * DEPTH))):
-            wanted = a[first:last].float().t() @ b[first:last].float()
-            found = gradients[user].float() if last > first else wanted
-            torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
-            torch.testing.assert_close(squares[:, user].sum(), found.square().sum())
-    except Exception as error:
-        warnings.warn(
-            f"Norms are taken apart from products, which costs some time: {error}", stacklevel=2
-        )
-        return False
-    return True
