@@ -6,12 +6,19 @@ import importlib.util
 
 import hypothesis
 
-# CUDA machines have triton; elsewhere these kernels cannot be imported.
-collect_ignore_glob = (
-    []
-    if importlib.util.find_spec("triton")
-    else ["src/userdp/clipping/triton_*.py", "src/userdp/clipping/hopper_*.py"]
-)
+
+def _is_here(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+# CUDA machines have triton, newer ones with Gluon; elsewhere these kernels cannot be imported.
+_NEEDED_BY = {"triton_*.py": "triton", "hopper_*.py": "triton.experimental.gluon"}
+collect_ignore_glob = [
+    f"src/userdp/clipping/{files}" for files, module in _NEEDED_BY.items() if not _is_here(module)
+]
 
 # No deadline: machines are shared, and compiled functions compile on their first call.
 # Derandomised: a failure in one place is a failure everywhere.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import models_zoo
-from userdp.clipping import one_pass
+from userdp.clipping import one_pass, products
 from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.clipping.one_pass import OnePass
 from userdp.clipping.plain import PlainClipping
@@ -130,9 +130,10 @@ def assert_same_as_plain(
 
 @contextlib.contextmanager
 def squares_wherever_possible() -> Iterator[None]:
-    """Products that give their norms as well, as on GPUs with a kernel for it."""
+    """Products that give their norms as well, as on GPUs with a kernel for it; tiles are small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one_pass, "can_square", lambda *shape, **how: True)
+        patch.setattr(products, "TILE", 4)
         yield
 
 

@@ -60,6 +60,7 @@ FORMS = {
     "by row": contextlib.nullcontext,
     "by user": users_gradients_formed,
     "squared": users_gradients_squared,
+    "squared by row": squares_wherever_possible,
     "pairs": pairs_wherever_possible,
 }
 

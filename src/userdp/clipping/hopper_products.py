@@ -42,6 +42,8 @@ _STAGES = 5
 # Tiles next to each other, across the longer side of a gradient, that are computed at the same
 # time: they find their factors in the cache.
 _NEIGHBOURS = gl.constexpr(8)
+# More than what the 42 roundings of a tile's sum may lose.
+_RAISED = gl.constexpr(1 + 2.0**-18)
 # Registers of a thread at the start; those that multiply then take most of what the fetching warp
 # gives up.
 _REGISTERS = 168
@@ -103,7 +105,7 @@ def _fetch(
     for tile in range(gl.program_id(0), num_users * tiles_a * tiles_b, gl.num_programs(0)):
         user, row, column = _place(tile, tiles_a, tiles_b)
         first, count = _tokens(user, ends, length, EQUAL)
-        for token in range(first, first + count, DEPTH):
+        for token in range(first, first + count // DEPTH * DEPTH, DEPTH):
             stage = step % STAGES
             # Fresh barriers count as passed in the phase before their first.
             mbarrier.wait(emptied.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -166,9 +168,10 @@ def _multiply(
         if steps > 0:
             place = [user, row * TILE, column * TILE]
             _store(gradients, place, result)
+        # Of the values as they are written.
         wide = rounded.to(gl.float32)
         number = tile % (tiles_a * tiles_b)
-        gl.store(squares + number * num_users + user, gl.sum(gl.sum(wide * wide, 1), 0))
+        gl.store(squares + number * num_users + user, gl.sum(gl.sum(wide * wide, 1), 0) * _RAISED)
         if WHICH == 0:
             step += _steps(tile + stride, sizes, ends, EQUAL, DEPTH)
     tma.store_wait(pendings=0)
@@ -190,6 +193,7 @@ def _products_kernel(
     TO_MULTIPLY: gl.constexpr,
     TO_FETCH: gl.constexpr,
 ):
+    # The three groups are told the same, whether they need it or not: Gluon asks for it.
     DEPTH: gl.constexpr = a.block_type.shape[0]
     TILE: gl.constexpr = a.block_type.shape[1]
     a_buffers = gl.allocate_shared_memory(a.dtype, [STAGES, DEPTH, TILE], a.layout)
@@ -220,9 +224,12 @@ def _products_kernel(
 
 
 def products_with_squares(
-    a: Tensor, b: Tensor, users: int, ends: Tensor | None
+    a: Tensor, b: Tensor, users: int, ends: Tensor | None, *, programs: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `products.products_with_squares`; every user has a multiple of `DEPTH` tokens."""
+    """As `products.products_with_squares`; every user has a multiple of `DEPTH` tokens.
+
+    `programs` share the tiles, one for each multiprocessor unless told otherwise.
+    """
     a, b = (
         m if _is_readable(m) else m.clone(memory_format=torch.contiguous_format) for m in (a, b)
     )
@@ -230,8 +237,8 @@ def products_with_squares(
     gradients = a.new_empty(users, rows, columns)
     tiles_a, tiles_b = -(-rows // TILE), -(-columns // TILE)
     squares = a.new_empty(tiles_a * tiles_b, users, dtype=torch.float32)
-    programs = torch.cuda.get_device_properties(a.device).multi_processor_count
-    _products_kernel[(min(programs, squares.numel()),)](
+    most = programs or torch.cuda.get_device_properties(a.device).multi_processor_count
+    _products_kernel[(min(most, squares.numel()),)](
         _described(a, [DEPTH, TILE]),
         _described(b, [DEPTH, TILE]),
         _described(gradients, [1, TILE, TILE]),
@@ -252,8 +259,10 @@ def products_with_squares(
 
 
 def _is_readable(matrix: Tensor) -> bool:
-    """Whether the copy engine takes it: rows of whole vectors of 16 bytes."""
-    return matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0
+    """Whether the copy engine takes it: rows of whole vectors of 16 bytes, one after the other."""
+    row, column = matrix.stride()
+    in_order = column == 1 and row >= matrix.shape[1]
+    return in_order and row % 8 == 0 and matrix.data_ptr() % 16 == 0
 
 
 def _described(tensor: Tensor, block: list[int]) -> Any:

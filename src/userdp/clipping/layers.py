@@ -116,7 +116,8 @@ class _Product(torch.autograd.Function):
             token_ends = ends[0] * x_ULI.shape[1] if ends else None
             users = len(ends[0]) if ends else ctx.users
             if ctx.squares:
-                stored, squares = products_with_squares(first, second, users, token_ends)
+                divisor = x_ULI.shape[1]
+                stored, squares = products_with_squares(first, second, users, token_ends, divisor)
             else:
                 stored = users_products(first, second, users, token_ends)
         if ctx.bias:
@@ -139,14 +140,19 @@ class Product:
             weight = F.pad(weight, (0, 0, 0, tape.padding))
         bias = None if module.bias is None else module.bias.detach().to(dtype)
         probe = tape.probes.get
+        stored, squares = probe("weight"), probe("squares")
+        if stored is not None and stored.dtype != dtype:
+            # Where autocast is off. The gradients that are handed out are rounded to the probe's
+            # dtype, and have another norm.
+            squares = None
         return _Product.apply(
             x.to(dtype),
             weight,
             bias,
             tape.users,
             isinstance(module, Conv1D),
-            probe("weight"),
-            probe("squares"),
+            stored,
+            squares,
             probe("inputs"),
             probe("outputs"),
             probe("bias"),

@@ -39,7 +39,7 @@ from userdp.updates import Batch, wide_dtype
 # of a pair, L (L + 128) (I + O) in tiles of 128, and so many for each value that is scaled; or, for
 # each of the I O values of a stored gradient, writing and reading it. Where the norm is taken while
 # it is written, that is less, but pairs need less memory.
-TILE = 128
+GRAM_TILE = 128
 PRODUCTS_A_SCALED_VALUE = 720
 PRODUCTS_A_STORED_VALUE = 600
 # Values of a stored gradient, of all rows together, up to which it is stored by row.
@@ -238,7 +238,7 @@ class OnePass:
         outputs = self._outputs_of_input(layer)
         values, stored = tokens * (inputs + sum(outputs)), inputs * sum(outputs)
         scaled = tokens * (inputs if len(outputs) > 1 else min(inputs, *outputs))
-        cost = (tokens + TILE) * values + PRODUCTS_A_SCALED_VALUE * scaled
+        cost = (tokens + GRAM_TILE) * values + PRODUCTS_A_SCALED_VALUE * scaled
         return values <= stored and cost < PRODUCTS_A_STORED_VALUE * stored
 
     def _outputs_of_input(self, layer: Layer) -> list[int]:

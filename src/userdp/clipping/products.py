@@ -23,6 +23,7 @@ _ALIGNMENT = 8
 # are multiplied at a time.
 TILE = 128
 DEPTH = 64
+_HALVES = (torch.bfloat16, torch.float16)
 # Of the tiles of a gradient, the values that must be there for tiles to pay.
 _LEAST_FILLED = 0.75
 
@@ -52,12 +53,12 @@ def can_square(
     filled = rows * columns / (num_tiles(rows, columns) * TILE**2)
     return (
         device.type == "cuda"
-        and dtype in (torch.bfloat16, torch.float16)
+        and dtype in _HALVES
         and tokens % DEPTH == 0
         and rows % _ALIGNMENT == columns % _ALIGNMENT == 0
         and filled >= _LEAST_FILLED
         and torch.cuda.get_device_capability(device) == (9, 0)
-        and _hopper_works(device)
+        and _hopper_works(device, dtype)
     )
 
 
@@ -69,53 +70,69 @@ def num_tiles(rows: int, columns: int) -> int:
 @torch.library.custom_op(
     "userdp::products_with_squares",
     mutates_args=(),
-    schema="(Tensor a, Tensor b, int users, Tensor? ends) -> (Tensor, Tensor)",
+    schema="(Tensor a, Tensor b, int users, Tensor? ends, int divisor) -> (Tensor, Tensor)",
 )
 def products_with_squares(
-    a: Tensor, b: Tensor, users: int, ends: Tensor | None
+    a: Tensor, b: Tensor, users: int, ends: Tensor | None, divisor: int
 ) -> tuple[Tensor, Tensor]:
     """`users_products`, and the squared norms of their tiles (tiles, users), in float32 at least.
 
-    The norm is that of exactly the values returned. Of a user without tokens the norm is zero and
-    the values are anything.
+    The norm is that of exactly the values returned. Of a user without tokens it is zero, and the
+    values are anything. `divisor` divides the number of tokens of every user.
     """
-    if a.is_cuda:
+    if a.is_cuda and a.dtype in _HALVES and divisor % DEPTH == 0:
         return _hopper().products_with_squares(a, b, users, ends)
     products = users_products(a, b, users, ends)
-    wide = products.to(wide_dtype(products.dtype))
-    squares = wide.new_zeros(num_tiles(a.shape[1], b.shape[1]), users)
-    squares[0] = wide.square().sum((1, 2))
-    return products, squares
+    rows, columns = products.shape[1:]
+    wide = F.pad(products.to(wide_dtype(products.dtype)), (0, -columns % TILE, 0, -rows % TILE))
+    tiles = wide.unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE))
+    return products, tiles.square().sum((2, 4)).flatten(1).T.contiguous()
 
 
 @products_with_squares.register_fake
-def _(a: Tensor, b: Tensor, users: int, ends: Tensor | None) -> tuple[Tensor, Tensor]:
+def _(a: Tensor, b: Tensor, users: int, ends: Tensor | None, divisor: int) -> tuple[Tensor, Tensor]:
     rows, columns = a.shape[1], b.shape[1]
     squares = a.new_empty(num_tiles(rows, columns), users, dtype=wide_dtype(a.dtype))
     return a.new_empty(users, rows, columns), squares
 
 
 @cache
-def _hopper_works(device: torch.device) -> bool:
-    """Whether the kernel does here what it should, by a small trial: a user without tokens too."""
+def _hopper_works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel does here what it should, by a small trial.
+
+    Two programs share what is to be done, so that all parts of the kernel take many turns.
+    """
     generator = torch.Generator().manual_seed(0)
-    ends = torch.tensor([DEPTH, DEPTH, 4 * DEPTH], dtype=torch.int32)
     a, b = (
-        torch.randn(4 * DEPTH, width, generator=generator).bfloat16()
+        torch.randn(12 * DEPTH, width, generator=generator).to(dtype)
         for width in (TILE + _ALIGNMENT, 3 * TILE)
     )
-    expected = users_products(a.float(), b.float(), 3, ends)
-    given = [tensor.to(device) for tensor in (a, b, ends)]
+    # The second user has no tokens.
+    ends = torch.tensor([7, 7, 12], dtype=torch.int32) * DEPTH
     try:
-        found = _hopper().products_with_squares(given[0], given[1], 3, given[2])
-        products, squares = (tensor.float().cpu() for tensor in found)
-        products[1] = 0
-        torch.testing.assert_close(products, expected, rtol=1e-2, atol=1e-2)
-        torch.testing.assert_close(squares.sum(0), products.square().sum((1, 2)))
+        for own_ends in (None, ends):
+            with torch.autocast("cpu", enabled=False):
+                expected = users_products(a.float(), b.float(), 3, own_ends)
+            found = _hopper().products_with_squares(
+                a.to(device),
+                b.to(device),
+                3,
+                None if own_ends is None else own_ends.to(device),
+                programs=2,
+            )
+            products, squares = (tensor.float().cpu() for tensor in found)
+            if own_ends is not None:
+                products[1] = 0
+            torch.testing.assert_close(products, expected, rtol=1e-2, atol=1e-2)
+            norms = products.square().sum((1, 2))
+            torch.testing.assert_close(squares.sum(0), norms, rtol=1e-5, atol=0)
     except Exception as error:
         warnings.warn(
             f"Norms are taken apart from products, which takes some time: {error!r}", stacklevel=2
         )
+        if device.type == "cuda":
+            # Raises if the device has stopped working.
+            torch.cuda.synchronize(device)
         return False
     return True
 

@@ -51,7 +51,7 @@ class Sums:
 
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
-        self._stored: dict[tuple[_Kind, int], StoredTable] = {}
+        self._stored: dict[tuple[_Kind, tuple[torch.Size, ...]], StoredTable] = {}
         self._grams: dict[tuple[torch.dtype, int], GramTable] = {}
         self._settlers: dict[tuple[torch.dtype, int], Settler] = {}
         self._group_rows: dict[tuple[int, ...], Tensor] = {}
@@ -262,7 +262,7 @@ class Sums:
         if not gradients or not gradients[0].is_cuda or kind.dtype == torch.float64:
             return None
         # All of a kind, or those whose norms are not known.
-        key = (kind, len(members))
+        key = (kind, tuple(gradient.shape for gradient in gradients))
         if key not in self._stored:
             from userdp.clipping.triton_stored import StoredTable
 
