@@ -193,7 +193,6 @@ def _products_kernel(
     TO_MULTIPLY: gl.constexpr,
     TO_FETCH: gl.constexpr,
 ):
-    # The three groups are told the same, whether they need it or not: Gluon asks for it.
     DEPTH: gl.constexpr = a.block_type.shape[0]
     TILE: gl.constexpr = a.block_type.shape[1]
     a_buffers = gl.allocate_shared_memory(a.dtype, [STAGES, DEPTH, TILE], a.layout)
@@ -212,6 +211,7 @@ def _products_kernel(
     buffers = (a_buffers, b_buffers, results)
     barriers = (filled, emptied, turns)
     sizes = (tiles_a, tiles_b, num_users, length)
+    # All three groups are told the same, as Gluon asks for, whether they need it or not.
     gl.warp_specialize(
         [
             (_multiply, (descriptors, buffers, barriers, sizes, squares, ends, 0, EQUAL)),

@@ -1,8 +1,9 @@
 """The arithmetic of per-user gradients on tensors: norms, weighted sums, inner products.
 
 Written once in torch, which is what the CPU runs. On CUDA the element-wise ones are compiled, and
-those that torch cannot fuse come from `triton_gram`, `triton_stored` and `triton_inner`. Sums and
-norms are taken in float32 at least (float64 stays float64), whatever the dtype of what is summed.
+those that torch cannot fuse come from `triton_gram`, `triton_stored` and `triton_inner` (and
+`products` from `hopper_products`). Sums and norms are taken in float32 at least (float64 stays
+float64), whatever the dtype of what is summed.
 
 Shapes as in `forms`.
 """
