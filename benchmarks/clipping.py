@@ -581,7 +581,7 @@ def picture(rows: list[dict[str, Any]]) -> str:
             label=f"{row['model']} {row['finetune']} {row['sequence_length']}x{row['group_size']}",
             value=row["ratio"],
             text=f"{row['ratio']:.2f} {row['method']}",
-            colour=svg.COLOURS[0 if row["method"].startswith("userdp") else 1],
+            colour=svg.COLOURS[1 if row["method"].startswith("userdp") else 0],
         )
         for row in shown
     ]
