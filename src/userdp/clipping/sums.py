@@ -91,13 +91,9 @@ class Sums:
         groups: list[int] = []
         norms: list[Tensor] = []
         for kind, all_members in _stored_by_kind(batch.forms).items():
-            members: list[tuple[int, Stored]] = []
-            for group, form in all_members:
-                if form.squares_PU is None:
-                    members.append((group, form))
-                else:
-                    groups += [group] * len(form.squares_PU)
-                    norms.append(form.squares_PU)
+            members = [(group, form) for group, form in all_members if form.squares_PU is None]
+            if not members:
+                continue
             gradients = [form.gradients_U for _, form in members]
             table = self._stored_table(kind, members)
             if table is not None:
@@ -110,6 +106,9 @@ class Sums:
             if isinstance(form, Rows):
                 groups.append(group)
                 norms.append(batch.rows_squared_norms(form)[None])
+            elif isinstance(form, Stored) and form.squares_PU is not None:
+                groups += [group] * len(form.squares_PU)
+                norms.append(form.squares_PU)
         if not norms:
             first = next(form for _, form in batch.forms if isinstance(form, Pair)).inputs_ULI
             return at_least_float32(first.new_zeros(self._num_groups, batch.users))
@@ -259,7 +258,7 @@ class Sums:
     ) -> StoredTable | None:
         """The CUDA kernels' table of these gradients, made when they are first seen."""
         gradients = [form.gradients_U for _, form in members]
-        if not gradients or not gradients[0].is_cuda or kind.dtype == torch.float64:
+        if not gradients[0].is_cuda or kind.dtype == torch.float64:
             return None
         # All of a kind, or those whose norms are not known.
         key = (kind, tuple(gradient.shape for gradient in gradients))
