@@ -60,6 +60,7 @@ from userdp.report import svg
 from userdp.updates import causal_lm_loss, mean_gradient
 
 Step = Callable[[], Any]
+SettingName = tuple[str, str, int, list[int]]
 
 GPT2 = {
     "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12},
@@ -304,6 +305,7 @@ class Setting:
 
 
 GRAPHED = ("ordinary", "userdp", "userdp-merged", "ghost")
+METHODS = (*GRAPHED, "eager", "plain", "vmap", "opacus", "opacus-ghost")
 ATTEMPTS = 8
 
 
@@ -498,7 +500,7 @@ def main() -> None:
     parser.add_argument("--models", type=words, default=["gpt2"] if gpu else ["gpt2-tiny"])
     parser.add_argument(
         "--settings",
-        type=words,
+        type=setting_names,
         help="model:finetune:length or model:finetune:length:groups (1/4/16) instead of a grid",
     )
     parser.add_argument("--finetune", type=words, default=["lora", "full"])
@@ -525,18 +527,10 @@ def main() -> None:
         work(options)
         return
     grid = itertools.product(options.models, options.finetune, options.lengths)
-    settings = [(*setting, options.groups) for setting in grid]
+    settings: list[SettingName] = [(*setting, options.groups) for setting in grid]
     if options.settings:
-        split = [setting.split(":") for setting in options.settings]
-        settings = [
-            (
-                model,
-                finetune,
-                int(length),
-                numbers(own[0].replace("/", ",")) if own else options.groups,
-            )
-            for model, finetune, length, *own in split
-        ]
+        settings = [(*setting, groups or options.groups) for *setting, groups in options.settings]
+    refuse_unknown(parser, settings, options.methods)
     settings *= options.repeats
     rows: list[dict[str, Any]] = []
     width = options.side_by_side if gpu else 1
@@ -551,6 +545,35 @@ def main() -> None:
             options.json.write_text(json.dumps(medians(rows), indent=1) + "\n")
         if options.plot:
             options.plot.write_text(picture(medians(rows)))
+
+
+def setting_names(text: str) -> list[tuple[str, str, int, list[int] | None]]:
+    """Settings as the command line names them."""
+    found: list[tuple[str, str, int, list[int] | None]] = []
+    for name in text.split(","):
+        try:
+            model, finetune, length, *rest = name.split(":")
+            groups = [int(group) for part in rest for group in part.split("/")]
+            found.append((model, finetune, int(length), groups or None))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is not model:finetune:length or model:finetune:length:groups"
+            ) from error
+    return found
+
+
+def refuse_unknown(
+    parser: argparse.ArgumentParser, settings: list[SettingName], methods: list[str]
+) -> None:
+    """End with the names there are if one is not among them."""
+    asked = {
+        "model": ({model for model, *_ in settings}, (*GPT2, *LLAMA)),
+        "way of fine-tuning": ({finetune for _, finetune, *_ in settings}, ("lora", "full")),
+        "method": (set(methods), METHODS),
+    }
+    for what, (names, known) in asked.items():
+        if unknown := sorted(names - set(known)):
+            parser.error(f"no such {what}: {unknown[0]!r}; there are {', '.join(known)}")
 
 
 KEY = ("model", "finetune", "unit", "group_size", "sequence_length", "method")
@@ -590,7 +613,7 @@ def picture(rows: list[dict[str, Any]]) -> str:
 
 
 def run_side_by_side(
-    settings: list[tuple[str, str, int, list[int]]], scratch: Path, options: argparse.Namespace
+    settings: list[SettingName], scratch: Path, options: argparse.Namespace
 ) -> None:
     """Start one process a setting and wait for all."""
     running = [
