@@ -13,7 +13,8 @@ Methods, all giving gradients of the same 16,384 tokens in bfloat16 (CPU: 4,096 
                on CUDA with weights in bfloat16; ghost refuses tied weights
 
 Times are CUDA-event medians; peak memory is that of one ungraphed step. Each setting runs in
-processes of its own, which compile side by side and are timed one at a time.
+processes of its own, which compile side by side and are timed one at a time. Captured steps take
+turns, so that clocks that drift do not favour one of them.
 
 Run: python benchmarks/clipping.py            (CPU: a small version, two minutes)
      python benchmarks/clipping.py --models gpt2 --finetune full --lengths 128 --json out.json
@@ -34,7 +35,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ from userdp.report import svg
 from userdp.updates import causal_lm_loss, mean_gradient
 
 Step = Callable[[], Any]
+Variant = tuple[str, int]
 SettingName = tuple[str, str, int, list[int]]
 
 GPT2 = {
@@ -126,6 +128,7 @@ class Setting:
         self.dtype = torch.bfloat16 if self.on_gpu else None
         self.model = build(name, finetune, self.device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.name = (name, finetune, length)
         self.length, self.rows = length, max(1, tokens // length)
         vocabulary = vocabulary_size(self.model)
         torch.manual_seed(1)
@@ -149,8 +152,8 @@ class Setting:
         def step(*_: Any) -> Tensor:
             with self.execution.prepared(self.model):
                 loss = self.execution.losses(self.model, self.batch).mean()
-                gradients = torch.autograd.grad(loss, self.parameters)
-            return gradients[0]
+                torch.autograd.grad(loss, self.parameters)
+            return loss.detach()
 
         return step
 
@@ -192,7 +195,8 @@ class Setting:
             with self.execution.prepared(self.model):
                 losses = self.execution.losses(self.model, self.batch)
                 weights = factors.repeat_interleave(group_size) / group_size
-                return torch.autograd.grad((losses * weights).sum(), self.parameters)[0]
+                torch.autograd.grad((losses * weights).sum(), self.parameters)
+            return factors
 
         return step
 
@@ -310,21 +314,35 @@ ATTEMPTS = 8
 
 
 def milliseconds(step: Step, repetitions: int, on_gpu: bool) -> float:
-    """The median time of a step."""
-    times: list[float] = []
-    for _ in range(repetitions + 1):
-        if on_gpu:
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            step()
-            stop.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(stop))
-        else:
-            began = time.perf_counter()
-            step()
-            times.append(1000 * (time.perf_counter() - began))
-    return statistics.median(times[1:])
+    """The median time of a step; the first is not counted."""
+    return statistics.median([elapsed(step, on_gpu) for _ in range(repetitions + 1)][1:])
+
+
+def interleaved(steps: list[Step], repetitions: int, on_gpu: bool) -> list[float]:
+    """The median time of each step.
+
+    Steps take turns, so that a drifting clock touches all alike: three times each, as in a run of
+    its own, of which the first time is not counted.
+    """
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(-(-repetitions // 2)):
+        for step, own in zip(steps, times, strict=True):
+            own += [elapsed(step, on_gpu) for _ in range(3)][1:]
+    return [statistics.median(own) for own in times]
+
+
+def elapsed(step: Step, on_gpu: bool) -> float:
+    """Milliseconds that a step takes."""
+    if on_gpu:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        stop.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(stop)
+    began = time.perf_counter()
+    step()
+    return 1000 * (time.perf_counter() - began)
 
 
 def matrix_rate() -> float:
@@ -355,9 +373,9 @@ def clear() -> None:
         torch.cuda.empty_cache()
 
 
-def variants(methods: list[str], groups: list[int]) -> list[tuple[str, int]]:
+def variants(methods: list[str], groups: list[int]) -> list[Variant]:
     """Every method with every group size it distinguishes."""
-    found: list[tuple[str, int]] = []
+    found: list[Variant] = []
     for method in methods:
         if method in ("ordinary", "eager") or method.startswith("opacus"):
             found.append((method, 1))
@@ -367,8 +385,9 @@ def variants(methods: list[str], groups: list[int]) -> list[tuple[str, int]]:
 
 
 def work(options: argparse.Namespace) -> None:
-    """One process: compile every variant, wait for the others, then time each alone."""
+    """One process: compile every variant, wait for the others, then time all, alone."""
     warnings.filterwarnings("ignore")
+    started = time.time()
     tokens = options.tokens
     setting = Setting(options.models[0], options.finetune[0], options.lengths[0], tokens)
     key = {
@@ -376,7 +395,7 @@ def work(options: argparse.Namespace) -> None:
         "finetune": options.finetune[0],
         "sequence_length": options.lengths[0],
     }
-    steps: dict[tuple[str, int], Step] = {}
+    steps: dict[Variant, Step] = {}
     todo = variants(options.methods, options.groups)
     if setting.on_gpu:
         for variant in todo:
@@ -386,12 +405,18 @@ def work(options: argparse.Namespace) -> None:
                     steps[variant] = compiled(setting, variant)
                 except Exception as error:
                     print("failed", variant, f"{type(error).__name__}: {error}"[:300], flush=True)
-                print("compiled", key, variant, f"{time.time() - began:.0f} s", flush=True)
+                took, age = time.time() - began, time.time() - started
+                print("compiled", key, variant, f"{took:.0f} s, at {age:.0f} s", flush=True)
         meet(options)
         todo = [variant for variant in todo if variant in steps or variant[0] not in GRAPHED]
     with open(options.work_dir / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        rows = [row for row in (timed(setting, v, steps, options) for v in todo) if row]
+        # Of the others, some change the model, and on a GPU all need much memory of their own.
+        together = GRAPHED if setting.on_gpu else ("ordinary", "eager", "userdp", "userdp-merged")
+        rows = in_turns(setting, [v for v in todo if v[0] in together], steps, options)
+        steps.clear()
+        rows += alone(setting, [v for v in todo if v[0] not in together], options)
+        print("timed", key, f"at {time.time() - started:.0f} s", flush=True)
     floor = next((row["milliseconds"] for row in rows if row["method"] == "ordinary"), None)
     rate = matrix_rate() if setting.on_gpu else None
     for row in rows:
@@ -406,7 +431,7 @@ def work(options: argparse.Namespace) -> None:
         out.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def compiled(setting: Setting, variant: tuple[str, int]) -> Step:
+def compiled(setting: Setting, variant: Variant) -> Step:
     """A step that has run once; other processes may hold the device's memory for a moment."""
     step = setting.make(*variant)
     for attempt in range(ATTEMPTS):
@@ -423,43 +448,76 @@ def compiled(setting: Setting, variant: tuple[str, int]) -> Step:
     return step
 
 
-def timed(
-    setting: Setting,
-    variant: tuple[str, int],
-    steps: dict[tuple[str, int], Step],
-    options: argparse.Namespace,
-) -> dict[str, Any] | None:
-    """The time and memory of one variant, or None with the reason printed."""
-    method, group_size = variant
-    setting.cleanup = lambda: None
-    row: dict[str, Any] = {"method": method, "group_size": group_size, "peak_gib": None}
-    try:
+def in_turns(
+    setting: Setting, todo: list[Variant], steps: dict[Variant, Step], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Rows of the variants whose ratios to each other matter: all are timed in the same rounds."""
+    rows: list[dict[str, Any]] = []
+    ready: list[Step] = []
+    # One pool: a graph's memory is free for the others while it does not run.
+    pool = torch.cuda.graph_pool_handle() if setting.on_gpu else None
+    for variant in todo:
+        with reported(variant):
+            step = steps.get(variant) or setting.make(*variant)
+            row = new_row(setting, variant, step)
+            if setting.on_gpu:
+                if options.profile:
+                    profile(step, " ".join(map(str, (*setting.name, *variant))))
+                step = captured(step, pool)
+            rows.append(row)
+            ready.append(step)
+    times = interleaved(ready, options.repetitions, setting.on_gpu)
+    return [row | {"milliseconds": took} for row, took in zip(rows, times, strict=True)]
+
+
+def captured(step: Step, pool: Any) -> Step:
+    """The step as one CUDA graph."""
+    graph = Graph(lambda _: step(), [], pool=pool)
+    clear()
+    return lambda: graph([])
+
+
+def alone(
+    setting: Setting, todo: list[Variant], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Rows of variants that are timed one after the other."""
+    rows: list[dict[str, Any]] = []
+    for variant in todo:
+        setting.cleanup = lambda: None
         clear()
-        step = steps.pop(variant, None) or setting.make(method, group_size)
+        with reported(variant):
+            step = setting.make(*variant)
+            row = new_row(setting, variant, step)
+            row["milliseconds"] = milliseconds(step, options.repetitions, setting.on_gpu)
+            rows.append(row)
+        step = None
+        setting.cleanup()
+    return rows
+
+
+def new_row(setting: Setting, variant: Variant, step: Step) -> dict[str, Any]:
+    """The variant's name and the peak memory of one of its steps, not captured."""
+    method, group_size = variant
+    row: dict[str, Any] = {"method": method, "group_size": group_size, "peak_gib": None}
+    clear()
+    step()
+    if setting.on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
         step()
-        if setting.on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            step()
-            torch.cuda.synchronize()
-            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            if options.profile and method in GRAPHED:
-                profile(
-                    step,
-                    f"{options.models[0]} {options.finetune[0]} {options.lengths[0]} {variant}",
-                )
-            if method in GRAPHED:
-                graph = Graph(lambda _: step(), [], pool=None)
-                step = lambda: graph([])  # noqa: E731
-        row["milliseconds"] = milliseconds(step, options.repetitions, setting.on_gpu)
-        return row
+        torch.cuda.synchronize()
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    clear()
+    return row
+
+
+@contextlib.contextmanager
+def reported(variant: Variant) -> Iterator[None]:
+    """A variant that fails is said to, and left out."""
+    try:
+        yield
     except Exception as error:
         print("failed", variant, f"{type(error).__name__}: {error}"[:300], flush=True)
-        return None
-    finally:
-        setting.cleanup()
-        step = graph = None
-        clear()
 
 
 def profile(step: Step, title: str) -> None:
@@ -513,7 +571,7 @@ def main() -> None:
         + ([] if gpu else ["plain", "vmap", "ghost", "opacus", "opacus-ghost"]),
     )
     parser.add_argument("--tokens", type=int, default=16384 if gpu else 4096)
-    parser.add_argument("--repetitions", type=int, default=9 if gpu else 4)
+    parser.add_argument("--repetitions", type=int, default=9 if gpu else 3)
     parser.add_argument("--repeats", type=int, default=1, help="processes a setting")
     parser.add_argument("--side-by-side", type=int, default=8, help="processes at once")
     parser.add_argument("--patience", type=float, default=300)
@@ -616,6 +674,9 @@ def run_side_by_side(
     settings: list[SettingName], scratch: Path, options: argparse.Namespace
 ) -> None:
     """Start one process a setting and wait for all."""
+    # Each would start as many compilers as there are cores.
+    threads = max(1, (os.cpu_count() or 1) // len(settings))
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)} | os.environ
     running = [
         subprocess.Popen(
             [sys.executable, __file__, "--models", model, "--finetune", finetune]
@@ -623,7 +684,8 @@ def run_side_by_side(
             + ["--methods", ",".join(options.methods), "--tokens", str(options.tokens)]
             + ["--repetitions", str(options.repetitions), "--patience", str(options.patience)]
             + ["--work-dir", str(scratch), "--processes", str(len(settings))]
-            + (["--profile"] if options.profile else [])
+            + (["--profile"] if options.profile else []),
+            env=environment,
         )
         for model, finetune, length, groups in settings
     ]
