@@ -102,6 +102,15 @@ def test_a_kernel_that_fails_its_trial_is_not_used(
         assert not trial(torch.device("cpu"), dtype)
 
 
+def test_a_full_device_is_not_the_kernels_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(products, "_hopper", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        products._hopper_works.__wrapped__(torch.device("cpu"), torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("shape", "change", "wanted"),
     [
