@@ -394,23 +394,17 @@ def work(options: argparse.Namespace) -> None:
     """One process: compile every variant, wait for the others, then time all, alone."""
     warnings.filterwarnings("ignore")
     started = time.time()
-    tokens = options.tokens
-    setting = Setting(options.models[0], options.finetune[0], options.lengths[0], tokens)
-    key = {
-        "model": options.models[0],
-        "finetune": options.finetune[0],
-        "sequence_length": options.lengths[0],
-    }
+    name = (options.models[0], options.finetune[0], options.lengths[0])
+    setting = Setting(*name, options.tokens)
+    key = dict(zip(("model", "finetune", "sequence_length"), name, strict=True))
     steps: dict[Variant, Step] = {}
     todo = variants(options.methods, options.groups)
     if setting.on_gpu:
         for variant in todo:
             if variant[0] in GRAPHED:
                 began = time.time()
-                try:
+                with reported(variant):
                     steps[variant] = compiled(setting, variant)
-                except Exception as error:
-                    print("failed", variant, f"{type(error).__name__}: {error}"[:300], flush=True)
                 took, age = time.time() - began, time.time() - started
                 print("compiled", key, variant, f"{took:.0f} s, at {age:.0f} s", flush=True)
         meet(options)
@@ -430,7 +424,7 @@ def work(options: argparse.Namespace) -> None:
         row["unit"] = "record" if row["group_size"] == 1 else "user"
         row["ratio"] = row["milliseconds"] / floor if floor else None
         row["tokens_per_second"] = setting.rows * setting.length / row["milliseconds"] * 1000
-        if rate and options.finetune[0] == "full":
+        if rate and key["finetune"] == "full":
             row["share_of_matrix_rate"] = flops(setting) / row["milliseconds"] / 1e9 / rate
         print(json.dumps(row), flush=True)
     with open(options.work_dir / "rows.jsonl", "a") as out:
