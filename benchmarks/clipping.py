@@ -172,6 +172,8 @@ class Setting:
         return Users(batch=self.batch, weights=weights, count=self.rows // group_size)
 
     def userdp_merged(self, group_size: int) -> Step:
+        if self.name[1] != "lora":
+            raise ValueError("there is no LoRA to merge")
         return self.userdp(group_size, replace(self.execution, merge_lora=True))
 
     def userdp(self, group_size: int, execution: Execution | None = None) -> Step:
