@@ -119,6 +119,11 @@ def build(name: str, finetune: str, device: torch.device) -> nn.Module:
     return model.to(device).eval()
 
 
+def num_rows(tokens: int, length: int) -> int:
+    """Rows of a batch."""
+    return max(1, tokens // length)
+
+
 class Setting:
     """One model, way of fine-tuning and sequence length, and the steps to compare on it."""
 
@@ -128,8 +133,8 @@ class Setting:
         self.dtype = torch.bfloat16 if self.on_gpu else None
         self.model = build(name, finetune, self.device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.name = (name, finetune, length)
-        self.length, self.rows = length, max(1, tokens // length)
+        self.key = {"model": name, "finetune": finetune, "sequence_length": length}
+        self.length, self.rows = length, num_rows(tokens, length)
         vocabulary = vocabulary_size(self.model)
         torch.manual_seed(1)
         self.ids = torch.randint(0, vocabulary, (self.rows, length), device=self.device)
@@ -172,7 +177,7 @@ class Setting:
         return Users(batch=self.batch, weights=weights, count=self.rows // group_size)
 
     def userdp_merged(self, group_size: int) -> Step:
-        if self.name[1] != "lora":
+        if self.key["finetune"] != "lora":
             raise ValueError("there is no LoRA to merge")
         return self.userdp(group_size, replace(self.execution, merge_lora=True))
 
@@ -396,9 +401,9 @@ def work(options: argparse.Namespace) -> None:
     """One process: compile every variant, wait for the others, then time all, alone."""
     warnings.filterwarnings("ignore")
     started = time.time()
-    name = (options.models[0], options.finetune[0], options.lengths[0])
-    setting = Setting(*name, options.tokens)
-    key = dict(zip(("model", "finetune", "sequence_length"), name, strict=True))
+    tokens = options.tokens
+    setting = Setting(options.models[0], options.finetune[0], options.lengths[0], tokens)
+    key = setting.key
     steps: dict[Variant, Step] = {}
     todo = variants(options.methods, options.groups)
     if setting.on_gpu:
@@ -464,7 +469,7 @@ def in_turns(
             row = new_row(setting, variant, step)
             if setting.on_gpu:
                 if options.profile:
-                    profile(step, " ".join(map(str, (*setting.name, *variant))))
+                    profile(step, " ".join(map(str, (*setting.key.values(), *variant))))
                 step = captured(step, pool)
             rows.append(row)
             ready.append(step)
@@ -557,7 +562,6 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     words = lambda text: text.split(",")  # noqa: E731
-    numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
     parser.add_argument("--models", type=words, default=["gpt2"] if gpu else ["gpt2-tiny"])
     parser.add_argument(
         "--settings",
@@ -565,22 +569,22 @@ def main() -> None:
         help="model:finetune:length or model:finetune:length:groups (1/4/16) instead of a grid",
     )
     parser.add_argument("--finetune", type=words, default=["lora", "full"])
-    parser.add_argument("--lengths", type=numbers, default=[128, 1024] if gpu else [64])
-    parser.add_argument("--groups", type=numbers, default=[1, 4, 16])
+    parser.add_argument("--lengths", type=counts, default=[128, 1024] if gpu else [64])
+    parser.add_argument("--groups", type=counts, default=[1, 4, 16])
     parser.add_argument(
         "--methods",
         type=words,
         default=["ordinary", "eager", "userdp"]
         + ([] if gpu else ["plain", "vmap", "ghost", "opacus", "opacus-ghost"]),
     )
-    parser.add_argument("--tokens", type=int, default=16384 if gpu else 4096)
-    parser.add_argument("--repetitions", type=int, default=9 if gpu else 6)
-    parser.add_argument("--repeats", type=int, default=1, help="processes a setting")
-    parser.add_argument("--side-by-side", type=int, default=8, help="processes at once")
+    parser.add_argument("--tokens", type=count, default=16384 if gpu else 4096)
+    parser.add_argument("--repetitions", type=count, default=9 if gpu else 6)
+    parser.add_argument("--repeats", type=count, default=1, help="processes a setting")
+    parser.add_argument("--side-by-side", type=count, default=8, help="processes at once")
     parser.add_argument("--patience", type=float, default=300)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="an SVG of the ratios")
+    parser.add_argument("--json", type=new_file)
+    parser.add_argument("--plot", type=new_file, help="an SVG of the ratios")
     parser.add_argument("--work-dir", type=Path)
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
@@ -591,7 +595,7 @@ def main() -> None:
     settings: list[SettingName] = [(*setting, options.groups) for setting in grid]
     if options.settings:
         settings = [(*setting, groups or options.groups) for *setting, groups in options.settings]
-    refuse_unknown(parser, settings, options.methods)
+    refuse_wrong(parser, settings, options)
     settings *= options.repeats
     rows: list[dict[str, Any]] = []
     width = options.side_by_side if gpu else 1
@@ -606,6 +610,29 @@ def main() -> None:
             options.json.write_text(json.dumps(medians(rows), indent=1) + "\n")
         if options.plot:
             options.plot.write_text(picture(medians(rows)))
+    if not rows:
+        sys.exit("nothing could be measured")
+
+
+def count(text: str) -> int:
+    """A number from one on, as the command line gives it."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def counts(text: str) -> list[int]:
+    """Several, between commas."""
+    return [count(part) for part in text.split(",")]
+
+
+def new_file(text: str) -> Path:
+    """Where something is written at the end: its folder is there now."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path
 
 
 def setting_names(text: str) -> list[tuple[str, str, int, list[int] | None]]:
@@ -614,8 +641,8 @@ def setting_names(text: str) -> list[tuple[str, str, int, list[int] | None]]:
     for name in text.split(","):
         try:
             model, finetune, length, *rest = name.split(":")
-            groups = [int(group) for part in rest for group in part.split("/")]
-            found.append((model, finetune, int(length), groups or None))
+            groups = [count(group) for part in rest for group in part.split("/")]
+            found.append((model, finetune, count(length), groups or None))
         except ValueError as error:
             raise argparse.ArgumentTypeError(
                 f"{name!r} is not model:finetune:length or model:finetune:length:groups"
@@ -623,18 +650,23 @@ def setting_names(text: str) -> list[tuple[str, str, int, list[int] | None]]:
     return found
 
 
-def refuse_unknown(
-    parser: argparse.ArgumentParser, settings: list[SettingName], methods: list[str]
+def refuse_wrong(
+    parser: argparse.ArgumentParser, settings: list[SettingName], options: argparse.Namespace
 ) -> None:
-    """End with the names there are if one is not among them."""
+    """End before anything runs: an unknown name, or groups that do not go into the rows."""
     asked = {
         "model": ({model for model, *_ in settings}, (*GPT2, *LLAMA)),
         "way of fine-tuning": ({finetune for _, finetune, *_ in settings}, ("lora", "full")),
-        "method": (set(methods), METHODS),
+        "method": (set(options.methods), METHODS),
     }
     for what, (names, known) in asked.items():
         if unknown := sorted(names - set(known)):
             parser.error(f"no such {what}: {unknown[0]!r}; there are {', '.join(known)}")
+    for _, _, length, groups in settings:
+        rows = num_rows(options.tokens, length)
+        for group in groups:
+            if rows % group:
+                parser.error(f"{rows} rows of {length} tokens are not users of {group} rows each")
 
 
 KEY = ("model", "finetune", "unit", "group_size", "sequence_length", "method")

@@ -1,4 +1,4 @@
-"""The benchmark of clipping keeps its rows' keys and refuses names it does not know."""
+"""The benchmark of clipping keeps its rows' keys and refuses what it cannot measure."""
 
 from __future__ import annotations
 
@@ -43,16 +43,33 @@ def test_rows_say_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("--methods", "userpd"), ("--models", "gpt3"), ("--settings", "gpt2-tiny:half:16")],
+    ("option", "value", "reason"),
+    [
+        ("--methods", "userpd", "no such method: 'userpd'; there are ordinary"),
+        ("--models", "gpt3", "no such model: 'gpt3'; there are gpt2"),
+        ("--settings", "gpt2-tiny:half:16", "no such way of fine-tuning: 'half'; there are lora"),
+        ("--settings", "gpt2-tiny", "is not model:finetune:length"),
+        ("--repetitions", "0", "0 is less than 1"),
+        ("--lengths", "16,0", "0 is less than 1"),
+        ("--groups", "3", "8 rows of 16 tokens are not users of 3 rows each"),
+        ("--groups", "16", "8 rows of 16 tokens are not users of 16 rows each"),
+        ("--json", "nowhere/rows.json", "there is no folder nowhere"),
+    ],
 )
-def test_unknown_names_are_refused_before_anything_runs(
+def test_what_cannot_be_measured_is_refused_before_anything_runs(
     option: str,
     value: str,
+    reason: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        run(monkeypatch, option, value)
+        run(monkeypatch, *SMALL.split(), option, value)
     assert stopped.value.code == 2
-    assert "there are" in capsys.readouterr().err
+    assert reason in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_in_which_all_failed_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Longer than the model's positions.
+    with pytest.raises(SystemExit, match="nothing could be measured"):
+        run(monkeypatch, *SMALL.split(), "--tokens", "8192", "--lengths", "2048")
