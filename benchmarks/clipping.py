@@ -412,8 +412,8 @@ def work(options: argparse.Namespace) -> None:
                 began = time.time()
                 with reported(variant):
                     steps[variant] = compiled(setting, variant)
-                took, age = time.time() - began, time.time() - started
-                print("compiled", key, variant, f"{took:.0f} s, at {age:.0f} s", flush=True)
+                    took, age = time.time() - began, time.time() - started
+                    print("compiled", key, variant, f"{took:.0f} s, at {age:.0f} s", flush=True)
         meet(options)
         todo = [variant for variant in todo if variant in steps or variant[0] not in GRAPHED]
     with open(options.work_dir / "lock", "w") as lock:
