@@ -422,6 +422,8 @@ def work(options: argparse.Namespace) -> None:
         together = GRAPHED if setting.on_gpu else ("ordinary", "eager", "userdp", "userdp-merged")
         rows = in_turns(setting, [v for v in todo if v[0] in together], steps, options)
         steps.clear()
+        # Also for the process that is next.
+        clear()
         rows += alone(setting, [v for v in todo if v[0] not in together], options)
         print("timed", key, f"at {time.time() - started:.0f} s", flush=True)
     floor = next((row["milliseconds"] for row in rows if row["method"] == "ordinary"), None)

@@ -6,8 +6,9 @@ still in registers, and that while the tensor cores work on other values.
 
 In each multiprocessor three groups of warps share the work. One fetches tiles of both factors into
 a ring of buffers. Two multiply, taking turns: while one rounds, squares and writes its tile of a
-gradient, the other has the tensor cores. Which group may touch which memory is told by barriers in
-shared memory, each with a phase that flips as often as all it waits for has arrived.
+gradient, the other has the tensor cores. It is woken a little before, so that they need not wait.
+Which group may touch which memory is told by barriers in shared memory, each with a phase that
+flips as often as all it waits for has arrived.
 
 Written in Gluon, Triton's lower level: in Triton itself the gain is half as large. Gluon is young,
 so `products` tries the kernel before it is used.
@@ -42,6 +43,9 @@ _STAGES = 5
 # Tiles next to each other, across the longer side of a gradient, that are computed at the same
 # time: they find their factors in the cache.
 _NEIGHBOURS = gl.constexpr(8)
+# So many products before its last a group lets the other begin: what is under way then keeps the
+# tensor cores busy until the other is awake. Of 0, 1, 2 and 4 the fastest.
+_AHEAD = gl.constexpr(2)
 # More than what the 42 roundings of a tile's sum may lose.
 _RAISED = gl.constexpr(1 + 2.0**-18)
 # Registers of a thread at the start; those that multiply then take most of what the fetching warp
@@ -140,9 +144,10 @@ def _multiply(
         if WHICH == 1:
             step += _steps(tile - stride, sizes, ends, EQUAL, DEPTH)
         total = gl.zeros((TILE, TILE), dtype=gl.float32, layout=layout)
-        # The other group has issued all products of its tile. The first has the first turn.
+        # The other group has issued almost all products of its tile. The first has the first turn.
         turn = tile // stride // 2
         mbarrier.wait(turns.index(WHICH), (turn & 1) ^ (1 - WHICH))
+        mbarrier.arrive(turns.index(1 - WHICH), pred=steps == 0)
         for i in range(steps):
             stage = step % STAGES
             mbarrier.wait(filled.index(stage), (step // STAGES) & 1)
@@ -156,8 +161,8 @@ def _multiply(
             total = warpgroup_mma_wait(1, (total,))
             # All products but this one are done: what the last one read may be overwritten.
             mbarrier.arrive(emptied.index((step + STAGES - 1) % STAGES), pred=i > 0)
+            mbarrier.arrive(turns.index(1 - WHICH), pred=i == max(steps - _AHEAD, 1) - 1)
             step += 1
-        mbarrier.arrive(turns.index(1 - WHICH))
         total = warpgroup_mma_wait(0, (total,))
         mbarrier.arrive(emptied.index((step + STAGES - 1) % STAGES), pred=steps > 0)
         rounded = total.to(gradients.dtype)

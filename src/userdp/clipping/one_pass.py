@@ -42,6 +42,9 @@ from userdp.updates import Batch, wide_dtype
 GRAM_TILE = 128
 PRODUCTS_A_SCALED_VALUE = 720
 PRODUCTS_A_STORED_VALUE = 600
+# Of a head that shares the embedding's weight: for every two tokens of a user, one output gradient
+# is picked out of the vocabulary (`triton_inner`).
+PRODUCTS_A_PICKED_VALUE = 20_000
 # Values of a stored gradient, of all rows together, up to which it is stored by row.
 MOST_BY_ROW = 2**25
 
@@ -103,9 +106,13 @@ class OnePass:
             if own is parameter
         )
 
+    def _is_tied(self, layer: Layer) -> bool:
+        """Whether it is an embedding or a head, and the other has the same weight."""
+        return any(layer in tie for tie in self._ties)
+
     def _used_once(self, layer: Layer) -> bool:
         """Whether the layer alone sees the whole gradient of its weights (ties counted apart)."""
-        tied = any(layer in tie for tie in self._ties)
+        tied = self._is_tied(layer)
         uses = {name: self._times_used(p) for name, p in layer.parameters.items()}
         return all(
             times == 1 or (tied and name == "weight" and times == 2) for name, times in uses.items()
@@ -190,7 +197,7 @@ class OnePass:
             layer.rule is Product and name == "weight" for layer, name in layers
         ):
             return False
-        tied = any(layer in tie for layer, _ in layers for tie in self._ties)
+        tied = any(self._is_tied(layer) for layer, _ in layers)
         if tied or weight.numel() * self._rows <= MOST_BY_ROW:
             return tied
         return is_aligned(weight, max(self._padding(layer) for layer, _ in layers))
@@ -236,10 +243,7 @@ class OnePass:
         tokens = self._typical_tokens(self._called[layer.module])
         inputs, _ = _widths(layer.module, weight)
         outputs = self._outputs_of_input(layer)
-        values, stored = tokens * (inputs + sum(outputs)), inputs * sum(outputs)
-        scaled = tokens * (inputs if len(outputs) > 1 else min(inputs, *outputs))
-        cost = (tokens + GRAM_TILE) * values + PRODUCTS_A_SCALED_VALUE * scaled
-        return values <= stored and cost < PRODUCTS_A_STORED_VALUE * stored
+        return pair_is_cheaper(tokens, inputs, outputs, tied=self._is_tied(layer))
 
     def _outputs_of_input(self, layer: Layer) -> list[int]:
         """The widths of all products of the layer's input: pairs share it, and its Gram matrix."""
@@ -394,6 +398,19 @@ def is_aligned(weight: Tensor, padding: int) -> bool:
     """Whether CUDA's grouped products take a weight of this shape, so many rows added, uncopied."""
     first, second = weight.shape
     return (first + padding) % 8 == 0 and second % 8 == 0
+
+
+def pair_is_cheaper(tokens: float, inputs: int, outputs: Sequence[int], *, tied: bool) -> bool:
+    """Whether a GPU is done sooner with pairs than with stored gradients, and they are not larger.
+
+    Of a user with so many tokens, and of all products of one input; `tied` to the embedding.
+    """
+    values, stored = tokens * (inputs + sum(outputs)), inputs * sum(outputs)
+    scaled = tokens * (inputs if len(outputs) > 1 else min(inputs, *outputs))
+    cost = (tokens + GRAM_TILE) * values + PRODUCTS_A_SCALED_VALUE * scaled
+    if tied:
+        cost += tokens**2 * (4 * inputs + PRODUCTS_A_PICKED_VALUE)
+    return values <= stored and cost < PRODUCTS_A_STORED_VALUE * stored
 
 
 def _probe(like: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
