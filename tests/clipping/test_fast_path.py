@@ -139,7 +139,7 @@ def test_user_of_a_hundred_long_records_is_clipped_once(name: str) -> None:
         (1024, 1024, [4096], False, False),
         (512, 1024, [1024], False, False),
         (512, 1024, [50304], True, True),
-        # On an H200, beyond the ordinary product: a pair 5.4 ms, 1.2 of them for the tie; stored 3.9.
+        # On an H200, beyond the ordinary product: a pair 5.4 ms (the tie 1.2 of them), stored 3.9.
         (1024, 2048, [128256], True, False),
         # A pair would be the larger.
         (1024, 768, [50304], False, False),
