@@ -328,7 +328,7 @@ KEEP_MEMORY = {
 
 def milliseconds(step: Step, repetitions: int, on_gpu: bool) -> float:
     """The median time of a step; the first is not counted."""
-    return statistics.median([elapsed(step, on_gpu) for _ in range(repetitions + 1)][1:])
+    return statistics.median(in_a_row(step, repetitions + 1, on_gpu)[1:])
 
 
 def interleaved(steps: list[Step], repetitions: int, on_gpu: bool) -> list[float]:
@@ -340,22 +340,29 @@ def interleaved(steps: list[Step], repetitions: int, on_gpu: bool) -> list[float
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(-(-repetitions // 2)):
         for step, own in zip(steps, times, strict=True):
-            own += [elapsed(step, on_gpu) for _ in range(3)][1:]
+            own += in_a_row(step, 3, on_gpu)[1:]
     return [statistics.median(own) for own in times]
 
 
-def elapsed(step: Step, on_gpu: bool) -> float:
-    """Milliseconds that a step takes."""
+def in_a_row(step: Step, times: int, on_gpu: bool) -> list[float]:
+    """Milliseconds that each of so many steps takes.
+
+    As in training, a GPU has the next when one ends: what it costs to launch a graph of thousands
+    of kernels is not seen but for the first.
+    """
     if on_gpu:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        stop.record()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            step()
+            mark.record()
         torch.cuda.synchronize()
-        return start.elapsed_time(stop)
-    began = time.perf_counter()
-    step()
-    return 1000 * (time.perf_counter() - began)
+        return [start.elapsed_time(stop) for start, stop in itertools.pairwise(marks)]
+    clock = [time.perf_counter()]
+    for _ in range(times):
+        step()
+        clock.append(time.perf_counter())
+    return [1000 * (stop - start) for start, stop in itertools.pairwise(clock)]
 
 
 def matrix_rate() -> float:

@@ -2,9 +2,10 @@
 
 A run samples ragged Poisson cohorts, loads and packs their rows, clips, draws the noise, writes the
 ledger to disk and steps the optimizer. Its tokens per second, once every batch shape has been seen,
-are compared with those of the bare step (gradients and clipping) on full batches in the same
-process; `useful` counts tokens of records, `padded` also what padding adds. Records fill their rows
-but for a user's last, or with `--short` are as short as posts and chat messages are.
+are compared with those of the bare step (gradients and clipping) on full batches; `useful` counts
+tokens of records, `padded` also what padding adds. The two take turns in one process, each for some
+seconds: a device that has just begun to work may run at a higher clock. Records fill their rows but
+for a user's last, or with `--short` are as short as posts and chat messages are.
 
 Run: python benchmarks/training_run.py [--short] [--join yes] [--json FILE]   (CPU: a tiny model)
 """
@@ -15,13 +16,13 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from clipping import CLIP, Setting, milliseconds
-from userdp.clipping.compiled import Graph
+from clipping import CLIP, Setting, Step, captured
 from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.data.tokens import TokenRows
 from userdp.ledger import Ledger
@@ -68,7 +69,7 @@ def main() -> None:
     options = parser.parse_args()
     tokens = 16_384 if gpu else 2_048
     setting = Setting(options.model, options.finetune, options.length, tokens)
-    bare = bare_rate(setting, options.group_size)
+    bare = Bare.of(setting, options.group_size)
 
     rows = ragged_rows(5_000, options.length, options.group_size, 2_000, short=options.short)
     plan = Plan.sample_users(
@@ -98,16 +99,16 @@ def main() -> None:
             ledger=ledger,
             secret=secret,
         )
-        rates = run(step, rows, options.warm, options.stretch)
+        rates = run(step, rows, bare, options.warm, options.stretch)
         ledger.close()
     row = {
         "model": options.model,
         "finetune": options.finetune,
         "group_size": options.group_size,
         "sequence_length": options.length,
-        "bare_tokens_per_second": bare,
-        "useful_share": rates["useful"] / bare,
-        "padded_share": rates["padded"] / bare,
+        "bare_tokens_per_second": bare.rate,
+        "useful_share": rates["useful"] / bare.rate,
+        "padded_share": rates["padded"] / bare.rate,
         "cohort": options.cohort,
         "short": options.short,
         "join": options.join,
@@ -118,20 +119,45 @@ def main() -> None:
         options.json.write_text(json.dumps([row], indent=1) + "\n")
 
 
-def bare_rate(setting: Setting, group_size: int) -> float:
-    """Tokens per second of the gradients and their clipping on full batches."""
-    step = setting.userdp(group_size)
-    step()
-    if setting.on_gpu:
-        graph = Graph(lambda _: step(), [], pool=None)
-        took = milliseconds(lambda: graph([]), 9, on_gpu=True)
-    else:
-        took = milliseconds(step, 5, on_gpu=False)
-    return setting.rows * setting.length / took * 1000
+@dataclass
+class Bare:
+    """Gradients and their clipping on full batches, and how long they took."""
+
+    step: Step
+    tokens: int
+    batches: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, setting: Setting, group_size: int) -> Bare:
+        """Compiled, and captured where there are graphs."""
+        step = setting.userdp(group_size)
+        step()
+        if setting.on_gpu:
+            step = captured(step, None)
+        return cls(step=step, tokens=setting.rows * setting.length)
+
+    def run(self, tokens: int) -> None:
+        """So many tokens, to the next batch."""
+        batches = max(1, round(tokens / self.tokens))
+        synchronise()
+        began = time.perf_counter()
+        for _ in range(batches):
+            self.step()
+        synchronise()
+        self.seconds += time.perf_counter() - began
+        self.batches += batches
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.batches * self.tokens / self.seconds
 
 
-def run(step: PrivateStep, rows: TokenRows, warm: int, together: int) -> dict[str, float]:
-    """Useful and padded tokens per second after the first `warm` steps.
+def run(
+    step: PrivateStep, rows: TokenRows, bare: Bare, warm: int, together: int
+) -> dict[str, float]:
+    """Useful and padded tokens per second after the first `warm` steps, in turns with the bare one.
 
     Steps that bring a shape not seen before (and compile it) are left out.
     """
@@ -171,7 +197,10 @@ def run(step: PrivateStep, rows: TokenRows, warm: int, together: int) -> dict[st
             sums["padded"] += padded[0]
             sums["steps"] += stretch["steps"]
             rate = sums["useful"] / sums["seconds"]
-            print(f"{sums['steps']} steps: {rate:.0f} tokens a second", flush=True)
+            bare.run(padded[0])
+            print(
+                f"{sums['steps']} steps: {rate:.0f} tokens a second of {bare.rate:.0f}", flush=True
+            )
             begin()
     assert sums["steps"], "every stretch of steps brought a new shape: run more"
     return {name: sums[name] / sums["seconds"] for name in ("useful", "padded")} | {
