@@ -14,7 +14,7 @@ Methods, all giving gradients of the same 16,384 tokens in bfloat16 (CPU: 4,096 
 
 Times are CUDA-event medians; peak memory is that of one ungraphed step. Each setting runs in
 processes of its own, which compile side by side and are timed one at a time. Captured steps take
-turns, so that clocks that drift do not favour one of them.
+turns of a second, so that clocks that drift do not favour one of them.
 
 Run: python benchmarks/clipping.py            (CPU: a small version, two minutes)
      python benchmarks/clipping.py --models gpt2 --finetune full --lengths 128 --json out.json
@@ -28,6 +28,7 @@ import fcntl
 import gc
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -318,6 +319,7 @@ class Setting:
 GRAPHED = ("ordinary", "userdp", "userdp-merged", "ghost")
 METHODS = (*GRAPHED, "eager", "plain", "vmap", "opacus", "opacus-ghost")
 ATTEMPTS = 8
+SECONDS_A_TURN = 1.0
 # What is freed is kept for the next step (glibc): a fifth of a CPU's step, of any method, goes into
 # memory that the system takes back and gives out again, and most of the noise.
 KEEP_MEMORY = {
@@ -334,13 +336,19 @@ def milliseconds(step: Step, repetitions: int, on_gpu: bool) -> float:
 def interleaved(steps: list[Step], repetitions: int, on_gpu: bool) -> list[float]:
     """The median time of each step.
 
-    Steps take turns, so that a drifting clock touches all alike: three times each, as in a run of
-    its own, of which the first time is not counted.
+    Steps take turns, so that slow drift touches all alike. A GPU's clock also follows the power
+    that a step draws: there a turn lasts long enough to settle at the step's own clock, as it would
+    in training. The first third of a turn is not counted.
     """
     times: list[list[float]] = [[] for _ in steps]
-    for _ in range(-(-repetitions // 2)):
+    turns = -(-repetitions // 2)
+    for _ in range(turns):
         for step, own in zip(steps, times, strict=True):
-            own += in_a_row(step, 3, on_gpu)[1:]
+            length = 3
+            if on_gpu:
+                (first,) = in_a_row(step, 1, on_gpu)
+                length = max(length, math.ceil(1000 * SECONDS_A_TURN / first))
+            own += in_a_row(step, length, on_gpu)[length // 3 :]
     return [statistics.median(own) for own in times]
 
 
@@ -587,7 +595,7 @@ def main() -> None:
         + ([] if gpu else ["plain", "vmap", "ghost", "opacus", "opacus-ghost"]),
     )
     parser.add_argument("--tokens", type=count, default=16384 if gpu else 4096)
-    parser.add_argument("--repetitions", type=count, default=9 if gpu else 6)
+    parser.add_argument("--repetitions", type=count, default=6)
     parser.add_argument("--repeats", type=count, default=1, help="processes a setting")
     parser.add_argument("--side-by-side", type=count, default=8, help="processes at once")
     parser.add_argument("--patience", type=float, default=300)

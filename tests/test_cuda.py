@@ -54,6 +54,15 @@ def test_cuda_noise_repeats_for_a_step_and_differs_between_steps() -> None:
     assert abs(correlation) < 0.004
 
 
+def test_cuda_noise_drawn_in_pieces_shares_no_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("userdp.noise.draw.PIECE", 250_000)
+    sample = _noise(5).numpy() / 2.0
+    assert kstest(sample[:100_000], "norm").pvalue > 0.001
+    # Six pairs of pieces; standard error 0.002: five of them, failure probability 3e-6 in all.
+    correlations = np.corrcoef(sample.reshape(4, -1)) - np.eye(4)
+    assert np.abs(correlations).max() < 0.01
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_without_noise_is_the_same_on_both_devices(dtype: torch.dtype) -> None:
     owners = [user for user in range(12) for _ in range(3)]

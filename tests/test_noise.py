@@ -87,6 +87,17 @@ def test_noise_is_added_to_the_value() -> None:
     torch.testing.assert_close(value - 100.0, zero, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("piece", [1, 7, 64])
+def test_noise_drawn_in_pieces_is_one_stream(
+    piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = "f8" if dtype == torch.float64 else "f4"
+    whole = SECRET.rng("noise", 3).standard_normal(64, dtype=kind)
+    monkeypatch.setattr("userdp.noise.draw.PIECE", piece)
+    assert np.array_equal(draw(SECRET, 3, 64, dtype), whole)
+
+
 def test_zero_deviation_changes_nothing() -> None:
     value = torch.randn(5)
     before = value.clone()

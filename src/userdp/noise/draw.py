@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from userdp.noise.secret import RunSecret
 
+# As many new numbers as a tensor has.
+Draw = Callable[[Tensor], Tensor]
+
 PURPOSE = "noise"
 NUMBER_PURPOSE = "noise on a number"
+# Numbers that are drawn at a time: as much noise as there are weights need not be held, and what is
+# drawn is still in a GPU's cache when it is added.
+PIECE = 2**23
 
 
 def add_gaussian_(values: Tensor, *, noise_stddev: float, secret: RunSecret, step: int) -> None:
@@ -18,8 +26,10 @@ def add_gaussian_(values: Tensor, *, noise_stddev: float, secret: RunSecret, ste
     """
     if noise_stddev == 0:
         return
-    draw = _cuda_normals if values.device.type == "cuda" else _cpu_normals
-    values.add_(draw(values, secret, step), alpha=noise_stddev)
+    make_draw = _cuda_normals if values.device.type == "cuda" else _cpu_normals
+    draw = make_draw(secret, step, values.device)
+    for piece in values.view(-1).split(PIECE):
+        piece.add_(draw(piece), alpha=noise_stddev)
 
 
 def noisy_number(value: float, *, noise_stddev: float, secret: RunSecret, step: int) -> float:
@@ -27,19 +37,23 @@ def noisy_number(value: float, *, noise_stddev: float, secret: RunSecret, step: 
     return value + noise_stddev * float(secret.rng(NUMBER_PURPOSE, step).standard_normal())
 
 
-def _cpu_normals(like: Tensor, secret: RunSecret, step: int) -> Tensor:
+def _cpu_normals(secret: RunSecret, step: int, device: torch.device) -> Draw:
     # numpy's Philox takes a 128-bit key. torch's own CPU generator uses 32 bits of its seed, few
     # enough to try them all.
-    dtype = "f8" if like.dtype == torch.float64 else "f4"
-    normals = secret.rng(PURPOSE, step).standard_normal(tuple(like.shape), dtype=dtype)
-    return torch.from_numpy(normals).to(like.device)
+    rng = secret.rng(PURPOSE, step)
+
+    def draw(like: Tensor) -> Tensor:
+        dtype = "f8" if like.dtype == torch.float64 else "f4"
+        return torch.from_numpy(rng.standard_normal(len(like), dtype=dtype)).to(device)
+
+    return draw
 
 
-def _cuda_normals(like: Tensor, secret: RunSecret, step: int) -> Tensor:
+def _cuda_normals(secret: RunSecret, step: int, device: torch.device) -> Draw:
     # torch's CUDA generator is Philox with a 64-bit seed and a 64-bit offset that must be a
     # multiple of four; both come from the stream key.
     key = secret.stream_key(PURPOSE, step)
-    generator = torch.Generator(device=like.device)
+    generator = torch.Generator(device=device)
     generator.manual_seed(int.from_bytes(key[:8], "little"))
     generator.set_offset(int.from_bytes(key[8:], "little") // 8 * 4)
-    return torch.empty_like(like).normal_(generator=generator)
+    return lambda like: torch.empty_like(like).normal_(generator=generator)
