@@ -6,6 +6,7 @@ Methods, all giving gradients of the same 16,384 tokens in bfloat16 (CPU: 4,096 
     eager      ordinary training as most people run it: autocast, the model's own loss, backward
     userdp     this library's step: gradients, clipped per user, summed
     userdp-merged   the same with LoRA merged into its weights
+    userdp-checkpointed   the same with blocks run again in the backward pass, for their memory
     plain      one user at a time (the oracle)
     vmap       per-user gradients by torch.func
     ghost      two passes: norms first, then the gradient of the reweighted loss
@@ -182,16 +183,15 @@ class Setting:
             raise ValueError("there is no LoRA to merge")
         return self.userdp(group_size, replace(self.execution, merge_lora=True))
 
+    def userdp_checkpointed(self, group_size: int) -> Step:
+        return self.userdp(group_size, replace(self.execution, checkpoint_blocks=True))
+
     def userdp(self, group_size: int, execution: Execution | None = None) -> Step:
-        users = self.users(group_size)
+        users, execution = self.users(group_size), execution or self.execution
         if users.count == 1:
             alone = OneUser(self.model, self.parameters, CLIP)
-            return lambda *_: alone.add_clipped(
-                alone.gradient(users, self.execution), self.total.views
-            )
-        one_pass = OnePass(
-            self.model, self.parameters, CLIP, users, execution=execution or self.execution
-        )
+            return lambda *_: alone.add_clipped(alone.gradient(users, execution), self.total.views)
+        one_pass = OnePass(self.model, self.parameters, CLIP, users, execution=execution)
         return lambda *_: one_pass(users, self.total.roomy)
 
     def ghost(self, group_size: int) -> Step:
@@ -309,6 +309,7 @@ class Setting:
         by_users = {
             "userdp": self.userdp,
             "userdp-merged": self.userdp_merged,
+            "userdp-checkpointed": self.userdp_checkpointed,
             "plain": self.plain,
             "vmap": self.vmap,
             "ghost": self.ghost,
@@ -316,7 +317,8 @@ class Setting:
         return by_users[method](group_size)
 
 
-GRAPHED = ("ordinary", "userdp", "userdp-merged", "ghost")
+IN_TURNS = ("ordinary", "userdp", "userdp-merged", "userdp-checkpointed")
+GRAPHED = (*IN_TURNS, "ghost")
 METHODS = (*GRAPHED, "eager", "plain", "vmap", "opacus", "opacus-ghost")
 ATTEMPTS = 8
 SECONDS_A_TURN = 1.0
@@ -434,7 +436,7 @@ def work(options: argparse.Namespace) -> None:
     with open(options.work_dir / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         # Of the others, some change the model, and on a GPU all need much memory of their own.
-        together = GRAPHED if setting.on_gpu else ("ordinary", "eager", "userdp", "userdp-merged")
+        together = GRAPHED if setting.on_gpu else (*IN_TURNS, "eager")
         rows = in_turns(setting, [v for v in todo if v[0] in together], steps, options)
         steps.clear()
         # Also for the process that is next.
