@@ -128,7 +128,8 @@ def test_delta_above_one_over_n_is_cautioned() -> None:
 
 @pytest.mark.parametrize("expected", [0.5, 0.0, -1.0, 1001.0, math.nan, math.inf])
 def test_expected_cohort_must_lie_between_one_and_everybody(expected: float) -> None:
-    with pytest.raises(InputError, match=r"expected_cohort_size=\S+ of 1,000 users"):
+    remedy = "Lower" if expected > 1000 else "Raise"
+    with pytest.raises(InputError, match=rf"cohort_size=\S+ of 1,000 users.* {remedy} expected_c"):
         sample_users(expected_cohort_size=expected)
     with pytest.raises(InputError, match="expected_batch_size"):
         sample_records(expected_batch_size=expected if expected != 1001.0 else 4001.0)

@@ -490,7 +490,8 @@ def _check_counts(*, num_users: int, steps: int) -> None:
 
 def _check_expected(name: str, expected: float, total: int, what: str) -> None:
     if not 1 <= expected <= total:
+        remedy = f"Lower {name}, or use more {what}." if expected > total else f"Raise {name}."
         raise InputError(
             f"{name}={expected:g} of {total:,} {what}: a step needs at least 1 and at most all of "
-            f"them in expectation. Raise {name}, or use more {what}."
+            f"them in expectation. {remedy}"
         )
