@@ -181,6 +181,8 @@ class Setting:
     def userdp_merged(self, group_size: int) -> Step:
         if self.key["finetune"] != "lora":
             raise ValueError("there is no LoRA to merge")
+        if self.users(group_size).count == 1:
+            raise ValueError("a user that fills the batch is not computed with merged weights")
         return self.userdp(group_size, replace(self.execution, merge_lora=True))
 
     def userdp_checkpointed(self, group_size: int) -> Step:
@@ -439,12 +441,11 @@ def work(options: argparse.Namespace) -> None:
         together = GRAPHED if setting.on_gpu else (*IN_TURNS, "eager")
         rows = in_turns(setting, [v for v in todo if v[0] in together], steps, options)
         steps.clear()
-        # Also for the process that is next.
-        clear()
         rows += alone(setting, [v for v in todo if v[0] not in together], options)
+        rate = matrix_rate() if setting.on_gpu else None
         print("timed", key, f"at {time.time() - started:.0f} s", flush=True)
+        clear()
     floor = next((row["milliseconds"] for row in rows if row["method"] == "ordinary"), None)
-    rate = matrix_rate() if setting.on_gpu else None
     for row in rows:
         row |= key
         row["unit"] = "record" if row["group_size"] == 1 else "user"
@@ -533,7 +534,11 @@ def new_row(setting: Setting, variant: Variant, step: Step) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
-        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        peak = torch.cuda.max_memory_allocated()
+        if not method.startswith("userdp"):
+            # What clipped gradients are added up in is there for the others.
+            peak -= setting.total.values.nbytes
+        row["peak_gib"] = peak / 2**30
     clear()
     return row
 

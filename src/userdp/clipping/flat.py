@@ -1,4 +1,4 @@
-"""One contiguous buffer for all parameters, so that noise and sums are one operation each."""
+"""One contiguous buffer for all parameters: sums and noise need not go from tensor to tensor."""
 
 from __future__ import annotations
 
