@@ -687,10 +687,17 @@ def refuse_wrong(
         if unknown := sorted(names - set(known)):
             parser.error(f"no such {what}: {unknown[0]!r}; there are {', '.join(known)}")
     for _, _, length, groups in settings:
-        rows = num_rows(options.tokens, length)
         for group in groups:
-            if rows % group:
-                parser.error(f"{rows} rows of {length} tokens are not users of {group} rows each")
+            refuse_uneven(parser, options.tokens, length, group)
+
+
+def refuse_uneven(
+    parser: argparse.ArgumentParser, tokens: int, length: int, group_size: int
+) -> None:
+    """End if a batch is not made of whole users."""
+    rows = num_rows(tokens, length)
+    if rows % group_size:
+        parser.error(f"{rows} rows of {length} tokens are not users of {group_size} rows each")
 
 
 KEY = ("model", "finetune", "unit", "group_size", "sequence_length", "method")

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from clipping import CLIP, Setting, Step, captured
+from clipping import CLIP, GPT2, LLAMA, Setting, Step, captured, count, new_file, refuse_uneven
 from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.data.tokens import TokenRows
 from userdp.ledger import Ledger
@@ -53,21 +53,22 @@ def main() -> None:
     """Measure one setting."""
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--model", default="gpt2" if gpu else "gpt2-tiny")
-    parser.add_argument("--finetune", default="full")
-    parser.add_argument("--length", type=int, default=128 if gpu else 64)
-    parser.add_argument("--group-size", type=int, default=16 if gpu else 4)
-    parser.add_argument("--cohort", type=int, default=64 if gpu else 16)
-    parser.add_argument("--warm", type=int, default=60 if gpu else 2)
-    parser.add_argument("--steps", type=int, default=40 if gpu else 4)
+    parser.add_argument("--model", choices=[*GPT2, *LLAMA], default="gpt2" if gpu else "gpt2-tiny")
+    parser.add_argument("--finetune", choices=["lora", "full"], default="full")
+    parser.add_argument("--length", type=count, default=128 if gpu else 64)
+    parser.add_argument("--group-size", type=count, default=16 if gpu else 4)
+    parser.add_argument("--cohort", type=count, default=64 if gpu else 16)
+    parser.add_argument("--warm", type=count, default=60 if gpu else 2)
+    parser.add_argument("--steps", type=count, default=40 if gpu else 4)
     parser.add_argument(
-        "--stretch", type=int, default=10, help="steps timed together: the host may run ahead"
+        "--stretch", type=count, default=10, help="steps timed together: the host may run ahead"
     )
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--join", choices=["yes", "no"], help="as the device prefers if not given")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=new_file)
     options = parser.parse_args()
     tokens = 16_384 if gpu else 2_048
+    refuse_uneven(parser, tokens, options.length, options.group_size)
     setting = Setting(options.model, options.finetune, options.length, tokens)
     bare = Bare.of(setting, options.group_size)
 

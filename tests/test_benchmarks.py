@@ -1,4 +1,4 @@
-"""The benchmark of clipping keeps its rows' keys and refuses what it cannot measure."""
+"""The benchmarks of clipping and of runs keep their rows' keys, refuse what they cannot measure."""
 
 from __future__ import annotations
 
@@ -6,22 +6,31 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "clipping.py"
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SMALL = "--models gpt2-tiny --finetune full --lengths 16 --tokens 128 --groups 4 --repetitions 1"
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    """The benchmark, on whatever device there is; what it measures runs in processes of its own."""
-    spec = importlib.util.spec_from_file_location("benchmark_of_clipping", BENCHMARK)
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, name: str = "clipping") -> None:
+    """The benchmark, on whatever device there is."""
+    # One imports from the other.
+    modules = {each: load(monkeypatch, each) for each in ("clipping", "training_run")}
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    modules[name].main()
+
+
+def load(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+    """A benchmark as a module."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "argv", [str(BENCHMARK), *arguments])
-    module.main()
+    return module
 
 
 def test_rows_say_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,3 +82,39 @@ def test_a_run_in_which_all_failed_is_no_success(monkeypatch: pytest.MonkeyPatch
     # Longer than the model's positions.
     with pytest.raises(SystemExit, match="nothing could be measured"):
         run(monkeypatch, *SMALL.split(), "--tokens", "8192", "--lengths", "2048")
+
+
+def test_a_whole_run_is_compared_with_its_bare_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = tmp_path / "run.json"
+    sizes = "--length 16 --group-size 4 --cohort 4 --warm 2 --steps 2 --stretch 1"
+    run(monkeypatch, *sizes.split(), "--json", str(results), name="training_run")
+    (row,) = json.loads(results.read_text())
+    assert row["steps"] == 2
+    assert row["bare_tokens_per_second"] > 0
+    # Padding adds to what is computed, not to what is useful.
+    assert 0 < row["useful_share"] < row["padded_share"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("--model", "gpt3", "invalid choice: 'gpt3'"),
+        ("--finetune", "half", "invalid choice: 'half'"),
+        ("--steps", "0", "0 is less than 1"),
+        ("--group-size", "3", "tokens are not users of 3 rows each"),
+        ("--json", "nowhere/run.json", "there is no folder nowhere"),
+    ],
+)
+def test_a_run_that_cannot_be_measured_is_refused_before_it_begins(
+    option: str,
+    value: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, option, value, name="training_run")
+    assert stopped.value.code == 2
+    assert reason in " ".join(capsys.readouterr().err.split())
