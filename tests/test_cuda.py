@@ -12,7 +12,7 @@ from scipy.stats import kstest
 from torch import nn
 
 from userdp.clipping import kernels, one_pass
-from userdp.clipping.compiled import Execution, Graph
+from userdp.clipping.compiled import Execution
 from userdp.clipping.factors import clip_factors
 from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.clipping.flat import FlatBuffer
@@ -189,23 +189,13 @@ def _equal_groups(
     return [{"input_ids": rows, "labels": rows} for rows in ids]
 
 
-def _only_the_head_is_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its product runs beside the sums of what is stored, however little that is."""
-    monkeypatch.setattr(one_pass, "MOST_BY_ROW", 0)
-    monkeypatch.setattr(one_pass.OnePass, "_prefers_pair", one_pass.OnePass._is_head)
-    monkeypatch.setattr("userdp.clipping.triton_stored._FEWEST_SHARED", 0)
-
-
 @pytest.mark.parametrize("group_size", [1, 4])
-@pytest.mark.parametrize("length", [32, 128, "128 beside"])
+@pytest.mark.parametrize("length", [32, 128])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "llama tied"])
 def test_bfloat16_error_is_no_larger_than_the_plain_loops(
-    name: str, length: int | str, group_size: int, monkeypatch: pytest.MonkeyPatch
+    name: str, length: int, group_size: int
 ) -> None:
     # Short users go by Gram pairs, long ones by stored gradients; both compiled and captured.
-    if isinstance(length, str):
-        length = 128
-        _only_the_head_is_a_pair(monkeypatch)
     model = _model(name)
     parameters = list(model.parameters())
     groups = _equal_groups(group_size, length, users=16)
@@ -232,20 +222,17 @@ def test_bfloat16_error_is_no_larger_than_the_plain_loops(
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("length", [8, 128, "128 stored", "128 beside"])
+@pytest.mark.parametrize("length", [8, 128, "128 stored"])
 @pytest.mark.parametrize("name", ["gpt2", "llama tied"])
 def test_no_user_adds_more_than_the_clip_norm_on_cuda(
     name: str, length: int | str, mixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Factors of all users but one set to zero, where the fast path has just computed them.
     stored = isinstance(length, str)
-    if length == "128 stored":
-        monkeypatch.setattr(one_pass, "MOST_BY_ROW", 0)
-        monkeypatch.setattr(one_pass.OnePass, "_prefers_pair", lambda self, layer: False)
-    elif length == "128 beside":
-        _only_the_head_is_a_pair(monkeypatch)
     if isinstance(length, str):
         length = 128
+        monkeypatch.setattr(one_pass, "MOST_BY_ROW", 0)
+        monkeypatch.setattr(one_pass.OnePass, "_prefers_pair", lambda self, layer: False)
     model = _model(name)
     parameters = list(model.parameters())
     rule = FlatClip(clip_norm=0.3)
@@ -383,42 +370,6 @@ def test_products_are_the_librarys_and_their_squares_those_of_their_values(
         above = squares.double().sum(0)[finite] / norms - 1
         assert (above >= 0).all()
         assert (above <= 8e-6).all()
-
-
-def test_sums_beside_a_product_take_every_block_once_and_the_product_is_there() -> None:
-    from userdp.clipping.triton_stored import StoredTable
-
-    torch.manual_seed(0)
-    # Whole numbers and factors of a few digits: every order of adding them is exact.
-    gradients = [
-        torch.randint(-8, 9, (11, size), device="cuda").bfloat16() for size in (30_000_008, 24, 808)
-    ]
-    factors = torch.randint(0, 5, (1, 11), device="cuda") / 4
-    expected = [(factors[0, :, None] * gradient.float()).sum(0) for gradient in gradients]
-    totals = [torch.ones_like(total) for total in expected]
-    a, b = torch.randint(-4, 5, (2, 4096, 4096), device="cuda").bfloat16()
-    product, summed_before = torch.empty_like(a), torch.ones_like(totals[0])
-    table = StoredTable(gradients, [0, 0, 0])
-    assert table.is_large
-
-    def step(_: list[torch.Tensor]) -> torch.Tensor:
-        table.add_weighted_sums(
-            gradients, totals, factors, meanwhile=lambda: torch.mm(a, b, out=product)
-        )
-        # What comes after sees all of it.
-        summed_before.copy_(totals[0])
-        return product
-
-    graph = Graph(step, [], pool=None)
-    # The graph's own warm-up adds as well.
-    for total in totals:
-        total.fill_(1.0)
-    for times in range(1, 6):
-        graph([])
-        for total, once in zip(totals, expected, strict=True):
-            assert torch.equal(total, 1 + times * once)
-        assert torch.equal(summed_before, totals[0])
-        assert torch.equal(product, a @ b)
 
 
 def test_gram_norms_of_long_sums_of_like_terms_are_not_read_too_small() -> None:

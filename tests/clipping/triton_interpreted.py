@@ -152,25 +152,19 @@ def inner_errors(length: int, dtype: torch.dtype, *, runs: bool, halves: bool) -
     return {"below": -float(above.min()), "above": float(above.max())}
 
 
-def stored_errors(
-    groups: Sequence[int], used: int = 5, *, users: int = 5, beside: bool = False
-) -> dict[str, float]:
-    """Tensors of many sizes, one of them with a user that is not finite, one with padded rows.
-
-    With `beside`, large enough that what runs meanwhile is said to.
-    """
+def stored_errors(groups: Sequence[int], used: int = 5) -> dict[str, float]:
+    """Tensors of many sizes, one of them with a user that is not finite, one with padded rows."""
     from userdp.clipping import triton_stored
 
-    shapes = [(64, 32), (128,), (100, 8), (3000 if beside else 300, 56 if beside else 40)]
+    users, shapes = 5, [(64, 32), (128,), (100, 8), (300, 40)]
     gradients = [torch.randn(users, *shape) for shape in shapes]
     gradients[1][2] = float("inf")
     num_groups = max(groups) + 1
     table = triton_stored.StoredTable(gradients, list(groups))
     parts = table.squared_norms(gradients)
-    none = torch.zeros(num_groups, users, dtype=torch.float64)
-    found = none.index_add(0, torch.tensor(table.block_groups), parts.double())
-    own = torch.stack([kernels.squared_norms(gradient.double()) for gradient in gradients])
-    expected = none.index_add(0, torch.tensor(list(groups)), own)
+    found = torch.zeros(num_groups, users).index_add_(0, torch.tensor(table.block_groups), parts)
+    own = torch.stack([kernels.squared_norms(gradient) for gradient in gradients])
+    expected = torch.zeros(num_groups, users).index_add_(0, torch.tensor(list(groups)), own)
     finite = torch.isfinite(expected)
     factors = torch.rand(num_groups, users)
     factors[:, 2] = 0
@@ -178,16 +172,9 @@ def stored_errors(
     total, reference = FlatBuffer(short), FlatBuffer(short)
     total.values.fill_(1.0)
     reference.values.fill_(1.0)
-    ran: list[bool] = []
     table.add_weighted_sums(
-        gradients,
-        total.views,
-        factors,
-        None if used == users else torch.tensor(used),
-        meanwhile=(lambda: ran.append(True)) if beside else None,
+        gradients, total.views, factors, None if used == users else torch.tensor(used)
     )
-    assert table.is_large == beside
-    assert len(ran) == beside
     factors[:, used:] = 0
     for view, gradient, group in zip(reference.views, gradients, groups, strict=True):
         kernels.add_weighted_sum(view, gradient.clone(), factors[group])
@@ -243,7 +230,5 @@ if __name__ == "__main__":
     results["stored together"] = stored_errors([0, 0, 0, 0])
     results["stored by layer"] = stored_errors([0, 1, 1, 2])
     results["stored with gaps"] = stored_errors([0, 1, 1, 2], used=4)
-    results["stored beside"] = stored_errors([0, 1, 1, 2], used=11, users=11, beside=True)
-    results["stored beside, with gaps"] = stored_errors([0, 0, 0, 0], used=4, beside=True)
     results["settle"] = settle_errors()
     print(json.dumps(results))

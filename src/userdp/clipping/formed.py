@@ -113,19 +113,6 @@ class FormedBatch:
         return len(form.inputs_ULI if isinstance(form, Pair) else form.ids_UL)
 
     @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        _, form = self.forms[0]
-        if isinstance(form, Stored):
-            return form.gradients_U.device
-        return (form.inputs_ULI if isinstance(form, Pair) else form.ids_UL).device
-
-    @property
-    def pairs(self) -> list[Pair]:
-        """All pairs."""
-        return [pair for entry in self.entries for pair in entry.pairs]
-
-    @property
     def starts(self) -> Tensor | None:
         """Where users' rows begin, if users have unlike many."""
         return None if self.runs is None else self.runs.starts

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from userdp.clipping import kernels
-from userdp.clipping.beside import Beside
 from userdp.clipping.factors import power_of_two_below, rounding_factors
 from userdp.clipping.flat import FlatBuffer
 from userdp.clipping.formed import Entry, FormedBatch, Grouped, alike, entries_of
@@ -58,7 +56,6 @@ class Sums:
         self._settlers: dict[tuple[torch.dtype, int], Settler] = {}
         self._group_rows: dict[tuple[int, ...], Tensor] = {}
         self._batch: FormedBatch | None = None
-        self._beside = Beside()
 
     def squared_norms(
         self,
@@ -74,21 +71,17 @@ class Sums:
         forms = [(group if self._num_groups > 1 else 0, form) for group, form in forms]
         entries = entries_of(forms)
         batch = FormedBatch(forms=forms, entries=entries, runs=runs)
-        parts: list[Tensor] = []
+        parts = [self._other_norms(batch)]
         if entries:
             groups = [entry.group for entry in entries]
-            # Gram matrices keep the tensor cores busy, the other norms the memory.
-            with self._beside.begun(batch.device):
-                norms, exposure = self._pair_norms(batch)
-                parts.append(self._by_group(groups, norms))
-                if exposure is not None:
-                    batch.exposed = self._by_group(groups, exposure.square())
-        parts.append(self._other_norms(batch))
+            norms, exposure = self._pair_norms(batch)
+            parts.append(self._by_group(groups, norms))
+            if exposure is not None:
+                batch.exposed = self._by_group(groups, exposure.square())
         if ties:
             groups = [forms[embedding][0] for embedding, _ in ties]
             inner = [batch.inner_products(forms[e][1], forms[h][1]) for e, h in ties]
             parts.append(self._by_group(groups, 2 * torch.stack(inner)))
-        self._beside.join(batch.device)
         self._batch = batch
         batch.squared = torch.stack(parts).sum(0)
         return batch.squared
@@ -213,14 +206,6 @@ class Sums:
         assert batch is not None
         place = {id(form): total for (_, form), total in zip(batch.forms, totals, strict=True)}
         spread = batch.spread(factors)
-        self._settle_pairs(batch, spread)
-        products = [
-            partial(_add_pair, place[id(pair)], batch.rounded(pair))
-            for pair in sorted(batch.pairs, key=lambda pair: place[id(pair)].numel())
-        ]
-        for product in products[:-1]:
-            product()
-        largest = products[-1:]
         for kind, members in _stored_by_kind(batch.forms).items():
             gradients = [form.gradients_U for _, form in members]
             where = [place[id(form)] for _, form in members]
@@ -228,13 +213,14 @@ class Sums:
             table = self._stored_table(kind, members)
             if table is not None:
                 num_used = None if kind.by_row else batch.num_used
-                meanwhile = largest.pop() if largest and table.is_large else None
-                table.add_weighted_sums(gradients, where, weights, num_used, meanwhile=meanwhile)
+                table.add_weighted_sums(gradients, where, weights, num_used)
                 continue
             for (group, _), gradient, total in zip(members, gradients, where, strict=True):
                 kernels.add_weighted_sum(total, gradient, weights[group])
-        for product in largest:
-            product()
+        self._settle_pairs(batch, spread)
+        for entry in batch.entries:
+            for pair in entry.pairs:
+                _add_pair(place[id(pair)], batch.rounded(pair))
         for group, form in batch.forms:
             if isinstance(form, Rows):
                 wide = at_least_float32(form.gradients_ULD)

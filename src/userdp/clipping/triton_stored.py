@@ -5,8 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -14,20 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from userdp.clipping import kernels
-from userdp.clipping.beside import Beside
 from userdp.clipping.triton_tables import Addresses, check_aligned, dtype_name, typed
 
 _BLOCK = 1024
 _BLOCKS_A_NORM = 16
-# For sums that run beside a product: a program takes a multiprocessor for itself, so that products
-# have the others, and reads several users' values at a time, so that one program is enough.
-_SHARED_BLOCK = 8192
-_SHARED_OPTIONS = {"num_warps": 32, "maxnreg": 64}
-_USERS_AT_ONCE = 8
-# One in so many programs begins beside the product. 8, 16, 24 and 32 of 132 are equally good.
-_PROGRAMS_A_BEGINNER = 16
-# Blocks for each multiprocessor from which on it is worth it.
-_FEWEST_SHARED = 16
 _SETTLE_BLOCK = 4096
 
 
@@ -83,13 +72,6 @@ def _stored_norms_kernel(
 
 
 @triton.jit
-def _weighted(place, inside, factor_pointer):
-    """A user's values by its factor; one of zero silences even a value that is not finite."""
-    factor = tl.load(factor_pointer)
-    return tl.where(factor == 0.0, 0.0, factor * tl.load(place, inside, 0.0).to(tl.float32))
-
-
-@triton.jit
 def _stored_sums_kernel(
     addresses,
     out_addresses,
@@ -100,47 +82,32 @@ def _stored_sums_kernel(
     groups,
     factors_pointer,
     num_used,
-    next_block,
     num_users,
-    num_blocks,
     BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
     DTYPE: tl.constexpr,
     HAS_GAPS: tl.constexpr,
-    SHARED: tl.constexpr,
-    AT_ONCE: tl.constexpr,
 ):
-    # One program: one block, or, of launches that share them, one block after the other until none
-    # is left. Whoever sums a block does so alone.
     block = tl.program_id(0)
-    if SHARED:
-        block = tl.atomic_add(next_block, 1)
+    tensor = tl.load(tensor_of_block + block)
+    offsets = tl.load(start_of_block + block) * BLOCK + tl.arange(0, BLOCK)
+    size = tl.load(sizes + tensor) * UNIT
+    inside = offsets < size
+    place = typed(tl.load(addresses + tensor), DTYPE) + offsets
+    factors = factors_pointer + tl.load(groups + tensor) * num_users
+    total = tl.zeros((BLOCK,), tl.float32)
     last = num_users
     if HAS_GAPS:
-        last = tl.load(num_used).to(tl.int32)
-    while block < num_blocks:
-        after = num_blocks
-        if SHARED:
-            after = tl.atomic_add(next_block, 1)
-        tensor = tl.load(tensor_of_block + block)
-        offsets = tl.load(start_of_block + block) * BLOCK + tl.arange(0, BLOCK)
-        size = tl.load(sizes + tensor) * UNIT
-        inside = offsets < size
-        place = typed(tl.load(addresses + tensor), DTYPE) + offsets
-        factors = factors_pointer + tl.load(groups + tensor) * num_users
-        total = tl.zeros((BLOCK,), tl.float32)
-        together = last // AT_ONCE * AT_ONCE
-        for first in range(0, together, AT_ONCE):
-            for i in tl.static_range(AT_ONCE):
-                total += _weighted(place, inside, factors + first + i)
-                place += size
-        for user in range(together, last):
-            total += _weighted(place, inside, factors + user)
-            place += size
-        out = typed(tl.load(out_addresses + tensor), "float32")
-        kept = offsets < tl.load(out_sizes + tensor)
-        tl.store(out + offsets, tl.load(out + offsets, kept, 0.0) + total, kept)
-        block = after
+        last = tl.load(num_used)
+    for user in range(last):
+        factor = tl.load(factors + user)
+        value = tl.load(place, inside, 0.0).to(tl.float32)
+        # A factor of zero silences even a value that is not finite.
+        total += tl.where(factor == 0.0, 0.0, factor * value)
+        place += size
+    out = typed(tl.load(out_addresses + tensor), "float32")
+    kept = offsets < tl.load(out_sizes + tensor)
+    tl.store(out + offsets, tl.load(out + offsets, kept, 0.0) + total, kept)
 
 
 class StoredTable:
@@ -153,13 +120,8 @@ class StoredTable:
         self._unit = math.gcd(8, *sizes)
         self._sizes = torch.tensor([size // self._unit for size in sizes], device=device)
         self._groups = torch.tensor(groups, device=device)
-        self._norm_blocks = _blocks(sizes, _BLOCKS_A_NORM * _BLOCK, _BLOCKS_A_NORM, device)
-        self._sum_blocks = _blocks(sizes, _BLOCK, 1, device)
-        self._next_block = torch.zeros((), dtype=torch.int32, device=device)
-        self._beside = Beside()
-        self._shared_blocks: tuple[Tensor, Tensor] | None = None
-        if sum(sizes) >= _FEWEST_SHARED * _SHARED_BLOCK * _num_multiprocessors(device):
-            self._shared_blocks = _blocks(sizes, _SHARED_BLOCK, 1, device)
+        self._norm_blocks = _blocks(sizes, _BLOCKS_A_NORM, device)
+        self._sum_blocks = _blocks(sizes, 1, device)
         self.block_groups = [groups[tensor] for tensor in self._norm_blocks[0].tolist()]
         self._for_norms = Addresses(1, len(sizes), device)
         self._for_sums = Addresses(3, len(sizes), device)
@@ -195,24 +157,16 @@ class StoredTable:
         )
         return out
 
-    @property
-    def is_large(self) -> bool:
-        """Whether sums take long enough to run beside something."""
-        return self._shared_blocks is not None
-
     def add_weighted_sums(
         self,
         gradients: Sequence[Tensor],
         totals: Sequence[Tensor],
         factors: Tensor,
         num_used: Tensor | None = None,
-        *,
-        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """totals[i] += sum_u factors[group_i, u] gradients[i][u]; totals may be cut short.
 
-        With `num_used`, only that many users are read. `meanwhile` launches a large product, which
-        leaves memory idle: a few multiprocessors sum while it runs, and all when it is done.
+        With `num_used`, only that many users are read.
         """
         check_aligned([*gradients, *totals])
         addresses = self._for_sums.send(
@@ -220,9 +174,8 @@ class StoredTable:
             [total.data_ptr() for total in totals],
             [total.numel() for total in totals],
         )
-        shared = self._shared_blocks if meanwhile is not None else None
-        tensors, starts = shared or self._sum_blocks
-        arguments = (
+        tensors, starts = self._sum_blocks
+        _stored_sums_kernel[(len(tensors),)](
             *addresses,
             tensors,
             starts,
@@ -230,45 +183,17 @@ class StoredTable:
             self._groups,
             factors.contiguous(),
             self._sizes if num_used is None else num_used,
-            self._next_block,
             self._count,
-            len(tensors),
+            BLOCK=_BLOCK,
+            UNIT=self._unit,
+            DTYPE=dtype_name(gradients[0]),
+            HAS_GAPS=num_used is not None,
         )
-        options: dict[str, Any] = {
-            "BLOCK": _BLOCK if shared is None else _SHARED_BLOCK,
-            "UNIT": self._unit,
-            "DTYPE": dtype_name(gradients[0]),
-            "HAS_GAPS": num_used is not None,
-            "SHARED": shared is not None,
-            "AT_ONCE": 1 if shared is None else _USERS_AT_ONCE,
-        } | ({} if shared is None else _SHARED_OPTIONS)
-        if shared is None:
-            _stored_sums_kernel[(len(tensors),)](*arguments, **options)
-            if meanwhile is not None:
-                meanwhile()
-            return
-        assert meanwhile is not None
-        self._next_block.zero_()
-        device, programs = tensors.device, _num_multiprocessors(tensors.device)
-        with self._beside.begun(device):
-            _stored_sums_kernel[(max(1, programs // _PROGRAMS_A_BEGINNER),)](*arguments, **options)
-        meanwhile()
-        _stored_sums_kernel[(programs,)](*arguments, **options)
-        self._beside.join(device)
 
 
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    properties: Any = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count
-
-
-def _blocks(
-    sizes: Sequence[int], values: int, step: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Of every so many values their tensor, and where they begin there: every `step`."""
-    counts = [-(-size // values) for size in sizes]
+def _blocks(sizes: Sequence[int], step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Every block's tensor, and its start there in blocks; a program takes `step` blocks."""
+    counts = [-(-size // (_BLOCK * step)) for size in sizes]
     tensors = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(counts))
     starts = torch.cat([torch.arange(count) * step for count in counts])
     return tensors.to(device), starts.to(device)
