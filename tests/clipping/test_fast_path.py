@@ -132,6 +132,51 @@ def test_user_of_a_hundred_long_records_is_clipped_once(name: str) -> None:
     assert norm >= rule.clip_norm * (1 - 1e-5)
 
 
+@pytest.mark.parametrize("tokens", [16, 40, 1000])
+def test_what_an_earlier_cohort_left_in_the_sum_does_not_count(tokens: int) -> None:
+    # Cohorts of one batch, of several, of a user larger than a batch, of nobody.
+    model = shake(models_zoo.build("gpt2 tied"))
+    rule = FlatClip(clip_norm=0.5)
+    fast = FastClipping(
+        model,
+        trainable(model),
+        rule,
+        record_loss=causal_lm_loss,
+        settings=FastSettings(microbatch_tokens=tokens, join_records=False),
+    )
+    for lengths in (RAGGED, [[4]], [[9] * 12], [], [[]], [[5], [6, 2]], [[9] * 12, [3]]):
+        groups = cohort(lengths, seed=len(lengths))
+        found = fast.clipped_sum(groups, rule)
+        if any(lengths):
+            assert difference(found.total.views, plain_sum(model, groups, rule)) <= 1e-10
+        else:
+            assert not any(view.any() for view in found.total.views)
+        # Noise, or what else is done to a sum in place.
+        found.total.values.fill_(1e3)
+
+
+def test_a_parameter_that_a_first_batch_does_not_use_gets_zero() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    torch.manual_seed(0)
+    model = Half()
+    groups = [{"x": torch.randn(rows, 3).double()} for rows in (2, 1, 3)]
+    loss = lambda model, batch: model(batch["x"]).square().sum(1)  # noqa: E731
+    rule = FlatClip(clip_norm=0.5)
+    # The two ways of one user and of several.
+    for given in (groups, groups[:1]):
+        found = fast_sum(model, given, rule, loss)
+        assert difference(found, plain_sum(model, given, rule, loss)) <= 1e-10
+        assert not found[2].any()
+        assert not found[3].any()
+
+
 @pytest.mark.parametrize(
     ("tokens", "inputs", "outputs", "expected"),
     [

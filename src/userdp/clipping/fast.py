@@ -127,6 +127,8 @@ class FastClipping:
             refuse_dropout(model)
             self._try_joining(1)
         self._total = FlatBuffer(self._parameters, padded_rows(model) if self._compile else None)
+        # Whether what lies in the total is not this cohort's: its first batch sets it.
+        self._is_fresh = True
         # On the device, where captured steps read and write them.
         self._clip_norm = torch.tensor(1.0, dtype=self._total.values.dtype, device=self._device)
         self._num_within = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -154,7 +156,7 @@ class FastClipping:
         assert type(rule) is type(self._rule)
         self._clip_norm.fill_(rule.clip_norm)
         self._num_within.zero_()
-        self._total.zero_()
+        self._is_fresh = True
         # A group without a record adds nothing, neither to the sum nor to the counts.
         listed = [group for group in groups if size_of(group).rows]
         if any(group.keys() != listed[0].keys() for group in listed):
@@ -171,6 +173,8 @@ class FastClipping:
             self._run(self._sent(users), self._alone if users.count == 1 else self._together)
         for group in large:
             self._add_large(group)
+        if self._is_fresh:
+            self._total.zero_()
         return ClippedSum(total=self._total, num_within=self._num_within, num_updates=len(listed))
 
     def _with_records_joined(self, groups: list[Batch]) -> list[Batch]:
@@ -243,7 +247,10 @@ class FastClipping:
         self._large_total.zero_()
         for piece in self._pieces(group):
             self._run(self._sent(piece), self._piece)
-        norm = self._large.add_clipped(self._large_total.views, self._total.views, self._clip_norm)
+        norm = self._large.add_clipped(
+            self._large_total.views, self._total.views, self._clip_norm, fresh=self._is_fresh
+        )
+        self._is_fresh = False
         self._num_within += norm <= self._clip_norm
 
     def _execution(self, users: Users) -> Execution:
@@ -273,7 +280,7 @@ class FastClipping:
         )
 
         def step(users: Users) -> None:
-            norms = one_pass(users, self._total.roomy, self._clip_norm)
+            norms = one_pass(users, self._total.roomy, self._clip_norm, fresh=self._is_fresh)
             self._num_within += ((norms <= self._clip_norm) & users.taking_part).sum()
 
         return step
@@ -284,7 +291,9 @@ class FastClipping:
 
         def step(rows: Users) -> None:
             gradient = one_user.gradient(rows, execution)
-            norm = one_user.add_clipped(gradient, self._total.views, self._clip_norm)
+            norm = one_user.add_clipped(
+                gradient, self._total.views, self._clip_norm, fresh=self._is_fresh
+            )
             self._num_within += norm <= self._clip_norm
 
         return step
@@ -302,7 +311,9 @@ class FastClipping:
         return step
 
     def _run(self, users: Users, make: Callable[[Users], Step]) -> None:
-        key = (make.__name__, users.shape)
+        sets = self._is_fresh and make != self._piece
+        # A captured step does what it did when it was captured.
+        key = (make.__name__, users.shape, self._graphs and sets)
         if key not in self._steps:
             step = make(users)
             if self._graphs:
@@ -315,6 +326,8 @@ class FastClipping:
                 self._steps.clear()
             self._steps[key] = step
         self._steps[key](users)
+        if sets:
+            self._is_fresh = False
 
     def _captured(self, step: Step, users: Users) -> Step:
         """The step as a CUDA graph; what its trial runs added is taken away again."""
@@ -339,7 +352,8 @@ class FastClipping:
         clip_norm = float(self._clip_norm)
 
         def run(few: Users) -> Update:
-            self._total.zero_()
+            # A first batch's step must set every value.
+            self._total.values.fill_(torch.nan if self._is_fresh else 0.0)
             step(few)
             return [view.clone() for view in self._total.views]
 

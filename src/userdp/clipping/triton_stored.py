@@ -87,6 +87,7 @@ def _stored_sums_kernel(
     UNIT: tl.constexpr,
     DTYPE: tl.constexpr,
     HAS_GAPS: tl.constexpr,
+    FRESH: tl.constexpr,
 ):
     block = tl.program_id(0)
     tensor = tl.load(tensor_of_block + block)
@@ -107,7 +108,9 @@ def _stored_sums_kernel(
         place += size
     out = typed(tl.load(out_addresses + tensor), "float32")
     kept = offsets < tl.load(out_sizes + tensor)
-    tl.store(out + offsets, tl.load(out + offsets, kept, 0.0) + total, kept)
+    if not FRESH:
+        total += tl.load(out + offsets, kept, 0.0)
+    tl.store(out + offsets, total, kept)
 
 
 class StoredTable:
@@ -163,10 +166,12 @@ class StoredTable:
         totals: Sequence[Tensor],
         factors: Tensor,
         num_used: Tensor | None = None,
+        *,
+        fresh: bool = False,
     ) -> None:
         """totals[i] += sum_u factors[group_i, u] gradients[i][u]; totals may be cut short.
 
-        With `num_used`, only that many users are read.
+        With `num_used`, only that many users are read; with `fresh`, totals are not read but set.
         """
         check_aligned([*gradients, *totals])
         addresses = self._for_sums.send(
@@ -188,6 +193,7 @@ class StoredTable:
             UNIT=self._unit,
             DTYPE=dtype_name(gradients[0]),
             HAS_GAPS=num_used is not None,
+            FRESH=fresh,
         )
 
 
