@@ -1,8 +1,8 @@
 """The clipped sum of a cohort, fast: batches of users in one backward pass each, large ones alone.
 
 Everything adds up in one flat float32 buffer (float64 for float64 models) that the noise is added
-to. On CUDA the model's blocks are compiled and each batch shape is captured as a graph, so that no
-step waits for the host.
+to; a cohort's first batch sets it, which saves clearing and reading it. On CUDA the model's blocks
+are compiled and each batch shape is captured as a graph, so that no step waits for the host.
 
 The first batch of a shape is compared with the plain loop before its result counts: of every shape
 that is compiled or captured, which are few. Elsewhere ragged cohorts bring new shapes at every
