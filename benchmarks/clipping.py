@@ -4,8 +4,8 @@ Methods, all giving gradients of the same 16,384 tokens in bfloat16 (CPU: 4,096 
 
     ordinary   the floor: Hugging Face model, blocks compiled, whole step in one CUDA graph
     eager      ordinary training as most people run it: autocast, the model's own loss, backward
-    userdp     this library's step: gradients, clipped per user, summed
-    userdp-adding   the same for a cohort's further batches: they are added to the first one's sum
+    userdp     this library's step: gradients, clipped per user, summed; of a cohort of one batch
+    userdp-adding   the same of a larger cohort: added to the sum of its other batches
     userdp-merged   the same with LoRA merged into its weights
     userdp-checkpointed   the same with blocks run again in the backward pass, for their memory
     plain      one user at a time (the oracle)

@@ -168,11 +168,22 @@ def test_a_module_the_caller_compiled_stays_compiled() -> None:
     assert block._compiled_call_impl is own
 
 
+def test_head_that_a_loss_of_ones_own_leaves_unpadded_goes_into_a_sum_with_room() -> None:
+    def own_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return 2 * causal_lm_loss(model, batch)
+
+    model = shake(models_zoo.build("gpt2 untied"))
+    with pairs_wherever_possible():
+        for lengths in ([[5]] * 4, LENGTHS):
+            assert_same_as_plain(model, cohort(lengths), record_loss=own_loss, settings=COMPILED)
+
+
 def test_padded_head_has_room_in_the_sum_and_leaves_nothing_there() -> None:
     model: Any = models_zoo.build("gpt2 untied")
     rule = FlatClip(clip_norm=0.5)
     parameters = [p for p in model.parameters() if p.requires_grad]
     fast = FastClipping(model, parameters, rule, record_loss=causal_lm_loss, settings=COMPILED)
+    fast._total.values.fill_(torch.nan)
     total = fast.clipped_sum(cohort(LENGTHS), rule).total
     place = next(i for i, p in enumerate(parameters) if p is model.lm_head.weight)
     assert len(total.views[place]) == models_zoo.VOCABULARY

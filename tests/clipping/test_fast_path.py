@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from typing import Any
 
 import hypothesis
 import pytest
@@ -27,8 +28,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import models_zoo
-from userdp.clipping.fast import FastClipping, FastSettings
-from userdp.clipping.one_pass import pair_is_cheaper
+from userdp.clipping.fast import FastClipping, FastSettings, Step
+from userdp.clipping.one_pass import OnePass, pair_is_cheaper
+from userdp.clipping.pack import Users
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import (
     AutomaticClip,
@@ -37,8 +39,9 @@ from userdp.clipping.rules import (
     NormalisedClip,
     PerLayerClip,
 )
+from userdp.clipping.verify import FastPathError
 from userdp.models.load import Lora, add_lora
-from userdp.updates import causal_lm_loss
+from userdp.updates import Batch, causal_lm_loss
 
 ZOO = [*models_zoo.BUILDERS, *models_zoo.MORE_BUILDERS]
 FORMS = {
@@ -132,49 +135,114 @@ def test_user_of_a_hundred_long_records_is_clipped_once(name: str) -> None:
     assert norm >= rule.clip_norm * (1 - 1e-5)
 
 
-@pytest.mark.parametrize("tokens", [16, 40, 1000])
-def test_what_an_earlier_cohort_left_in_the_sum_does_not_count(tokens: int) -> None:
-    # Cohorts of one batch, of several, of a user larger than a batch, of nobody.
+@pytest.mark.parametrize("forms", FORMS)
+@pytest.mark.parametrize("mix", [False, True])
+@pytest.mark.parametrize("name", ["gpt2 tied", "llama tied + lora", "lstm"])
+def test_what_an_earlier_cohort_left_in_the_sum_does_not_count(
+    name: str, mix: bool, forms: str
+) -> None:
+    # Cohorts of one batch (of several users and of one), of several batches, of a user larger than
+    # a batch, and of nobody.
+    model = shake(models_zoo.build(name))
+    rule = FlatClip(clip_norm=0.5)
+    settings = FastSettings(microbatch_tokens=40, join_records=False, mix_sizes=mix)
+    with FORMS[forms]():
+        fast = FastClipping(
+            model, trainable(model), rule, record_loss=causal_lm_loss, settings=settings
+        )
+        alone = 0
+        for lengths in ([[5]] * 4, [[4]], RAGGED, [[9] * 12], [], [[]], [[5, 3]] * 2, [[5]] * 20):
+            groups = cohort(lengths, seed=len(lengths))
+            found = fast.clipped_sum(groups, rule)
+            alone += fast._sets
+            if any(lengths):
+                assert difference(found.total.views, plain_sum(model, groups, rule)) <= 1e-10
+            else:
+                assert not any(view.any() for view in found.total.views)
+            # Noise, or what else is done to a sum in place.
+            found.total.values.fill_(1e3)
+    assert alone >= 2
+
+
+def test_a_captured_step_sets_or_adds_as_it_did_when_it_was_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A stand-in for captured graphs: what the step read of the object then is what it reads later.
     model = shake(models_zoo.build("gpt2 tied"))
     rule = FlatClip(clip_norm=0.5)
+    settings = FastSettings(microbatch_tokens=40, join_records=False)
     fast = FastClipping(
-        model,
-        trainable(model),
-        rule,
-        record_loss=causal_lm_loss,
-        settings=FastSettings(microbatch_tokens=tokens, join_records=False),
+        model, trainable(model), rule, record_loss=causal_lm_loss, settings=settings
     )
-    for lengths in (RAGGED, [[4]], [[9] * 12], [], [[]], [[5], [6, 2]], [[9] * 12, [3]]):
-        groups = cohort(lengths, seed=len(lengths))
+
+    def captured(step: Step, users: Users) -> Step:
+        then = fast._sets
+
+        def replay(given: Users) -> None:
+            now, fast._sets = fast._sets, then
+            step(given)
+            fast._sets = now
+
+        return replay
+
+    fast._graphs = True
+    monkeypatch.setattr(fast, "_captured", captured)
+    # The same shape once, several times and once again.
+    for count in (2, 6, 2, 4, 6, 2):
+        groups = cohort([[5]] * count, seed=count)
         found = fast.clipped_sum(groups, rule)
-        if any(lengths):
-            assert difference(found.total.views, plain_sum(model, groups, rule)) <= 1e-10
-        else:
-            assert not any(view.any() for view in found.total.views)
-        # Noise, or what else is done to a sum in place.
+        assert difference(found.total.views, plain_sum(model, groups, rule)) <= 1e-10
         found.total.values.fill_(1e3)
+    assert {key[2] for key in fast._steps} == {False, True}
 
 
-def test_a_parameter_that_a_first_batch_does_not_use_gets_zero() -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+class Half(nn.Module):
+    """One of two layers is not used."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.used(x)
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def _squares(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return model(batch["x"]).square().sum(1)
+
+
+@pytest.mark.parametrize("users", [1, 3])
+def test_a_parameter_that_a_batch_does_not_use_gets_zero(users: int) -> None:
     torch.manual_seed(0)
-    model = Half()
-    groups = [{"x": torch.randn(rows, 3).double()} for rows in (2, 1, 3)]
-    loss = lambda model, batch: model(batch["x"]).square().sum(1)  # noqa: E731
-    rule = FlatClip(clip_norm=0.5)
-    # The two ways of one user and of several.
-    for given in (groups, groups[:1]):
-        found = fast_sum(model, given, rule, loss)
-        assert difference(found, plain_sum(model, given, rule, loss)) <= 1e-10
-        assert not found[2].any()
-        assert not found[3].any()
+    model, rule = Half(), FlatClip(clip_norm=0.5)
+    groups = [{"x": torch.randn(2, 3).double()} for _ in range(users)]
+    fast = FastClipping(model, trainable(model), rule, record_loss=_squares)
+    fast._total.values.fill_(1e3)
+    found = fast.clipped_sum(groups, rule).total.views
+    assert fast._sets
+    assert difference(found, plain_sum(model, groups, rule, _squares)) <= 1e-10
+    assert not found[2].any()
+    assert not found[3].any()
+
+
+def test_a_step_that_leaves_a_value_unset_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = OnePass.__call__
+
+    def forgetful(self: OnePass, users: Users, total: list[torch.Tensor], *rest: Any, **how: Any):  # type: ignore[no-untyped-def]
+        left = total[3].clone()
+        norms = honest(self, users, total, *rest, **how)
+        total[3].copy_(left)
+        return norms
+
+    monkeypatch.setattr(OnePass, "__call__", forgetful)
+    torch.manual_seed(0)
+    model, rule = Half(), FlatClip(clip_norm=0.5)
+    groups = [{"x": torch.randn(2, 3).double()} for _ in range(3)]
+    fast = FastClipping(model, trainable(model), rule, record_loss=_squares)
+    with pytest.raises(FastPathError, match=r"unused\.bias"):
+        fast.clipped_sum(groups, rule)
+    # What the comparison did to the sum is undone.
+    assert not fast._total.values.any()
 
 
 @pytest.mark.parametrize(

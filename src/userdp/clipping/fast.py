@@ -1,8 +1,8 @@
 """The clipped sum of a cohort, fast: batches of users in one backward pass each, large ones alone.
 
 Everything adds up in one flat float32 buffer (float64 for float64 models) that the noise is added
-to; a cohort's first batch sets it, which saves clearing and reading it. On CUDA the model's blocks
-are compiled and each batch shape is captured as a graph, so that no step waits for the host.
+to; of a cohort of one batch, that sets it, which saves clearing and reading it. On CUDA the model's
+blocks are compiled and each batch shape is captured as a graph, so that no step waits for the host.
 
 The first batch of a shape is compared with the plain loop before its result counts: of every shape
 that is compiled or captured, which are few. Elsewhere ragged cohorts bring new shapes at every
@@ -11,7 +11,9 @@ step, and the same code runs them all: there the 1st, 2nd, 4th, 8th, ... new sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,8 +129,8 @@ class FastClipping:
             refuse_dropout(model)
             self._try_joining(1)
         self._total = FlatBuffer(self._parameters, padded_rows(model) if self._compile else None)
-        # Whether what lies in the total is not this cohort's: its first batch sets it.
-        self._is_fresh = True
+        # Whether the cohort is one batch, which then sets the total, whatever lies there.
+        self._sets = False
         # On the device, where captured steps read and write them.
         self._clip_norm = torch.tensor(1.0, dtype=self._total.values.dtype, device=self._device)
         self._num_within = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -156,7 +158,6 @@ class FastClipping:
         assert type(rule) is type(self._rule)
         self._clip_norm.fill_(rule.clip_norm)
         self._num_within.zero_()
-        self._is_fresh = True
         # A group without a record adds nothing, neither to the sum nor to the counts.
         listed = [group for group in groups if size_of(group).rows]
         if any(group.keys() != listed[0].keys() for group in listed):
@@ -169,12 +170,16 @@ class FastClipping:
         self._sizes.see(listed)
         large = [group for group in listed if not self._fits(group, mix)]
         small = [group for group in listed if self._fits(group, mix)]
-        for users in self._packed(small, mix):
+        batches = iter(self._packed(small, mix))
+        ahead = list(itertools.islice(batches, 2))
+        # Batches of a larger cohort are added to zeros: one captured step serves all of a shape.
+        self._sets = len(ahead) == 1 and not large
+        if not self._sets:
+            self._total.zero_()
+        for users in itertools.chain(ahead, batches):
             self._run(self._sent(users), self._alone if users.count == 1 else self._together)
         for group in large:
             self._add_large(group)
-        if self._is_fresh:
-            self._total.zero_()
         return ClippedSum(total=self._total, num_within=self._num_within, num_updates=len(listed))
 
     def _with_records_joined(self, groups: list[Batch]) -> list[Batch]:
@@ -247,10 +252,7 @@ class FastClipping:
         self._large_total.zero_()
         for piece in self._pieces(group):
             self._run(self._sent(piece), self._piece)
-        norm = self._large.add_clipped(
-            self._large_total.views, self._total.views, self._clip_norm, fresh=self._is_fresh
-        )
-        self._is_fresh = False
+        norm = self._large.add_clipped(self._large_total.views, self._total.views, self._clip_norm)
         self._num_within += norm <= self._clip_norm
 
     def _execution(self, users: Users) -> Execution:
@@ -280,7 +282,7 @@ class FastClipping:
         )
 
         def step(users: Users) -> None:
-            norms = one_pass(users, self._total.roomy, self._clip_norm, fresh=self._is_fresh)
+            norms = one_pass(users, self._total.roomy, self._clip_norm, fresh=self._sets)
             self._num_within += ((norms <= self._clip_norm) & users.taking_part).sum()
 
         return step
@@ -292,7 +294,7 @@ class FastClipping:
         def step(rows: Users) -> None:
             gradient = one_user.gradient(rows, execution)
             norm = one_user.add_clipped(
-                gradient, self._total.views, self._clip_norm, fresh=self._is_fresh
+                gradient, self._total.views, self._clip_norm, fresh=self._sets
             )
             self._num_within += norm <= self._clip_norm
 
@@ -311,9 +313,8 @@ class FastClipping:
         return step
 
     def _run(self, users: Users, make: Callable[[Users], Step]) -> None:
-        sets = self._is_fresh and make != self._piece
-        # A captured step does what it did when it was captured.
-        key = (make.__name__, users.shape, self._graphs and sets)
+        # A captured step sets or adds as it did when it was captured.
+        key = (make.__name__, users.shape, self._graphs and self._sets)
         if key not in self._steps:
             step = make(users)
             if self._graphs:
@@ -326,34 +327,27 @@ class FastClipping:
                 self._steps.clear()
             self._steps[key] = step
         self._steps[key](users)
-        if sets:
-            self._is_fresh = False
 
     def _captured(self, step: Step, users: Users) -> Step:
-        """The step as a CUDA graph; what its trial runs added is taken away again."""
+        """The step as a CUDA graph; what its trial runs changed is put back."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        kept = [self._total.values, self._num_within]
-        if self._large_total is not None:
-            kept.append(self._large_total.values)
-        before = [tensor.clone() for tensor in kept]
 
         def flat(inputs: list[Tensor]) -> Any:
             return step(users.with_tensors(inputs))
 
-        graph = Graph(flat, users.tensors, pool=self._pool)
-        for tensor, value in zip(kept, before, strict=True):
-            tensor.copy_(value)
+        large = [] if self._large_total is None else [self._large_total.values]
+        with put_back(self._total.values, self._num_within, *large):
+            graph = Graph(flat, users.tensors, pool=self._pool)
         return lambda given: graph(given.tensors)
 
     def _compare(self, step: Step, users: Users) -> None:
         """Raise if the step and the plain loop differ on the first users of a batch."""
-        before, within = self._total.values.clone(), self._num_within.clone()
         clip_norm = float(self._clip_norm)
 
         def run(few: Users) -> Update:
-            # A first batch's step must set every value.
-            self._total.values.fill_(torch.nan if self._is_fresh else 0.0)
+            # A step that sets the sum must set every value.
+            self._total.values.fill_(torch.nan if self._sets else 0.0)
             step(few)
             return [view.clone() for view in self._total.views]
 
@@ -368,7 +362,10 @@ class FastClipping:
                 compute_dtype=self._dtype,
             )
 
-        if isinstance(self._rule, FlatClip):
+        with put_back(self._total.values, self._num_within, self._clip_norm):
+            if not isinstance(self._rule, FlatClip):
+                compare(self._rule)
+                return
             # In half precision a user may be scaled by a power of two instead (`sums`), and is then
             # up to half as large. By other factors it is another, if any.
             half = any((self._dtype or p.dtype).itemsize < 4 for p in self._parameters)
@@ -377,15 +374,21 @@ class FastClipping:
                 self._clip_norm.fill_(share * clip_norm)
                 try:
                     compare(replace(self._rule, clip_norm=share * clip_norm))
-                    break
+                    return
                 except FastPathError:
                     if number == len(shares):
                         raise
-            self._clip_norm.fill_(clip_norm)
-        else:
-            compare(self._rule)
-        self._total.values.copy_(before)
-        self._num_within.copy_(within)
+
+
+@contextlib.contextmanager
+def put_back(*tensors: Tensor) -> Iterator[None]:
+    """Whatever happens to them inside, afterwards they are as before."""
+    before = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)
 
 
 def _stores_little_by_row(model: nn.Module) -> bool:

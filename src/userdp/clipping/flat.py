@@ -18,7 +18,8 @@ class FlatBuffer:
     """`values` (float32 at least) and, for every parameter, a `views` of its shape.
 
     `roomy` views have the rows more that `spare_rows` asks for, by parameter: products of a padded
-    head are added there as they come. What lies in them is nobody's.
+    head are added there as they come. What lies in them, and in gaps between parameters, is
+    nobody's, and may be anything.
     """
 
     def __init__(
@@ -47,5 +48,5 @@ class FlatBuffer:
         ]
 
     def zero_(self) -> None:
-        """Start over."""
+        """All values to zero."""
         self.values.zero_()

@@ -141,6 +141,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, fresh: bool = False) -> 
 
     With `fresh`, the total is set to them, whatever it held.
     """
+    # Room for a head's padding is not needed where it has none.
+    total = total[: len(a)]
     half = half_on_cuda(a) and total.dtype == torch.float32
     if fresh and half and len(a) == len(total):
         torch.mm(a, b, out_dtype=torch.float32, out=total)

@@ -203,8 +203,7 @@ class Sums:
     def add(self, totals: Sequence[Tensor], factors: Tensor, *, fresh: bool = False) -> None:
         """totals[i] += sum_u factors[group_i, u] * (user u's gradient in form i).
 
-        With `fresh`, what the totals held does not count; where they need not be, they are neither
-        read nor cleared.
+        With `fresh`, totals are set instead; rows beyond a gradient's own may keep what they held.
         """
         batch, self._batch = self._batch, None
         assert batch is not None

@@ -7,6 +7,7 @@ parameter that differs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -48,8 +49,8 @@ class Verification:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The parameter that differs most, and by how much."""
-        return max(self.errors.items(), key=lambda item: item[1])
+        """The parameter that differs most, and by how much; NaN is more than any number."""
+        return max(self.errors.items(), key=lambda item: (math.isnan(item[1]), item[1]))
 
     def raise_if_different(self) -> None:
         """Raise, naming the parameter, if any error is above the tolerance."""
