@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,17 @@ def load(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
     return module
 
 
+@contextlib.contextmanager
+def refused(capsys: pytest.CaptureFixture[str], reason: str) -> Iterator[None]:
+    """The command line is wrong, and is told why."""
+    with pytest.raises(SystemExit) as stopped:
+        yield
+    assert stopped.value.code == 2
+    assert reason in " ".join(capsys.readouterr().err.split())
+
+
 def test_rows_say_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    methods = ["ordinary", "eager", "userdp", "userdp-checkpointed", "plain"]
+    methods = ["ordinary", "eager", "userdp", "userdp-adding", "userdp-checkpointed", "plain"]
     results, picture = tmp_path / "rows.json", tmp_path / "rows.svg"
     files = ("--json", str(results), "--plot", str(picture))
     run(monkeypatch, *SMALL.split(), "--methods", ",".join(methods), *files)
@@ -72,10 +83,8 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
+    with refused(capsys, reason):
         run(monkeypatch, *SMALL.split(), option, value)
-    assert stopped.value.code == 2
-    assert reason in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_run_in_which_all_failed_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +123,5 @@ def test_a_run_that_cannot_be_measured_is_refused_before_it_begins(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
+    with refused(capsys, reason):
         run(monkeypatch, option, value, name="training_run")
-    assert stopped.value.code == 2
-    assert reason in " ".join(capsys.readouterr().err.split())

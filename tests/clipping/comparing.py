@@ -96,7 +96,7 @@ def fast_sum(
     if settings.join_records is None:
         settings = replace(settings, join_records=False)
     fast = FastClipping(model, trainable(model), rule, record_loss=record_loss, settings=settings)
-    # What the first batch does not set is seen.
+    # What is neither set nor cleared is seen.
     fast._total.values.fill_(torch.nan)
     return fast.clipped_sum(groups, rule).total.views
 
