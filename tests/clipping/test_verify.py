@@ -130,6 +130,14 @@ def test_an_error_that_is_no_number_is_the_worst() -> None:
             found.raise_if_different()
 
 
+def test_verify_refuses_a_model_whose_gradients_are_not_finite() -> None:
+    model: Any = models_zoo.build("gpt2 tied")
+    with torch.no_grad():
+        model.transformer.ln_f.weight[0] = math.nan
+    with pytest.raises(InputError, match="no user's gradient is finite"):
+        userdp.verify(model, batch())
+
+
 def test_verify_refuses_fewer_than_two_users() -> None:
     with pytest.raises(ValueError, match="at least two"):
         userdp.verify(models_zoo.build("gpt2 tied"), batch(3), group_size=3)

@@ -202,4 +202,10 @@ def _middle_norm(
         own = {n: tensor[start:stop] for n, tensor in users.batch.items()}
         update = mean_gradient(model, parameters, own, record_loss=record_loss)
         norms.append(float(sum(tensor.square().sum() for tensor in update)) ** 0.5)
-    return sorted(norms)[len(norms) // 2] or 1.0
+    finite = sorted(norm for norm in norms if math.isfinite(norm))
+    if not finite:
+        raise InputError(
+            "no user's gradient is finite, so there is nothing to compare: look at the model's "
+            "weights and at the batch."
+        )
+    return finite[len(finite) // 2] or 1.0
