@@ -10,28 +10,25 @@ post-processing and costs nothing. Every paper's step is this one with other par
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import nn
 
 from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.flat import ClippedSum
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import AdaptiveClip
-from userdp.clipping.sums import ClippedSum
 from userdp.errors import BudgetExhaustedError, InputError
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
-from userdp.models.checks import (
-    BufferGuard,
-    check_optimizer,
-    refuse_mixing,
-    trainable_parameters,
-)
+from userdp.models.checks import check_optimizer, refuse_mixing, trainable_parameters
 from userdp.noise.draw import add_gaussian_, noisy_number
 from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
-from userdp.sampling import Cohort
+from userdp.probe import check_model
+from userdp.sampling import Cohort, PoissonUsers
 from userdp.statement import Statement
 from userdp.updates import Batch, RecordLoss, causal_lm_loss
 
@@ -53,6 +50,9 @@ class PrivateStep:
     ...     step.apply({"x": x[rows], "y": y[rows]} for rows in cohort)
     >>> step.statement().steps
     5
+
+    `sequence_length` is the most tokens a record may have, a public number: the model is tried with
+    made-up records of that length before the first step.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class PrivateStep:
         clipping: Literal["fast", "plain"] = "fast",
         settings: FastSettings | None = None,
         microbatch_records: int | None = None,
+        sequence_length: int | None = None,
         ledger: Ledger | None = None,
         secret: RunSecret | None = None,
     ) -> None:
@@ -84,7 +85,12 @@ class PrivateStep:
         self._clipping: FastClipping | PlainClipping
         if clipping == "fast":
             self._clipping = FastClipping(
-                model, self._parameters, plan.clip, record_loss=record_loss, settings=settings
+                model,
+                self._parameters,
+                plan.clip,
+                record_loss=record_loss,
+                settings=settings,
+                sequence_length=sequence_length,
             )
         else:
             self._clipping = PlainClipping(
@@ -94,6 +100,17 @@ class PrivateStep:
                 microbatch_records=microbatch_records,
                 compute_dtype=settings.compute_dtype,
             )
+        self._check = partial(
+            check_model,
+            model,
+            sequence_length=sequence_length,
+            group_size=plan.sampler.group_size if isinstance(plan.sampler, PoissonUsers) else 1,
+            record_loss=record_loss,
+            rule=plan.clip,
+            path=clipping,
+            settings=settings,
+        )
+        self._is_checked = False
         self._clip = plan.clip
         self._index = plan.sampler.limit_contributions(
             index, self._secret.rng("limit contributions", 0)
@@ -135,10 +152,24 @@ class PrivateStep:
         if self._drawn is None:
             raise InputError("no cohort is drawn: call draw() first, once for every step.")
         cohort, self._drawn = self._drawn, None
-        guard = BufferGuard(self.model)
-        total = self._clipping.clipped_sum(_counted(batches, len(cohort)), self._clip)
-        guard.check()
+        groups = list(_counted(batches, len(cohort)))
+        example = next((group for group in groups if len(next(iter(group.values())))), None)
+        if example is not None:
+            self.check_model(example)
+        total = self._clipping.clipped_sum(groups, self._clip)
         self._release(total)
+
+    def check_model(self, example: Batch | None = None) -> None:
+        """Raise if one user can move the clipped sum by more than the clip norm (`probe`).
+
+        Runs once, with made-up rows; `apply` runs it before the first step unless it has run. Rows
+        are token ids for a Hugging Face model, else like those of `example`.
+        """
+        if not self._is_checked:
+            self._check(example)
+            self._is_checked = True
+            # From here on a group that fails does so because of its own data.
+            self._clipping.skip_failing = True
 
     def _release(self, total: ClippedSum) -> None:
         """Noise the clipped sum, divide, step: everything that leaves the private side."""
