@@ -31,11 +31,14 @@ ABOVE = {
     "ledger": GROUND | {"accounting", "paid", "statement", "plan"},
     "config": GROUND | {"bounding", "clipping", "paid", "plan"},
     "report": GROUND | {"config", "ledger", "paid", "plan", "statement", "accounting"},
+    "neighbours": GROUND | {"clipping", "models", "updates"},
+    "probe": GROUND | {"clipping", "models", "neighbours", "updates"},
     "step": GROUND
-    | {"clipping", "ledger", "models", "noise", "plan", "sampling", "statement", "updates"},
+    | {"clipping", "ledger", "models", "noise", "plan", "probe", "sampling", "statement"}
+    | {"updates"},
     "training": GROUND
     | {"bounding", "clipping", "data", "ledger", "models", "noise", "paid", "plan", "sampling"}
-    | {"statement", "step", "updates"},
+    | {"probe", "statement", "step", "updates"},
     "gradient_norms": GROUND | {"data", "models", "updates"},
     "runs": GROUND | {"clipping", "config", "data", "models", "noise", "plan", "training"},
 }
@@ -179,6 +182,23 @@ def test_every_public_name_loads_and_is_documented() -> None:
 def test_every_module_says_what_it_decides() -> None:
     for name, path in modules().items():
         assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip(), name
+
+
+def test_the_oracle_imports_nothing_of_what_it_judges() -> None:
+    reached, todo = set[str](), ["clipping.plain"]
+    while todo:
+        name = todo.pop()
+        if name not in reached and name in modules():
+            reached.add(name)
+            todo += [found.removeprefix("userdp.") for found in imports(modules()[name])]
+    assert {name for name in reached if name.startswith("clipping.")} == {
+        "clipping.plain",
+        "clipping.factors",
+        "clipping.flat",
+        "clipping.layer_groups",
+        "clipping.module_state",
+        "clipping.rules",
+    }
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

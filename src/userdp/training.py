@@ -23,6 +23,7 @@ from userdp.models.load import save_model
 from userdp.noise.secret import RunSecret
 from userdp.paid import Paid
 from userdp.plan import Plan
+from userdp.probe import check_positions
 from userdp.sampling import Cohort
 from userdp.statement import Statement
 from userdp.step import PrivateStep
@@ -79,6 +80,7 @@ def train(
     norms and cohorts are secret.
     """
     plan.check_paid(paid)
+    check_positions(model, sequence_length)
     rows = _rows(store, tokenizer, plan, selection, sequence_length)
     secret = secret or RunSecret.from_system()
     path = Path(out) if out is not None else None
@@ -106,9 +108,11 @@ def train(
             clipping=clipping,
             settings=settings,
             microbatch_records=microbatch_records,
+            sequence_length=sequence_length,
             ledger=ledger,
             secret=secret,
         )
+        step.check_model()
         for cohort in step.cohorts():
             step.apply(cohort_batches(rows, cohort, pad_token=tokenizer.pad_token_id))
             if scheduler is not None:

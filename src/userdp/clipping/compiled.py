@@ -168,13 +168,7 @@ def has_aligned_head(model: nn.Module, record_loss: RecordLoss) -> bool:
 
 
 # What configurations call the longest row they have positions for.
-_POSITIONS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "max_sequence_length",
-    "n_ctx",
-)
+_POSITIONS = "max_position_embeddings n_positions max_seq_len max_sequence_length n_ctx".split()
 
 
 def most_positions(model: nn.Module) -> int | None:
@@ -184,7 +178,7 @@ def most_positions(model: nn.Module) -> int | None:
         return None
     # A model of text and images has the text's settings one level down.
     settings = (inner.config, inner.config.get_text_config())
-    said = [getattr(config, name, None) for config in settings for name in _POSITIONS]
+    said = [getattr(one, name, None) for one in settings for name in _POSITIONS]
     return next((value for value in said if isinstance(value, int) and value > 0), None)
 
 

@@ -39,7 +39,7 @@ from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.recurrent import Lstm
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.survey import Survey, find_layers
-from userdp.clipping.verify import compare_with_plain, refuse_dropout
+from userdp.clipping.verify import NothingFiniteError, compare_with_plain, refuse_dropout
 from userdp.errors import InputError
 from userdp.updates import Batch, RecordLoss, Update, joined_lm_loss
 
@@ -50,6 +50,8 @@ CUDA_TOKENS = 16_384
 CPU_TOKENS = 2_048
 # The longest records that may share a row where nobody declared how long records are.
 USUAL_LENGTH = 1_024
+# Sets of made-up values to try until one has a finite gradient.
+DISGUISES = 8
 # Batch shapes remembered where remembering saves little.
 EAGER_STEPS = 64
 # Stored per-user gradients in one backward pass: bytes on the CPU, a share of the memory on CUDA.
@@ -408,15 +410,21 @@ class FastClipping:
             return [view.clone() for view in self._total.views]
 
         with put_back(self._total.values, self._num_within, self._clip_norm):
-            compare_with_plain(
-                self._model,
-                self._parameters,
-                self._rule,
-                disguised(users),
-                run,
-                record_loss=self._record_loss,
-                compute_dtype=self._dtype,
-            )
+            for seed in range(DISGUISES):
+                try:
+                    compare_with_plain(
+                        self._model,
+                        self._parameters,
+                        self._rule,
+                        disguised(users, seed=seed),
+                        run,
+                        record_loss=self._record_loss,
+                        compute_dtype=self._dtype,
+                    )
+                    return
+                except NothingFiniteError:
+                    if seed + 1 == DISGUISES:
+                        raise
 
 
 @contextlib.contextmanager

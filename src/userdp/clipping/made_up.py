@@ -90,7 +90,8 @@ class MadeUp:
 def disguised(users: Users, *, seed: int = 0) -> Users:
     """The batch with made-up values in the same layout: the same rows, lengths and labelled places.
 
-    A row ends with its last label or its last place in the attention mask.
+    A row ends with its last label or its last place in the attention mask. Half of the integers
+    that occur are used, other ones for another seed: one of them may have no finite loss.
     """
     generator = torch.Generator().manual_seed(seed)
     ends = row_ends(users.batch)
@@ -99,7 +100,7 @@ def disguised(users: Users, *, seed: int = 0) -> Users:
         if name in _LAYOUT:
             batch[name] = tensor
             continue
-        pool = None if tensor.is_floating_point() else _pool(name, tensor)
+        pool = None if tensor.is_floating_point() else _half(_pool(name, tensor), generator)
         values = _drawn(tuple(tensor.shape), tensor.dtype, pool, generator).to(tensor.device)
         if is_padded(name, tensor):
             outside = torch.arange(tensor.shape[1], device=tensor.device) >= ends[:, None]
@@ -151,6 +152,13 @@ def _pool(name: str, tensor: Tensor) -> Tensor:
     if name == "labels" and bool((values != IGNORED_LABEL).any()):
         values = values[values != IGNORED_LABEL]
     return values
+
+
+def _half(pool: Tensor, generator: torch.Generator) -> Tensor:
+    """Some half of many values; few ones whole."""
+    if len(pool) < 8:
+        return pool
+    return pool[torch.randperm(len(pool), generator=generator)[: len(pool) // 2]]
 
 
 def _drawn(

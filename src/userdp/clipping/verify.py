@@ -52,6 +52,10 @@ class FastPathError(MixedExamplesError):
     """The fast path and the plain loop disagree on a model."""
 
 
+class NothingFiniteError(InputError):
+    """No gradient of the batch is finite: there is nothing to compare."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verification:
     """How far the fast path is from the plain loop, by parameter, and which rule each layer has.
@@ -308,7 +312,7 @@ def _middle_norm(updates: Sequence[Update]) -> float:
     ]
     finite = sorted(norm for norm in norms if math.isfinite(norm))
     if norms and not finite:
-        raise InputError(
+        raise NothingFiniteError(
             "no user's gradient is finite, so there is nothing to compare: look at the model's "
             "weights and at the batch."
         )

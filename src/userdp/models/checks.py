@@ -94,7 +94,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trainable: Iterable[Tensor
                 )
 
 
-class SavedTensors:
+class BufferGuard:
     """Notices writes to what is saved with a model: parameters, frozen ones too, and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -111,6 +111,14 @@ class SavedTensors:
             or self._before[name][0] is not tensor
             or self._before[name][1] != version
         ]
+
+    def check(self) -> None:
+        """Raise if a saved tensor was replaced or written to."""
+        for name in self.changed():
+            raise MixedExamplesError(
+                f"{name!r} is written during the forward pass: it would carry records into the "
+                "saved model without noise. Freeze or remove it."
+            )
 
     def _saved(self) -> dict[str, tuple[Tensor, int]]:
         return {
