@@ -1,9 +1,9 @@
 """Does one user move the clipped sum by at most the clip norm, on this very model? The probe asks.
 
 The guarantee rests on one sentence: adding or removing a user moves a step's clipped sum by at most
-C. So it is tried, on many pairs of cohorts (`neighbours`). Only made-up rows are used, in the shapes
-that were declared: whether a run begins says nothing about anybody. A small version runs before the
-first step of every run (`PrivateStep`).
+C. So it is tried, on many pairs of cohorts (`neighbours`). Only made-up rows are used, of the
+lengths that were declared: whether a run begins says nothing about anybody. A small version runs
+before the first step of every run (`PrivateStep`).
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def run_probes(
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
         raise UnsafeModelError(
-            f"the model fails on made-up rows of {sequence_length} tokens "
+            f"{type(model).__name__} fails on made-up rows of {sequence_length} tokens "
             f"({type(error).__name__}: {line})."
         ) from error
     finally:

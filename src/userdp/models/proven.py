@@ -13,17 +13,11 @@ from transformers import PreTrainedModel
 
 # `model_type` of the configuration.
 PROVEN = frozenset(
-    {
-        "gemma",
-        "gpt2",
-        "gpt_neox",
-        "llama",
-        "mistral",
-        "opt",
-        "phi",
-        "qwen2",
-        "qwen3",
-    }
+    """
+    bloom codegen cohere falcon gemma gemma2 gemma3_text gpt2 gpt_neo gpt_neox gptj granite llama
+    mamba mamba2 mistral mpt nemotron olmo olmo2 opt phi phi3 qwen2 qwen3 smollm3 stablelm
+    starcoder2 xlstm
+    """.split()
 )
 # Ways to turn positions into angles in which no position depends on how many there are.
 FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
