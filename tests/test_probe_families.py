@@ -105,9 +105,9 @@ def test_at_least_25_families_of_every_kind_are_probed() -> None:
     assert len(types) >= 40
 
 
-def test_unsafe_model_error_says_how_far_the_sum_moves() -> None:
+def test_refusal_says_how_far_the_sum_is_off() -> None:
     model = families.build(families.PLAIN_ONLY["bert"])
-    with pytest.raises(UnsafeModelError, match=r"moves the clipped sum by \d.*padded"):
+    with pytest.raises(UnsafeModelError, match=r"sum is off by \d.*padded"):
         probed(model, "fast").raise_if_unsafe()
 
 

@@ -275,32 +275,37 @@ class Trial:
     # ---- why
 
     def cause_of(self, probe: Probe) -> str:
-        """One sentence: what moves the sum, by how much, and what to do."""
+        """What is wrong, by how much, and what to do."""
         how_far = max(probe.movement, probe.coupling)
-        head = f"one user moves the clipped sum by {how_far:.3g} clip norms ({probe.name}): "
+        head = f"the clipped sum is off by {how_far:.3g} clip norms ({probe.name}): "
         if self._path == "plain":
             return head + (
                 "the model keeps something of one user for the next outside its modules. It cannot "
                 "be trained with a guarantee."
             )
-        if self._made_up.has_tokens and self._is_right_on_equal_lengths():
+        name, error = self._worst_on_equal_lengths()
+        if self._made_up.has_tokens and error <= self._allowed:
             return head + (
                 "a record's gradient depends on how far it is padded, which other users' lengths "
                 "decide, as in models that also look at what follows. Use "
                 'clipping="plain", where each user has its own padding only.'
             )
         return head + (
-            "the fast path does not tell the users of a batch apart in this model. Use "
-            'clipping="plain".'
+            "the fast path does not tell the users of a batch apart in this model, or does not see "
+            f'all uses of {name!r}. Use clipping="plain".'
         )
 
-    def _is_right_on_equal_lengths(self) -> bool:
-        length = self._longest / 2
-        groups = [self._group(1, length, 200 + i) for i in range(3)]
-        each = [self._flat(self._clipped(self._oracle.update(group))) for group in groups]
-        expected = torch.stack(each).sum(0)
-        found = self._sum(self._clipping(self._record_loss, False), groups)
-        return float((found - expected).norm()) / self._rule.bound <= self._allowed
+    def _worst_on_equal_lengths(self) -> tuple[str, float]:
+        """The parameter whose sum is furthest off where nobody is padded, in clip norms."""
+        groups = [self._group(1, self._longest / 2, 200 + i) for i in range(3)]
+        each = [self._clipped(self._oracle.update(group)) for group in groups]
+        found = self._clipping(self._record_loss, False).clipped_sum(groups, self._rule).total.views
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        errors = {
+            names[id(parameter)]: float((sums - sum(expected)).norm()) / self._rule.bound
+            for parameter, sums, *expected in zip(self._parameters, found, *each, strict=True)
+        }
+        return max(errors.items(), key=lambda item: item[1])
 
 
 def _that_clips(rule: ClipRule, updates: Sequence[Update]) -> ClipRule:

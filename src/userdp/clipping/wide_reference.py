@@ -24,49 +24,42 @@ def wide_gradient(
 ) -> Update:
     """The gradient of the mean of the records' losses, every product in float32 or wider."""
     device = parameters[0].device.type
-    with torch.enable_grad(), torch.autocast(device, enabled=False):
-        leaves = {id(p): p.detach().to(wide_dtype(p.dtype)).requires_grad_() for p in parameters}
-        with _widened(model, leaves):
-            loss = record_loss(model, group).mean()
-            wide = [leaves[id(parameter)] for parameter in parameters]
-            # A weight that is read outside its layer is met as it is.
-            found = torch.autograd.grad(loss, [*wide, *parameters], allow_unused=True)
-    through, past = found[: len(wide)], found[len(wide) :]
+    leaves = {id(p): p.detach().to(wide_dtype(p.dtype)).requires_grad_() for p in parameters}
+    with torch.enable_grad(), torch.autocast(device, enabled=False), _widened(model, leaves):
+        wide = [leaves[id(parameter)] for parameter in parameters]
+        loss = record_loss(model, group).mean()
+        found = torch.autograd.grad(loss, wide, allow_unused=True)
     return [
-        sum((part.to(leaf.dtype) for part in (a, b) if part is not None), torch.zeros_like(leaf))
-        for leaf, a, b in zip(wide, through, past, strict=True)
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for leaf, gradient in zip(wide, found, strict=True)
     ]
 
 
 @contextlib.contextmanager
 def _widened(model: nn.Module, leaves: dict[int, Tensor]) -> Iterator[None]:
     """Every layer computes with wide weights; frozen ones are not kept for the backward pass."""
-    # By the address of their memory: the weights that are wide at this moment.
+    # By the address of their memory: the frozen weights that are wide at this moment.
     narrow_of: dict[int, Tensor] = {}
-    held: dict[nn.Module, tuple[dict[str, Any], list[int]]] = {}
+    held: dict[nn.Module, dict[str, Any]] = {}
+    owners = [module for module in model.modules() if module._parameters]
+    originals = {module: dict(module._parameters) for module in owners}
 
     def widen(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        before = dict(module._parameters)
-        addresses: list[int] = []
-        for name, weight in before.items():
-            if weight is None or not weight.is_floating_point():
+        held[module] = dict(module._parameters)
+        for name, weight in held[module].items():
+            if weight is None or wide_dtype(weight.dtype) == weight.dtype:
                 continue
-            wide = leaves.get(id(weight))
-            if wide is None:
-                wide = weight.detach().to(wide_dtype(weight.dtype))
-                if wide.dtype != weight.dtype:
-                    addresses.append(wide.untyped_storage().data_ptr())
-                    narrow_of[addresses[-1]] = weight
+            wide = weight.detach().to(wide_dtype(weight.dtype))
+            narrow_of[wide.untyped_storage().data_ptr()] = weight
             module._parameters[name] = wide  # type: ignore[assignment]
-        held[module] = before, addresses
         # A caller may have narrowed the input to what it takes the weight for.
         return pytree.tree_map(_wide, (args, kwargs))
 
     def put_back(module: nn.Module, *_: Any) -> None:
-        before, addresses = held.pop(module)
-        module._parameters.update(before)
-        for address in addresses:
-            narrow_of.pop(address, None)
+        for weight in module._parameters.values():
+            if weight is not None:
+                narrow_of.pop(weight.untyped_storage().data_ptr(), None)
+        module._parameters.update(held.pop(module))
 
     def pack(tensor: Tensor) -> Any:
         weight = narrow_of.get(tensor.untyped_storage().data_ptr())
@@ -80,18 +73,21 @@ def _widened(model: nn.Module, leaves: dict[int, Tensor]) -> Iterator[None]:
         weight, size, stride, offset = packed
         return weight.detach().to(wide_dtype(weight.dtype)).as_strided(size, stride, offset)
 
-    owners = [module for module in model.modules() if module._parameters]
     handles = [module.register_forward_pre_hook(widen, with_kwargs=True) for module in owners]
     # Also after a forward pass that raises: the weights must not stay as they are.
     handles += [module.register_forward_hook(put_back, always_call=True) for module in owners]
     try:
+        for module in owners:
+            for name, weight in originals[module].items():
+                if id(weight) in leaves:
+                    module._parameters[name] = leaves[id(weight)]  # type: ignore[assignment]
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
         for handle in handles:
             handle.remove()
-        for module in [*held]:
-            put_back(module)
+        for module, weights in originals.items():
+            module._parameters.update(weights)
 
 
 def _wide(value: Any) -> Any:
