@@ -11,8 +11,7 @@ import torch
 from scipy import stats
 
 from userdp.errors import InputError
-from userdp.noise import draw
-from userdp.noise.draw import add_gaussian_, noisy_number
+from userdp.noise.draw import _with_tail, add_gaussian_, noisy_number
 from userdp.noise.gaussian import Gaussian
 from userdp.noise.secret import RunSecret
 
@@ -132,7 +131,7 @@ def test_standard_deviation_is_multiplier_times_sensitivity() -> None:
 def test_numbers_of_torchs_generator_are_drawn_from_53_bits(dtype: torch.dtype) -> None:
     # From 32 bits the largest normal is 6.76, whose edge a user's update would shift.
     generator = torch.Generator().manual_seed(0)
-    drawn = draw._with_tail(torch.zeros(50_000, dtype=dtype), generator=generator)
+    drawn = _with_tail(torch.zeros(50_000, dtype=dtype), generator=generator)
     assert drawn.dtype == torch.float64
     # 53 bits leave digits that float32 has not; a float32 number in float64 has none of them.
     assert float((drawn != drawn.float().double()).double().mean()) > 0.99
