@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import models_zoo
 from userdp.clipping import layers
+from userdp.clipping import verify as verify_module
 from userdp.clipping.compiled import Execution
 from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.clipping.forms import Rows
@@ -119,6 +120,30 @@ def test_verify_notices_users_taken_for_one_another(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(layers.Embedding, "forms", staticmethod(swapped))
     with pytest.raises(FastPathError, match="differs from the plain loop"):
         compare_on(models_zoo.build("lstm"), batch())
+
+
+@pytest.mark.parametrize("name", ["gpt2 tied", "llama tied + lora"])
+def test_a_fault_is_found_in_half_precision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Rounding is judged by a float32 reference: a fault of a third is more than rounding.
+    model = shake(models_zoo.build(name, torch.bfloat16))
+    compare_on(model, batch())
+    sums = layers.per_user
+    monkeypatch.setattr(layers, "per_user", lambda tensor, users: 1.15 * sums(tensor, users))
+    with pytest.raises(FastPathError, match="differs from the plain loop"):
+        compare_on(model, batch())
+
+
+def test_what_both_paths_round_alike_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In a deep model the plain loop itself is a tenth off in bfloat16: so may the fast path be.
+    model = shake(models_zoo.build("llama", torch.bfloat16))
+    exact = verify_module.wide_gradient
+
+    def far_off(*given: Any, **options: Any) -> Any:
+        return [1.12 * gradient for gradient in exact(*given, **options)]
+
+    monkeypatch.setattr(verify_module, "wide_gradient", far_off)
+    found = compare_on(model, batch(), clip=FlatClip(clip_norm=math.inf))
+    assert found.worst[1] > 0.1
 
 
 def test_an_error_that_is_no_number_is_the_worst() -> None:

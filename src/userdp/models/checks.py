@@ -39,7 +39,7 @@ def refuse_mixing(model: nn.Module) -> None:
                 f"{type(module).__name__} at {name!r} tracks running statistics, which would leave "
                 "the run without noise. Set track_running_stats=False."
             )
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else {}
     for key, experts in _settings(settings):
         if _EXPERT_COUNT.search(key) and isinstance(experts, int) and experts > 1:
