@@ -2,7 +2,8 @@
 
 A store is a directory:
 
-    manifest.json                          counts, fingerprint, file checksums, name of the id key
+    manifest.json                          counts, fingerprint, file checksums, name of the id key,
+                                           cautions, and the splits that the store is a part of
     records.arrow                          column `text`
     users.arrow                            column `pseudonym`: a keyed hash of each user's id
     record_users_indptr.npy, record_users.npy    owners of record i, numbers by first appearance
@@ -72,6 +73,16 @@ class UserStore:
     def fingerprint(self) -> str:
         """Names the texts and edges; a run is bound to it."""
         return self.manifest["fingerprint"]
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """What was done to these records that no guarantee covers; statements must carry it."""
+        return tuple(self.manifest.get("cautions", ()))
+
+    @property
+    def user_splits(self) -> tuple[str, ...]:
+        """The splits by user that this store is a part of, oldest first: public numbers only."""
+        return tuple(self.manifest.get("user_splits", ()))
 
     @staticmethod
     def open(path: str | Path) -> UserStore:

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,8 +90,13 @@ def write_batches(
     first_owner_only: bool = False,
     drop: DropRule | None = None,
     engine: EngineName = EngineName.DUCKDB,
+    cautions: Sequence[str] = (),
+    user_splits: Sequence[str] = (),
 ) -> ImportResult:
-    """Like `write_store`, from batches, with every choice."""
+    """Like `write_store`, from batches, with every choice.
+
+    `cautions` and `user_splits` are what `UserStore` gives back under these names.
+    """
     if out.exists():
         raise InputError(f"{out} exists: choose another output directory.")
     partial = out.with_name(f".{out.name}.partial")
@@ -103,7 +108,8 @@ def write_batches(
         staged = _stage(batches, partial, spellings)
         result = _finish(staged, partial, spellings, pseudonyms, first_owner_only, engine)
         shutil.rmtree(staging)
-        _write_manifest(partial, result, pseudonyms.key_name, staged.is_chat)
+        history = {"cautions": list(cautions), "user_splits": list(user_splits)}
+        _write_manifest(partial, result, pseudonyms.key_name, staged.is_chat, history)
         os.replace(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -334,7 +340,13 @@ def _write_users(directory: Path, pseudonyms: list[bytes]) -> None:
         writer.write_batch(pa.record_batch([column], schema))
 
 
-def _write_manifest(directory: Path, result: ImportResult, key_name: str, is_chat: bool) -> None:
+def _write_manifest(
+    directory: Path,
+    result: ImportResult,
+    key_name: str,
+    is_chat: bool,
+    history: dict[str, list[str]],
+) -> None:
     files = sorted(path for path in directory.iterdir() if path.is_file())
     for path in files:
         with path.open("rb") as file:
@@ -347,6 +359,7 @@ def _write_manifest(directory: Path, result: ImportResult, key_name: str, is_cha
         "fingerprint": result.fingerprint,
         "key_name": key_name,
         "text_kind": "chat" if is_chat else "plain",
+        **history,
         "sizes": {path.name: path.stat().st_size for path in files},
         "sha256": {
             path.name: file_digest(path) for path in files if path.name not in FINGERPRINTED
