@@ -87,7 +87,9 @@ def _coins(pseudonyms: list[bytes], seed: int, earlier: Sequence[str]) -> NDArra
         for pseudonym in pseudonyms
     ]
     # The upper 53 bits: a float64 holds them exactly, and stays below 1.
-    return (np.frombuffer(b"".join(coins), "<u8") >> np.uint64(11)) * 2.0**-53
+    return np.ldexp(
+        (np.frombuffer(b"".join(coins), "<u8") >> np.uint64(11)).astype(np.float64), -53
+    )
 
 
 def beginning_of_each_user(store: UserStore, *, share: float = 0.1, at_most: int = 32) -> Split:
