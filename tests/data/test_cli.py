@@ -90,15 +90,9 @@ def test_a_split_into_one_directory_is_refused_before_anything_is_written(tmp_pa
     run("import", write(tmp_path / "data.jsonl"), "--out", tmp_path / "store")
     before = sorted(tmp_path.iterdir())
     (tmp_path / "link").symlink_to(tmp_path)
-    for train, held_out in (
-        ("a", "a"),
-        ("a", "link/a"),
-        ("a/b", "a"),
-        ("a", "a/b"),
-        ("b", "store"),
-    ):
+    for train, held_out in (("a", "a"), ("a", "link/a"), ("a/b", "a"), ("a", "a/b")):
         sides = ("--train", tmp_path / train, "--held-out", tmp_path / held_out)
-        with pytest.raises(InputError, match=r"two directories|another output"):
+        with pytest.raises(InputError, match="two directories"):
             run("split", tmp_path / "store", "--share", 0.5, *sides)
     (tmp_path / "link").unlink()
     assert sorted(tmp_path.iterdir()) == before
