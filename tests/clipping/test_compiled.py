@@ -75,7 +75,7 @@ def test_compiled_blocks_give_the_plain_loops_sum_without_graph_breaks(
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("mix_sizes", [False, True])
+@pytest.mark.parametrize("mix_sizes", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_products_that_give_their_norms_need_no_graph_break(
     mix_sizes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +87,9 @@ def test_compiled_products_that_give_their_norms_need_no_graph_break(
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("name", ["gpt2 tied", "llama tied + lora"])
+@pytest.mark.parametrize(
+    "name", ["gpt2 tied", pytest.param("llama tied + lora", marks=pytest.mark.slow)]
+)
 def test_compiled_blocks_give_the_plain_loops_sum_of_joined_records(name: str) -> None:
     model = shake(models_zoo.build(name))
     settings = FastSettings(compile_blocks=True, join_records=True)
@@ -95,7 +97,7 @@ def test_compiled_blocks_give_the_plain_loops_sum_of_joined_records(name: str) -
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("name", ["gemma", "opt", "bert"])
+@pytest.mark.parametrize("name", ["gemma", pytest.param("opt", marks=pytest.mark.slow), "bert"])
 def test_compiled_blocks_give_the_plain_loops_sum_for_layers_without_a_rule_and_others(
     name: str,
 ) -> None:

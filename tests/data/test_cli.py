@@ -49,8 +49,17 @@ def as_table(summary: dict[str, Any]) -> str:
     )
 
 
+# Of the largest, those that others in the table are like take long and say little more.
+SLOW_TABLES = frozenset(
+    "acl_to2022 gitml_2022_2023 books_by_author_chunks scotus_turns_2006_2010".split()
+)
+
+
 @needs_shared
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(t, marks=pytest.mark.slow) if t in SLOW_TABLES else t for t in TABLES],
+)
 def test_stats_give_the_table_of_the_data_folder(tmp_path: Path, name: str) -> None:
     records, users, per_user, per_record, text_bytes = TABLES[name]
     run("import", SHARED / "data" / f"{name}.jsonl.gz", "--out", tmp_path / "store")
