@@ -88,12 +88,19 @@ def test_compiled_products_that_give_their_norms_need_no_graph_break(
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2 tied", pytest.param("llama tied + lora", marks=pytest.mark.slow)]
+    ("name", "lengths"),
+    [
+        ("gpt2 tied", [[5, 3, 4], [4], [6, 2]]),
+        pytest.param("gpt2 tied", RAGGED, marks=pytest.mark.slow),
+        pytest.param("llama tied + lora", RAGGED, marks=pytest.mark.slow),
+    ],
 )
-def test_compiled_blocks_give_the_plain_loops_sum_of_joined_records(name: str) -> None:
+def test_compiled_blocks_give_the_plain_loops_sum_of_joined_records(
+    name: str, lengths: list[list[int]]
+) -> None:
     model = shake(models_zoo.build(name))
     settings = FastSettings(compile_blocks=True, join_records=True)
-    assert_same_as_plain(model, cohort(RAGGED), settings=settings)
+    assert_same_as_plain(model, cohort(lengths), settings=settings)
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
