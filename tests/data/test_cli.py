@@ -156,6 +156,12 @@ def test_removal_across_users_leaves_its_caution_in_every_store_made_from_it(
     run("duplicates", tmp_path / "train", "--out", tmp_path / "again")
     for name in ("train", "held", "again"):
         assert list(UserStore.open(tmp_path / name).cautions) == found["cautions"]
+    assert run("stats", tmp_path / "again")["cautions"] == found["cautions"]
+    look = run("quantile", tmp_path / "again", "--epsilon", 1)
+    assert look["cautions"] == found["cautions"]
+    for command in (["stats"], ["quantile", "--epsilon", "1"]):
+        words = CliRunner().invoke(app, [*command, str(tmp_path / "again")]).stdout
+        assert f"caution: {found['cautions'][0]}" in words
 
 
 def test_records_of_several_owners_are_removed_only_with_a_caution(tmp_path: Path) -> None:

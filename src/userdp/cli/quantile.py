@@ -81,12 +81,14 @@ def quantile(
             "delta": delta,
             "adjacency": adjacency.value,
             "certified_by": told.certified_by,
+            "cautions": list(opened.cautions),
             **paid.to_json(),
         },
         f"{paid.what}: at most {found.value:g}\n"
         f"cost alone: (epsilon={round_up(told.epsilon):g}, delta={delta:g}), user-level, "
         f"{adjacency.value}; noise_multiplier={noise_multiplier:.5g}\n"
         f"certified by {told.certified_by}"
+        + "".join(f"\ncaution: {caution}" for caution in opened.cautions)
         + ("" if out else "\nnot written down: with --out FILE a run's ledger can be charged"),
     )
 
