@@ -17,9 +17,6 @@ from userdp.errors import InputError
 from userdp.index import UserIndex
 from userdp.sampling import Cohort, PoissonRecords, PoissonUsers, Sampler
 
-each_number_of_draws = pytest.mark.parametrize(
-    "draws", [20_000, pytest.param(100_000, marks=pytest.mark.slow)]
-)
 # Users with 1, 4, 2, 1, 3 rows, in mixed order.
 OWNERS = [0, 1, 2, 1, 3, 4, 1, 2, 4, 1, 4]
 
@@ -39,6 +36,16 @@ CASES = {
 }
 
 
+each_sampler = pytest.mark.parametrize(
+    ("name", "draws"),
+    [pytest.param(name, 20_000, id=name) for name in CASES]
+    + [
+        pytest.param(name, 100_000, id=f"{name}, more draws", marks=pytest.mark.slow)
+        for name in CASES
+    ],
+)
+
+
 @cache
 def inclusions(name: str, draws: int) -> np.ndarray:
     """One line a draw, one column a unit: was it in?"""
@@ -54,8 +61,7 @@ def inclusions(name: str, draws: int) -> np.ndarray:
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("name", CASES)
-@each_number_of_draws
+@each_sampler
 def test_inclusion_has_the_stated_probability_within_4_sigma(name: str, draws: int) -> None:
     prob = CASES[name].prob
     error = np.sqrt(prob * (1 - prob) / draws)
@@ -63,8 +69,7 @@ def test_inclusion_has_the_stated_probability_within_4_sigma(name: str, draws: i
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("name", CASES)
-@each_number_of_draws
+@each_sampler
 def test_units_are_drawn_independently_pair_covariance_below_4_sigma(name: str, draws: int) -> None:
     found = inclusions(name, draws)
     prob = CASES[name].prob
@@ -74,8 +79,7 @@ def test_units_are_drawn_independently_pair_covariance_below_4_sigma(name: str, 
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("name", CASES)
-@each_number_of_draws
+@each_sampler
 def test_consecutive_draws_are_independent_within_4_sigma(name: str, draws: int) -> None:
     sizes = inclusions(name, draws).sum(axis=1).astype(float)
     correlation = np.corrcoef(sizes[:-1], sizes[1:])[0, 1]
@@ -83,8 +87,7 @@ def test_consecutive_draws_are_independent_within_4_sigma(name: str, draws: int)
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("name", CASES)
-@each_number_of_draws
+@each_sampler
 def test_size_variance_is_binomial_within_3_percent(name: str, draws: int) -> None:
     # A fixed batch size would have variance 0. The estimate's own error is about 1%: 3 sigma.
     found = inclusions(name, draws)
