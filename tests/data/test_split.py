@@ -193,3 +193,17 @@ def test_cautions_are_inherited_by_every_store_made_from_it(
         UserStore.open(tmp_path / "a"), everything, tmp_path / "b", cautions=["second", "first"]
     )
     assert UserStore.open(tmp_path / "b").cautions == ("first", "second")
+
+
+@pytest.mark.parametrize("damage", ["removed", "emptied", "edited"])
+def test_a_caution_cannot_be_lost_unnoticed(store: UserStore, tmp_path: Path, damage: str) -> None:
+    split.write_subset(store, np.arange(300), tmp_path / "some", cautions=["across users"])
+    history = tmp_path / "some" / "history.json"
+    if damage == "removed":
+        history.unlink()
+    else:
+        content = history.read_text()
+        new = "{}" if damage == "emptied" else content.replace("across users", "alright now!")
+        history.write_text(new)
+    with pytest.raises(InputError, match="changed since the import"):
+        _ = UserStore.open(tmp_path / "some").cautions

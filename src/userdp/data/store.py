@@ -2,13 +2,13 @@
 
 A store is a directory:
 
-    manifest.json                          counts, fingerprint, file checksums, name of the id key,
-                                           cautions, and the splits that the store is a part of
+    manifest.json                          counts, fingerprint, file checksums, name of the id key
     records.arrow                          column `text`
     users.arrow                            column `pseudonym`: a keyed hash of each user's id
     record_users_indptr.npy, record_users.npy    owners of record i, numbers by first appearance
     user_records_indptr.npy, user_records.npy    records of user i
     times.npy                              when each record was written, where the source says
+    history.json                           cautions, and the splits that it is a part of, if any
 
 Everything in it is private. The fingerprint covers texts and edges, not the pseudonyms: it names
 the data a run was bound to.
@@ -35,7 +35,7 @@ from userdp.data.files import (
     read_column,
     read_texts,
 )
-from userdp.data.write import FORMAT, ImportResult, write_batches, write_store
+from userdp.data.write import FORMAT, HISTORY, ImportResult, write_batches, write_store
 from userdp.errors import InputError
 
 __all__ = ["FORMAT", "ImportResult", "UserStore", "write_batches", "write_store"]
@@ -73,16 +73,6 @@ class UserStore:
     def fingerprint(self) -> str:
         """Names the texts and edges; a run is bound to it."""
         return self.manifest["fingerprint"]
-
-    @property
-    def cautions(self) -> tuple[str, ...]:
-        """What was done to these records that no guarantee covers; statements must carry it."""
-        return tuple(self.manifest.get("cautions", ()))
-
-    @property
-    def user_splits(self) -> tuple[str, ...]:
-        """The splits by user that this store is a part of, oldest first: public numbers only."""
-        return tuple(self.manifest.get("user_splits", ()))
 
     @staticmethod
     def open(path: str | Path) -> UserStore:
@@ -210,3 +200,20 @@ class UserStore:
             return None
         ours = set(self.pseudonyms.to_pylist())
         return len(ours.intersection(other.pseudonyms.to_pylist()))
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """What was done to these records that no guarantee covers; statements must carry it."""
+        return tuple(self._history().get("cautions", ()))
+
+    @property
+    def user_splits(self) -> tuple[str, ...]:
+        """The splits by user that this store is a part of, oldest first: public numbers only."""
+        return tuple(self._history().get("user_splits", ()))
+
+    def _history(self) -> dict[str, list[str]]:
+        if HISTORY not in self.manifest["sizes"]:
+            return {}
+        if file_digest(self.path / HISTORY) != self.manifest["sha256"][HISTORY]:
+            raise InputError(f"{self.path / HISTORY}: changed since the import.")
+        return json.loads((self.path / HISTORY).read_text())

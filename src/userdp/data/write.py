@@ -42,6 +42,8 @@ EDGE_SCHEMA = pa.schema([("record", pa.int64()), ("edge", pa.int64()), ("spellin
 # The fingerprint is a checksum of these already.
 FINGERPRINTED = frozenset({"records.arrow", "record_users_indptr.npy", "record_users.npy"})
 
+HISTORY = "history.json"
+
 EMPTY = "empty text"
 OWNERLESS = "no owner left"
 
@@ -105,11 +107,11 @@ def write_batches(
     staging.mkdir(parents=True)
     try:
         spellings = Spellings(rule=id_rule, drop=drop or DropRule())
+        _write_history(partial, cautions, user_splits)
         staged = _stage(batches, partial, spellings)
         result = _finish(staged, partial, spellings, pseudonyms, first_owner_only, engine)
         shutil.rmtree(staging)
-        history = {"cautions": list(cautions), "user_splits": list(user_splits)}
-        _write_manifest(partial, result, pseudonyms.key_name, staged.is_chat, history)
+        _write_manifest(partial, result, pseudonyms.key_name, staged.is_chat)
         os.replace(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -186,6 +188,16 @@ def _stage(batches: Iterable[Batch], directory: Path, spellings: Spellings) -> _
         has_times=has_times,
         is_chat=True in kinds,
     )
+
+
+def _write_history(directory: Path, cautions: Sequence[str], user_splits: Sequence[str]) -> None:
+    """Write how the records were chosen from another store's; an imported store has no such file.
+
+    The manifest names it with its checksum: without it the store does not open.
+    """
+    if cautions or user_splits:
+        history = {"cautions": list(cautions), "user_splits": list(user_splits)}
+        (directory / HISTORY).write_text(json.dumps(history, indent=1))
 
 
 def _spelling_numbers(batch: Batch, spellings: Spellings) -> NDArray[np.int32]:
@@ -340,13 +352,7 @@ def _write_users(directory: Path, pseudonyms: list[bytes]) -> None:
         writer.write_batch(pa.record_batch([column], schema))
 
 
-def _write_manifest(
-    directory: Path,
-    result: ImportResult,
-    key_name: str,
-    is_chat: bool,
-    history: dict[str, list[str]],
-) -> None:
+def _write_manifest(directory: Path, result: ImportResult, key_name: str, is_chat: bool) -> None:
     files = sorted(path for path in directory.iterdir() if path.is_file())
     for path in files:
         with path.open("rb") as file:
@@ -359,7 +365,6 @@ def _write_manifest(
         "fingerprint": result.fingerprint,
         "key_name": key_name,
         "text_kind": "chat" if is_chat else "plain",
-        **history,
         "sizes": {path.name: path.stat().st_size for path in files},
         "sha256": {
             path.name: file_digest(path) for path in files if path.name not in FINGERPRINTED
