@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from cli_runner import python
 from shared import SHARED, needs_shared
 from userdp.cli import app
 from userdp.data import split
@@ -209,7 +208,5 @@ def test_opening_a_store_loads_neither_torch_nor_engines(tmp_path: Path) -> None
         "import sys; from userdp.data.store import UserStore; UserStore.open('store').text(0);"
         "print([name for name in ('torch', 'duckdb', 'ibis', 'pyspark') if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    done = python(script, cwd=tmp_path)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
