@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 
@@ -18,10 +17,6 @@ from userdp.data.store import UserStore, write_store
 # Every epsilon is computed here and now: a remembered one would test yesterday's code. Set for this
 # process, and so for those that tests start.
 os.environ["USERDP_CACHE"] = "off"
-
-# How long an example takes says nothing on a shared machine.
-hypothesis.settings.register_profile("shared", deadline=None)
-hypothesis.settings.load_profile("shared")
 
 
 @pytest.fixture(autouse=True, scope="session")

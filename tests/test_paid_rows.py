@@ -223,7 +223,9 @@ def plans(kind: str, **others) -> Plan:
     """Users or records sampled, or everybody in every step."""
     common = {"num_users": 200, "group_size": 4, "steps": 50, "clip_norm": 1.0, "delta": 1e-4}
     if kind == "records":
-        return Plan.sample_records(**common | {"expected_batch_size": 20} | others)
+        # Few, because each step of the search prices mixtures.
+        few = {"expected_batch_size": 20, "group_size": 2, "steps": 10}
+        return Plan.sample_records(**common | few | others)
     cohort = 200 if kind == "everybody" else 20
     return Plan.sample_users(**common | {"expected_cohort_size": cohort} | others)
 
@@ -239,7 +241,7 @@ def test_noise_is_calibrated_for_the_steps_and_what_was_paid(kind, adjacency, ta
     assert plan.epsilon() < plans(kind, epsilon=target, adjacency=adjacency).epsilon() <= target
 
 
-@pytest.mark.parametrize("kind", ["users", "records"])
+@pytest.mark.parametrize("kind", ["users", pytest.param("records", marks=pytest.mark.slow)])
 def test_noise_is_calibrated_for_the_steps_and_paid_tuning(kind):
     paid = [Paid(what="learning rate", event=tuned(the_plan(noise_multiplier=6.0, steps=10)))]
     plan = plans(kind, epsilon=2.0, paid=paid)

@@ -84,6 +84,7 @@ OPTIONS = {
     "duplicates": {
         "store",
         "--against",
+        "--across-users",
         "--text",
         "--threshold",
         "--out",

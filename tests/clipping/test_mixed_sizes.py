@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -173,8 +174,15 @@ def test_ragged_cohorts_are_packed_densely_into_few_shapes(mean: int) -> None:
 # ---- sums
 
 
-@pytest.mark.parametrize("forms", FORMS)
-@pytest.mark.parametrize("name", ZOO)
+def in_forms(name: str) -> list[Any]:
+    """Every form of the models with the usual layers; of the others, two by default."""
+    few = ("by row", "pairs") if name in models_zoo.MORE_BUILDERS else tuple(FORMS)
+    return [
+        pytest.param(name, forms, marks=() if forms in few else pytest.mark.slow) for forms in FORMS
+    ]
+
+
+@pytest.mark.parametrize(("name", "forms"), [case for name in ZOO for case in in_forms(name)])
 def test_mixed_batches_give_the_plain_loops_sum(name: str, forms: str) -> None:
     model = shake(models_zoo.build(name))
     groups = cohort(RAGGED, masked=name in models_zoo.MASKED)

@@ -8,6 +8,7 @@ A store is a directory:
     record_users_indptr.npy, record_users.npy    owners of record i, numbers by first appearance
     user_records_indptr.npy, user_records.npy    records of user i
     times.npy                              when each record was written, where the source says
+    history.json                           cautions, and the splits that it is a part of, if any
 
 Everything in it is private. The fingerprint covers texts and edges, not the pseudonyms: it names
 the data a run was bound to.
@@ -34,7 +35,7 @@ from userdp.data.files import (
     read_column,
     read_texts,
 )
-from userdp.data.write import FORMAT, ImportResult, write_batches, write_store
+from userdp.data.write import FORMAT, HISTORY, ImportResult, write_batches, write_store
 from userdp.errors import InputError
 
 __all__ = ["FORMAT", "ImportResult", "UserStore", "write_batches", "write_store"]
@@ -199,3 +200,20 @@ class UserStore:
             return None
         ours = set(self.pseudonyms.to_pylist())
         return len(ours.intersection(other.pseudonyms.to_pylist()))
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """What was done to these records that no guarantee covers; statements must carry it."""
+        return tuple(self._history().get("cautions", ()))
+
+    @property
+    def user_splits(self) -> tuple[str, ...]:
+        """The splits by user that this store is a part of, oldest first: public numbers only."""
+        return tuple(self._history().get("user_splits", ()))
+
+    def _history(self) -> dict[str, list[str]]:
+        if HISTORY not in self.manifest["sizes"]:
+            return {}
+        if file_digest(self.path / HISTORY) != self.manifest["sha256"][HISTORY]:
+            raise InputError(f"{self.path / HISTORY}: changed since the import.")
+        return json.loads((self.path / HISTORY).read_text())

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ EDGE_SCHEMA = pa.schema([("record", pa.int64()), ("edge", pa.int64()), ("spellin
 
 # The fingerprint is a checksum of these already.
 FINGERPRINTED = frozenset({"records.arrow", "record_users_indptr.npy", "record_users.npy"})
+
+HISTORY = "history.json"
 
 EMPTY = "empty text"
 OWNERLESS = "no owner left"
@@ -90,8 +92,13 @@ def write_batches(
     first_owner_only: bool = False,
     drop: DropRule | None = None,
     engine: EngineName = EngineName.DUCKDB,
+    cautions: Sequence[str] = (),
+    user_splits: Sequence[str] = (),
 ) -> ImportResult:
-    """Like `write_store`, from batches, with every choice."""
+    """Like `write_store`, from batches, with every choice.
+
+    `cautions` and `user_splits` are what `UserStore` gives back under these names.
+    """
     if out.exists():
         raise InputError(f"{out} exists: choose another output directory.")
     partial = out.with_name(f".{out.name}.partial")
@@ -100,6 +107,7 @@ def write_batches(
     staging.mkdir(parents=True)
     try:
         spellings = Spellings(rule=id_rule, drop=drop or DropRule())
+        _write_history(partial, cautions, user_splits)
         staged = _stage(batches, partial, spellings)
         result = _finish(staged, partial, spellings, pseudonyms, first_owner_only, engine)
         shutil.rmtree(staging)
@@ -180,6 +188,16 @@ def _stage(batches: Iterable[Batch], directory: Path, spellings: Spellings) -> _
         has_times=has_times,
         is_chat=True in kinds,
     )
+
+
+def _write_history(directory: Path, cautions: Sequence[str], user_splits: Sequence[str]) -> None:
+    """Write how the records were chosen from another store's; an imported store has no such file.
+
+    The manifest names it with its checksum: without it the store does not open.
+    """
+    if cautions or user_splits:
+        history = {"cautions": list(cautions), "user_splits": list(user_splits)}
+        (directory / HISTORY).write_text(json.dumps(history, indent=1))
 
 
 def _spelling_numbers(batch: Batch, spellings: Spellings) -> NDArray[np.int32]:
