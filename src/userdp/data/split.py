@@ -110,7 +110,7 @@ def write_subset(store: UserStore, records: Numbers, out: Path) -> ImportResult:
     return write_batches(
         _batches(store, np.sort(records)),
         out,
-        pseudonyms=Pseudonyms.kept(store.manifest["key_name"]),
+        pseudonyms=Pseudonyms.kept(store.manifest["key_name"], store.fingerprint_key),
         id_rule=IdRule.EXACT,
     )
 
