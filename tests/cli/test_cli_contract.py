@@ -44,6 +44,7 @@ OPTIONS = {
         "--accountant",
         "--noise",
         "--participations",
+        "--unfinished",
         "--json",
     },
     "bound": {
@@ -95,6 +96,7 @@ OPTIONS = {
         "store",
         "--sequence-length",
         "--allow-overlap",
+        "--unfinished",
         "--json",
     },
     "import": {
@@ -155,6 +157,7 @@ OPTIONS = {
     },
     "report": {
         "run",
+        "--unfinished",
         "--json",
     },
     "split": {
