@@ -76,10 +76,8 @@ def scheduler_digest(scheduler: Any) -> str:
 
 def model_digest(model: nn.Module) -> str:
     """Names a model's class and configuration, but not where it was read from."""
-    config = getattr(model, "config", None)
-    plain = dict(config.to_dict()) if hasattr(config, "to_dict") else None
-    if plain is not None:
-        plain.pop("_name_or_path", None)
+    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+    plain = {name: value for name, value in to_dict().items() if name != "_name_or_path"}
     return _digest([_kind(model), str(model), _described(plain, DEEPEST)])
 
 

@@ -140,7 +140,7 @@ def test_every_epsilon_in_the_source_is_printed_by_one_function() -> None:
     """A format of an epsilon that may round to nearest is found by its text."""
     by_hand = re.compile(
         r"epsilon[a-z_]*(?:\(\))?\s*:\s*[.\d,]*[gfe]\}"  # {x.epsilon:.4g}
-        r"|epsilon=\{(?!(?:common\.)?epsilon_text|round_up|target|epsilon[:}])"  # epsilon={reached...}
+        r"|epsilon=\{(?!(?:common\.)?epsilon_text|round_up|target|epsilon[:}])"  # epsilon={reached}
         r"|%[.\d]*[gfe]'? % [a-z_.]*epsilon"  # jinja
         r"|\{\{[^}]*epsilon \| round"
     )

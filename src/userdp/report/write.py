@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -52,7 +53,7 @@ def write_report(
     config = load_config(run / "config.toml")
     statement = record.statement()
     sections = list(story)
-    spent = {"paid": ledger.paid, "earlier": ledger.earlier}
+    spent: dict[str, Any] = {"paid": ledger.paid, "earlier": ledger.earlier}
     if statement.guarantee and ledger.steps:
         sections.append(
             Section(
