@@ -55,7 +55,7 @@ class Ledger:
         self._writable = writable
         # Read back, not made here: then only a closing row says that nothing is missing.
         self._from_disk = bool(rows)
-        self._plan = Plan.from_json(rows[0]["plan"]) if rows else None
+        self._plan = _recorded_plan(rows[0]) if rows else None
         self._steps = sum(row["kind"] == "step" for row in rows)
 
     @staticmethod
@@ -328,6 +328,15 @@ class Ledger:
             self._file.flush()
             os.fsync(self._file.fileno())
         self._rows.append(row)
+
+
+def _recorded_plan(row: Row) -> Plan:
+    try:
+        return Plan.from_json(row["plan"])
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise LedgerError("the ledger's first row holds no plan this version can read.") from None
 
 
 def _check_content(rows: list[Row], path: Path) -> None:

@@ -78,11 +78,12 @@ def _problems(run: Path, ledger: Ledger) -> list[str]:
 
 
 def run_of(model: Path) -> Path | None:
-    """The directory of the run that `model` is, or lies in; None if it is no run's."""
-    for candidate in (model, model.resolve().parent):
-        if model.is_dir() and (candidate / "ledger.jsonl").is_file():
-            return candidate
-    return None
+    """The run whose directory, or whose `model/`, is given; None if it is no run's."""
+    if (model / "ledger.jsonl").is_file():
+        return model
+    home = model.resolve().parent
+    is_model = model.is_dir() and model.resolve().name == "model"
+    return home if is_model and (home / "ledger.jsonl").is_file() else None
 
 
 def write_training_users(run: Path, digest: str, store: UserStore, homes: tuple[Path, ...]) -> None:

@@ -90,7 +90,8 @@ def test_every_edited_byte_is_found_with_and_without_the_key(tmp_path: Path) -> 
             chain.key_path(path).unlink()
         for position in range(len(content)):
             edited = bytearray(content)
-            edited[position] ^= 1
+            # A tab for a space is the same JSON, and still not the byte that was written.
+            edited[position] = ord("\t") if edited[position] == ord(" ") else edited[position] ^ 1
             path.write_bytes(bytes(edited))
             with pytest.raises(LedgerError):
                 Ledger.read(path)

@@ -60,7 +60,7 @@ def train(
             **common.promised(statement),
             "steps": statement.steps,
             "earlier": list(statement.earlier),
-            "overlap_checked": not unchecked,
+            "overlap_checked": None if held_out is None else not unchecked,
             "loss": loss,
             "run": str(out),
         },
