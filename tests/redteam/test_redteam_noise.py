@@ -148,6 +148,12 @@ def test_one_real_secret_never_gives_two_runs_the_same_noise(bound: Any) -> None
     # Two nonces of 128 bits are alike with probability 2^-128.
     secret = RunSecret(key=b"k" * 32, fixed_seed=False)
     assert bound(secret=secret) != bound(secret=secret)
+    # Not even with one key for both ledgers.
+    first, second = (
+        Ledger.create(Plan.sample_users(**PUBLIC), bound_to={}, fixed_seed=False, key=b"k" * 32)
+        for _ in range(2)
+    )
+    assert first.run_digest != second.run_digest
 
 
 def own_step(model: torch.nn.Module, **options: Any) -> PrivateStep:
