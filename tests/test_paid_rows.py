@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from pathlib import Path
@@ -15,6 +14,7 @@ from dp_accounting.rdp import RdpAccountant
 from typer.testing import CliRunner
 
 from tiny import make_model, make_store
+from userdp import chain
 from userdp.accounting import gaussian, selection
 from userdp.cli import app
 from userdp.cli.quantile import answers
@@ -52,7 +52,8 @@ def charged(plan: Plan, path: Path | None = None, *, steps: int) -> Ledger:
         ledger.charge(event, what=what)
     for _ in range(steps):
         ledger.charge_step()
-    ledger.close()
+    if path is not None:
+        ledger.finish({})
     return ledger
 
 
@@ -326,14 +327,15 @@ def test_rows_that_make_no_sense_are_refused_though_the_chain_holds(tmp_path, ed
     charged(the_plan(), path, steps=2)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     edit(rows)
-    before, lines = "", []
+    before, lines, key = "", [], chain.read_key(path)
+    assert key is not None
     for row in rows:
-        row.pop("hash")
-        text = before + json.dumps(row, sort_keys=True)
-        before = row["hash"] = hashlib.sha256(text.encode()).hexdigest()
-        lines.append(json.dumps(row, sort_keys=True))
+        del row["hash"], row["tag"]
+        sealed = chain.sealed(before, row, key)
+        before = sealed["hash"]
+        lines.append(json.dumps(sealed, sort_keys=True))
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(LedgerError):
+    with pytest.raises(LedgerError, match=r"ledger\.jsonl: |paid|type"):
         Ledger.read(path)
 
 

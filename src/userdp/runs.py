@@ -1,6 +1,7 @@
 """A run's directory: made from a configuration, read back by evaluation and report.
 
     config.toml  ledger.jsonl  statement.json  model/  report.html  MODEL_CARD.md
+    secret/    for the owner alone, never to be published
 
 Nothing else leaves a run: no loss on its training users, no norm, no cohort.
 """
@@ -35,8 +36,6 @@ def train_from_config(
     paid = config.load_paid()
     plan.check_paid(paid)
     store = UserStore.open(config.data.store)
-    # The ledger will name this data by its fingerprint: make sure that it still is this data.
-    store.verify()
     settings = config.training
     model, tokenizer = load_configured_model(config)
     optimizer = make_optimizer(model, settings.optimizer, settings.learning_rate)
@@ -58,6 +57,7 @@ def train_from_config(
             out=out,
             bound_to={"config": hashlib.sha256(config_path.read_bytes()).hexdigest()},
             paid=paid,
+            other_people=config.privacy.other_people,
             secret=None
             if settings.fixed_seed is None
             else RunSecret.fixed_for_tests(settings.fixed_seed),
@@ -101,6 +101,7 @@ def _clear_if_unbegun(out: Path) -> None:
         return
     for file in (ledger, out / "config.toml"):
         file.unlink(missing_ok=True)
+    shutil.rmtree(out / "secret", ignore_errors=True)
     out.rmdir()
 
 

@@ -20,10 +20,19 @@ from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.clipping.flat import ClippedSum
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import AdaptiveClip
+from userdp.digests import (
+    code_version,
+    index_digest,
+    optimizer_digest,
+    trained_digest,
+    weights_digest,
+)
 from userdp.errors import BudgetExhaustedError, InputError
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
+from userdp.lineage import begin_run, check_current
 from userdp.models.checks import check_optimizer, refuse_mixing, trainable_parameters
+from userdp.models.proven import model_check
 from userdp.noise.draw import add_gaussian_, noisy_number
 from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
@@ -77,11 +86,24 @@ class PrivateStep:
         self.optimizer = optimizer
         self.plan = plan
         secret = secret or RunSecret.from_system()
-        self.ledger = ledger or Ledger.create(plan, bound_to={}, fixed_seed=secret.fixed_seed)
+        settings = settings or FastSettings()
+        self.ledger = ledger or Ledger.create(
+            plan,
+            bound_to={
+                "initial_weights": weights_digest(model),
+                "optimizer": optimizer_digest(optimizer),
+                "code": code_version(),
+            },
+            fixed_seed=secret.fixed_seed,
+            model_check=model_check(model, checked=clipping == "plain" or settings.check),
+        )
         if self.ledger.plan != plan or self.ledger.fixed_seed != secret.fixed_seed:
             raise InputError("the ledger was opened for another plan or another kind of seed.")
+        # What was spent on these weights before is composed, or refused, before the first step.
+        begin_run(model, self.ledger)
         self._secret = secret.bound_to(self.ledger.run_digest)
-        settings = settings or FastSettings()
+        for unnamed in _unnamed(self.ledger, model, optimizer, index):
+            self._secret = self._secret.bound_to(unnamed)
         self._clipping: FastClipping | PlainClipping
         if clipping == "fast":
             self._clipping = FastClipping(
@@ -134,6 +156,7 @@ class PrivateStep:
                 f"all {self.plan.steps:,} planned steps are taken: another would cost more than "
                 "the plan allows. Plan more steps before training."
             )
+        check_current(self.model, self.ledger)
         if self._drawn is not None:
             raise InputError(
                 "a cohort was drawn and not applied: leaving steps out makes the sampling other "
@@ -208,6 +231,24 @@ class PrivateStep:
     def statement(self) -> Statement:
         """What may be said about the model after the steps taken so far."""
         return self.ledger.statement()
+
+    def finish(self) -> None:
+        """Close the ledger with the digest of the weights as they are: no step can follow."""
+        self.ledger.finish({"final_weights": trained_digest(self.model)})
+
+
+def _unnamed(
+    ledger: Ledger, model: nn.Module, optimizer: torch.optim.Optimizer, index: UserIndex
+) -> list[str]:
+    """What the noise depends on beside what the ledger names already. Secret."""
+    named = ledger.bound_to
+    found: list[str] = []
+    if "initial_weights" not in named:
+        found += [weights_digest(model), optimizer_digest(optimizer)]
+    # Under a fixed seed there is nothing to protect, and tests compare neighbours by equal noise.
+    if "data" not in named and not ledger.fixed_seed:
+        found.append(index_digest(index))
+    return found
 
 
 def _counted(batches: Iterable[Batch], expected: int) -> Iterator[Batch]:

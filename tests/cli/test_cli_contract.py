@@ -44,6 +44,7 @@ OPTIONS = {
         "--accountant",
         "--noise",
         "--participations",
+        "--unfinished",
         "--json",
     },
     "bound": {
@@ -96,6 +97,7 @@ OPTIONS = {
         "store",
         "--sequence-length",
         "--allow-overlap",
+        "--unfinished",
         "--json",
     },
     "import": {
@@ -156,6 +158,7 @@ OPTIONS = {
     },
     "report": {
         "run",
+        "--unfinished",
         "--json",
     },
     "split": {

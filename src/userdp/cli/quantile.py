@@ -17,7 +17,7 @@ from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.noise.secret import RunSecret
 from userdp.paid import Paid, write_paid
-from userdp.statement import round_up
+from userdp.statement import epsilon_text
 from userdp.units import Adjacency
 
 
@@ -85,7 +85,7 @@ def quantile(
             **paid.to_json(),
         },
         f"{paid.what}: at most {found.value:g}\n"
-        f"cost alone: (epsilon={round_up(told.epsilon):g}, delta={delta:g}), user-level, "
+        f"cost alone: (epsilon={epsilon_text(told.epsilon)}, delta={delta:g}), user-level, "
         f"{adjacency.value}; noise_multiplier={noise_multiplier:.5g}\n"
         f"certified by {told.certified_by}"
         + "".join(f"\ncaution: {caution}" for caution in opened.cautions)

@@ -175,7 +175,7 @@ def write_subset(
     return write_batches(
         _batches(store, np.sort(records)),
         out,
-        pseudonyms=Pseudonyms.kept(store.manifest["key_name"]),
+        pseudonyms=Pseudonyms.kept(store.manifest["key_name"], store.fingerprint_key),
         id_rule=IdRule.EXACT,
         cautions=tuple(dict.fromkeys((*store.cautions, *cautions))),
         user_splits=(*store.user_splits, *([made_by] if made_by is not None else [])),

@@ -10,8 +10,8 @@ A store is a directory:
     times.npy                              when each record was written, where the source says
     history.json                           cautions, and the splits that it is a part of, if any
 
-Everything in it is private. The fingerprint covers texts and edges, not the pseudonyms: it names
-the data a run was bound to.
+Everything in it is private, but for the fingerprint, which names the data in the ledgers of runs.
+It covers texts and edges, not the pseudonyms, and is keyed: a guess at a record cannot be tried.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from userdp.data.files import (
     array_digest,
     file_digest,
     fingerprint,
+    keyed_digest,
     pc,
     read_column,
     read_texts,
@@ -71,8 +72,17 @@ class UserStore:
 
     @property
     def fingerprint(self) -> str:
-        """Names the texts and edges; a run is bound to it."""
+        """Names the texts and edges; a run is bound to it. Public: it is keyed."""
         return self.manifest["fingerprint"]
+
+    @property
+    def fingerprint_key(self) -> bytes:
+        """What the fingerprint is keyed by. Secret."""
+        return bytes.fromhex(self.manifest["fingerprint_key"])
+
+    def keyed_digest(self, content: bytes) -> str:
+        """A public name for something private about this store, such as a selection."""
+        return keyed_digest(content, key=self.fingerprint_key)
 
     @staticmethod
     def open(path: str | Path) -> UserStore:
@@ -119,7 +129,7 @@ class UserStore:
         for chunk in self.texts.chunks:
             texts.update(chunk)
         edges = array_digest(self.record_users_indptr), array_digest(self.record_users)
-        if fingerprint(texts.digest(), *edges) != self.fingerprint:
+        if fingerprint(texts.digest(), *edges, key=self.fingerprint_key) != self.fingerprint:
             raise InputError(f"{self.path}: texts or owners changed since the import.")
 
     def text(self, record: int) -> str:

@@ -35,7 +35,7 @@ from userdp.data.prefetch import Prefetched
 from userdp.data.record import NO_TIME, Batch, Record, Skipped, batches_of
 from userdp.errors import InputError
 
-FORMAT = 2
+FORMAT = 3
 
 EDGE_SCHEMA = pa.schema([("record", pa.int64()), ("edge", pa.int64()), ("spelling", pa.int32())])
 
@@ -111,7 +111,7 @@ def write_batches(
         staged = _stage(batches, partial, spellings)
         result = _finish(staged, partial, spellings, pseudonyms, first_owner_only, engine)
         shutil.rmtree(staging)
-        _write_manifest(partial, result, pseudonyms.key_name, staged.is_chat)
+        _write_manifest(partial, result, pseudonyms, staged.is_chat)
         os.replace(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -279,7 +279,7 @@ def _finish(
         users=len(persons),
         edges=int(owner_counts.sum()),
         skipped={reason: count for reason, count in skipped.items() if count},
-        fingerprint=fingerprint(text_digest, *edge_digests),
+        fingerprint=fingerprint(text_digest, *edge_digests, key=pseudonyms.fingerprint_key),
     )
 
 
@@ -352,7 +352,9 @@ def _write_users(directory: Path, pseudonyms: list[bytes]) -> None:
         writer.write_batch(pa.record_batch([column], schema))
 
 
-def _write_manifest(directory: Path, result: ImportResult, key_name: str, is_chat: bool) -> None:
+def _write_manifest(
+    directory: Path, result: ImportResult, pseudonyms: Pseudonyms, is_chat: bool
+) -> None:
     files = sorted(path for path in directory.iterdir() if path.is_file())
     for path in files:
         with path.open("rb") as file:
@@ -363,7 +365,9 @@ def _write_manifest(directory: Path, result: ImportResult, key_name: str, is_cha
         "users": result.users,
         "edges": result.edges,
         "fingerprint": result.fingerprint,
-        "key_name": key_name,
+        "key_name": pseudonyms.key_name,
+        # Lies with the texts, which say more than it can; it never leaves the store.
+        "fingerprint_key": pseudonyms.fingerprint_key.hex(),
         "text_kind": "chat" if is_chat else "plain",
         "sizes": {path.name: path.stat().st_size for path in files},
         "sha256": {
