@@ -179,6 +179,7 @@ OPTIONS = {
         "--verify",
         "--json",
     },
+    "verify": {"config", "--json"},
     "train": {
         "config",
         "--out",
