@@ -1,7 +1,8 @@
 """Run one test against one changed copy of the package and say how it ended.
 
 A fault counts as caught only if the test ran and failed. If the changed module cannot be imported,
-or the test breaks before its first line, nothing was caught: any typing mistake would do that.
+the changed line has a name that does not exist, or the test breaks before its first line, nothing
+was caught: any typing mistake would do that.
 """
 
 from __future__ import annotations
@@ -15,13 +16,22 @@ from pathlib import Path
 import pytest
 
 CAUGHT, SURVIVED, BROKEN = "caught", "survived", "broken"
+# What a typing mistake in a planted line raises.
+MISTAKES = (ImportError, NameError, SyntaxError)
 
 
 class Witness:
     """Counts the tests that ran and failed, and what failed around them."""
 
     def __init__(self) -> None:
-        self.passed = self.failed = self.errors = 0
+        self.passed = self.failed = self.errors = self.mistakes = 0
+        self.reason = ""
+
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> None:
+        """Note what a test raised."""
+        if call.when == "call" and call.excinfo is not None:
+            self.mistakes += isinstance(call.excinfo.value, MISTAKES)
+            self.reason = call.excinfo.typename
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note one phase of one test."""
@@ -35,10 +45,12 @@ class Witness:
 
     @property
     def verdict(self) -> str:
-        """What the counts mean for the planted fault."""
+        """What the counts mean for the planted fault; if it was caught, by which exception."""
+        if self.errors or self.mistakes:
+            return BROKEN
         if self.failed:
-            return CAUGHT
-        return SURVIVED if self.passed and not self.errors else BROKEN
+            return f"{CAUGHT} {self.reason}"
+        return SURVIVED if self.passed else BROKEN
 
 
 def judge(module: str, test: str, *, root: Path, source: Path, output: Path) -> None:

@@ -11,6 +11,7 @@ import argparse
 import collections
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -48,10 +49,11 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one planted fault; `output` is what the test printed."""
+    """What became of one planted fault, what its test raised, and what it printed."""
 
     mutant: Mutant
     verdict: str
+    reason: str
     seconds: float
     output: str
 
@@ -59,11 +61,11 @@ class Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the faults asked for; the exit code."""
     parser = argparse.ArgumentParser(description="Plant faults; their tests must fail.")
-    parser.add_argument("-k", metavar="TEXT", help="only faults with this text in area or name")
+    parser.add_argument("-k", metavar="PATTERN", default="", help="only faults whose name has it")
     parser.add_argument("--jobs", type=int, default=2, help="faults at the same time (2)")
     parser.add_argument("--skip-clean", action="store_true", help="not the tree as it is first")
     options = parser.parse_args(arguments)
-    mutants = [m for m in planted.load() if options.k is None or options.k in f"{m.area} {m.name}"]
+    mutants = [m for m in planted.load() if re.search(options.k, f"{m.area}: {m.name}")]
     old = [(m, why) for m in mutants if (why := planted.stale(m)) is not None]
     for mutant, why in old:
         print(f"stale    {mutant.area}: {mutant.name}: {why}")
@@ -83,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mutant = outcome.mutant
             print(
                 f"{done:4}/{len(mutants)}  {outcome.verdict:8}  {outcome.seconds:5.1f} s  "
-                f"{mutant.area}: {mutant.name}",
+                f"{mutant.area}: {mutant.name}" + f" ({outcome.reason})" * bool(outcome.reason),
                 flush=True,
             )
     return _summary(outcomes, time.monotonic() - begin)
@@ -108,9 +110,11 @@ def try_out(mutant: Mutant, root: Path = ROOT) -> Outcome:
             process.join()
         printed = output.read_text(errors="replace") if output.is_file() else ""
     last = "no end" if late else printed.rstrip().rpartition("\n")[2]
+    verdict, _, reason = last.partition(" ")
     return Outcome(
         mutant=mutant,
-        verdict=last if last in (judge.CAUGHT, judge.SURVIVED) else judge.BROKEN,
+        verdict=verdict if verdict in (judge.CAUGHT, judge.SURVIVED) else judge.BROKEN,
+        reason=reason,
         seconds=time.monotonic() - begin,
         output=printed + f"no end after {LONGEST_SECONDS} s\n" * late,
     )

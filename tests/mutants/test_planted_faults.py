@@ -67,10 +67,11 @@ def fault(**changes: str) -> Mutant:
         (fault(test="tests/test_part.py::test_of_nothing"), judge.SURVIVED),
         # Such faults fail without any test of what they break.
         (fault(replace="FACTOR = two"), judge.BROKEN),
+        (fault(find="return FACTOR", replace="return FACTORS"), judge.BROKEN),
         (fault(test="tests/test_part.py::test_of_a_fixture"), judge.BROKEN),
         (fault(test="tests/test_part.py::test_of_four"), judge.BROKEN),
     ],
-    ids=["caught", "survived", "no import", "no fixture", "no test"],
+    ids=["caught", "survived", "no import", "no name", "no fixture", "no test"],
 )
 def test_fault_counts_as_caught_only_if_its_test_ran_and_failed(
     mutant: Mutant, verdict: str, project: Path
