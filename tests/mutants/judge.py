@@ -86,8 +86,9 @@ def _verdict(module: str, test: str, source: Path) -> str:
         print(f"{module} was imported from {found}, not from the changed copy.")
         return BROKEN
     witness = Witness()
-    # Slow tests may serve. What is imported already cannot be rewritten, and need not be.
-    options = ["-q", "-m", "not gpu", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    # One failure is enough, and slow tests may serve. What is imported already cannot be rewritten,
+    # and need not be.
+    options = ["-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider", "-p", "no:xdist"]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     pytest.main([*options, test], plugins=[witness])
     return witness.verdict
