@@ -10,7 +10,7 @@ from userdp.plan import Plan
 
 
 def library_epsilon(step: dp_event.DpEvent, steps: int, delta: float) -> float:
-    accountant = PLDAccountant(value_discretization_interval=1e-4)
+    accountant = PLDAccountant(value_discretization_interval=1e-3)
     accountant.compose(step, steps)
     return float(accountant.get_epsilon(delta))
 
