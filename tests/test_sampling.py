@@ -119,6 +119,32 @@ def test_no_user_enters_with_more_rows_than_the_group_size(name: str) -> None:
         assert np.bincount(owners[rows], minlength=7).max() <= sampler.group_size
 
 
+def test_user_sampling_draws_one_group_a_user_with_all_that_user_brings() -> None:
+    # Each group is clipped on its own: a user in two groups would count twice.
+    sampler = PoissonUsers(user_sampling_prob=0.6, group_size=2)
+    index = UserIndex.from_owners(OWNERS)
+    owner_of_row = np.asarray(OWNERS)
+    rng = np.random.default_rng(8)
+    for _ in range(200):
+        groups = list(sampler.draw(index, rng))
+        users = [set(owner_of_row[group].tolist()) for group in groups]
+        assert all(len(owners) == 1 for owners in users)
+        assert len(set.union(set(), *users)) == len(groups)
+        for group, (user,) in zip(groups, users, strict=True):
+            assert len(group) == min(2, OWNERS.count(user))
+
+
+def test_record_sampling_draws_one_group_a_record() -> None:
+    # Thm. 3 counts records, each of which moves the sum by one clip norm at most.
+    sampler = PoissonRecords(record_sampling_prob=0.6, group_size=4)
+    rng = np.random.default_rng(8)
+    for _ in range(200):
+        groups = list(sampler.draw(UserIndex.from_owners(OWNERS), rng))
+        assert all(len(group) == 1 for group in groups)
+        rows = [int(group[0]) for group in groups]
+        assert len(set(rows)) == len(rows)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_no_users_gives_empty_cohorts(name: str) -> None:
     sampler = CASES[name].sampler
