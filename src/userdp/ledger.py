@@ -66,12 +66,14 @@ class Ledger:
         bound_to: dict[str, str],
         fixed_seed: bool,
         model_check: str = "",
+        data_cautions: Sequence[str] = (),
         key: bytes | None = None,
     ) -> Ledger:
         """A new ledger; refuses to overwrite one.
 
         `bound_to` names what the run depends on (data, initial weights, configuration, ...);
-        `model_check` says how the model was shown to keep users apart. The `key` marks the rows as
+        `model_check` says how the model was shown to keep users apart; `data_cautions` are those of
+        the store, and every statement repeats them. The `key` marks the rows as
         written by its holder; by default a new one, kept beside the ledger in `secret/`.
         """
         file = None
@@ -104,6 +106,7 @@ class Ledger:
                 "bound_to": bound_to,
                 "fixed_seed": fixed_seed,
                 "model_check": model_check,
+                "data_cautions": list(data_cautions),
                 # No two runs share a first row, nor the noise that is bound to it.
                 "nonce": "" if fixed_seed else secrets.token_hex(16),
             }
@@ -304,7 +307,10 @@ class Ledger:
             earlier=self.earlier,
             unfinished=unfinished or (self._from_disk and not self.is_finished),
             model_check=self.model_check,
-            cautions=() if self.is_verified else (UNVERIFIED,),
+            cautions=(
+                *self._rows[0].get("data_cautions", ()),
+                *(() if self.is_verified else (UNVERIFIED,)),
+            ),
         )
 
     def close(self) -> None:

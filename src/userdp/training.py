@@ -129,6 +129,7 @@ def train(
         }
         | (bound_to or {}),
         fixed_seed=secret.fixed_seed,
+        data_cautions=store.cautions,
         # Under a fixed seed the whole record repeats; otherwise no two runs share a key.
         key=secret.ledger_key() if secret.fixed_seed else None,
         model_check=model_check(model, checked=clipping == "plain" or settings.check),

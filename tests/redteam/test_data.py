@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 from cli_runner import userdp
 from stores import KEY
+from userdp.data.duplicates import ACROSS_USERS_CAUTION
 from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
 
@@ -99,3 +102,16 @@ def test_the_price_of_a_look_is_never_printed_below_what_it_is(
     words = userdp("quantile", store, "--epsilon", epsilon).out
     printed = float(words.split("(epsilon=")[1].split(",")[0])
     assert epsilon * 0.99 < exact <= printed
+
+
+def test_a_run_on_records_removed_across_users_says_so_in_its_statement(
+    tmp_path: Path, config_file: Callable[..., Path], train_store: Path
+) -> None:
+    removed = tmp_path / "removed"
+    assert userdp("duplicates", train_store, "--across-users", "--out", removed).code == 0
+    config = config_file()
+    config.write_text(config.read_text().replace(str(train_store), str(removed)))
+    assert userdp("train", config, "--out", tmp_path / "run").code == 0
+    told = json.loads((tmp_path / "run" / "statement.json").read_text())
+    assert ACROSS_USERS_CAUTION in told["cautions"]
+    assert ACROSS_USERS_CAUTION in userdp("account", tmp_path / "run").out
