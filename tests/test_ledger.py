@@ -171,6 +171,7 @@ def test_ledger_holds_public_fields_only(written: Path) -> None:
         "bound_to",
         "fixed_seed",
         "model_check",
+        "data_cautions",
         "nonce",
         "tag",
         "hash",
