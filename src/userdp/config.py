@@ -141,7 +141,7 @@ class TrainingSettings(_Section):
     )
     join_records: bool | None = Field(
         None,
-        description="Several short records of a user in one row (fast); default: if it saves much.",
+        description="Several short records in one row (fast); default: for users it saves much.",
     )
     device: str = "cpu"
     fixed_seed: int | None = Field(

@@ -308,6 +308,22 @@ class Trial:
         return max(errors.items(), key=lambda item: item[1])
 
 
+def is_random(
+    model: nn.Module, made_up: MadeUp, record_loss: RecordLoss, sequence_length: int
+) -> bool:
+    """Whether two passes over the same rows give other losses."""
+    device = next(model.parameters()).device
+    group = made_up.group(1, sequence_length if made_up.has_tokens else 1, seed=109)
+    own = {name: tensor.to(device) for name, tensor in group.items()}
+    state = ModuleState(model)
+    losses: list[Tensor] = []
+    with torch.no_grad():
+        for _ in range(2):
+            losses.append(record_loss(model, own))
+            state.restore()
+    return not torch.equal(*losses)
+
+
 def _that_clips(rule: ClipRule, updates: Sequence[Update]) -> ClipRule:
     """The kind of rule, at a clip norm at which most updates are clipped."""
     if isinstance(rule, AutomaticClip):

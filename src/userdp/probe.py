@@ -24,7 +24,7 @@ from userdp.clipping.verify import refuse_dropout
 from userdp.errors import InputError, MixedExamplesError
 from userdp.models.checks import refuse_mixing
 from userdp.models.proven import is_proven
-from userdp.neighbours import Path, Probe, Trial
+from userdp.neighbours import Path, Probe, Trial, is_random
 from userdp.updates import Batch, RecordLoss, causal_lm_loss
 
 # The longest rows tried where nobody says how long records are.
@@ -206,10 +206,12 @@ def run_probes(
     state = ModuleState(model)
     try:
         refuse_mixing(model)
-        # The fast path cannot be compared under dropout; the plain loop needs no comparison then.
         if path == "fast":
             refuse_dropout(model)
-        model.eval()
+        elif is_random(model, made_up, record_loss, sequence_length):
+            # Dropout draws anew at every pass, on which no two sums can be compared. Everything
+            # else is tried in the mode that it is trained in.
+            model.eval()
         trial = Trial(
             model,
             made_up,

@@ -9,7 +9,7 @@ post-processing and costs nothing. Every paper's step is this one with other par
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -27,7 +27,7 @@ from userdp.digests import (
     trained_digest,
     weights_digest,
 )
-from userdp.errors import BudgetExhaustedError, InputError
+from userdp.errors import BudgetExhaustedError, InputError, MixedExamplesError
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
 from userdp.lineage import begin_run, check_current
@@ -36,10 +36,13 @@ from userdp.models.proven import model_check
 from userdp.noise.draw import add_gaussian_, noisy_number
 from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
-from userdp.probe import check_model
+from userdp.probe import check_model, vocabulary_of
 from userdp.sampling import Cohort, PoissonUsers
 from userdp.statement import Statement
 from userdp.updates import Batch, RecordLoss, causal_lm_loss
+
+# Groups whose rows are taken for an example until one of them can be read.
+_EXAMPLES = 3
 
 
 class PrivateStep:
@@ -133,6 +136,8 @@ class PrivateStep:
             settings=settings,
         )
         self._is_checked = False
+        self._sequence_length = sequence_length
+        self._vocabulary = vocabulary_of(model)
         self._clip = plan.clip
         self._index = plan.sampler.limit_contributions(
             index, self._secret.rng("limit contributions", 0)
@@ -176,9 +181,8 @@ class PrivateStep:
             raise InputError("no cohort is drawn: call draw() first, once for every step.")
         cohort, self._drawn = self._drawn, None
         groups = list(_counted(batches, len(cohort)))
-        example = next((group for group in groups if len(next(iter(group.values())))), None)
-        if example is not None:
-            self.check_model(example)
+        self._check_like([group for group in groups if len(next(iter(group.values())))])
+        groups = self._readable(groups)
         total = self._clipping.clipped_sum(groups, self._clip)
         self._release(total)
 
@@ -193,6 +197,43 @@ class PrivateStep:
             self._is_checked = True
             # From here on a group that fails does so because of its own data.
             self._clipping.skip_failing = True
+
+    def _check_like(self, examples: Sequence[Batch]) -> None:
+        """Check the model with rows like those of a group; another group if that one is odd."""
+        if self._is_checked:
+            return
+        for number, example in enumerate(examples[:_EXAMPLES], 1):
+            try:
+                self.check_model(example)
+                return
+            except MixedExamplesError:
+                # One user's data must not decide: a group may hold what no model reads.
+                if number == min(_EXAMPLES, len(examples)):
+                    raise
+
+    def _readable(self, groups: list[Batch]) -> list[Batch]:
+        """The groups; those that the model cannot read without their rows, so that they count zero.
+
+        On a GPU a token beyond the vocabulary would end the process.
+        """
+        kept = [
+            group if self._reads(group) else {n: t[:0] for n, t in group.items()}
+            for group in groups
+        ]
+        if len(groups) > 1 and not any(map(self._reads, groups)):
+            raise InputError(
+                "no group can be read: all have tokens that the model does not know, or rows "
+                f"longer than sequence_length={self._sequence_length}."
+            )
+        return kept
+
+    def _reads(self, group: Batch) -> bool:
+        ids = group.get("input_ids")
+        if ids is None or not ids.numel():
+            return True
+        if self._sequence_length is not None and ids.shape[1] > self._sequence_length:
+            return False
+        return self._vocabulary is None or 0 <= int(ids.min()) <= int(ids.max()) < self._vocabulary
 
     def _release(self, total: ClippedSum) -> None:
         """Noise the clipped sum, divide, step: everything that leaves the private side."""

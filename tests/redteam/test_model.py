@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import families
 import tiny
 from cli_runner import userdp as run_cli
-from userdp import FastSettings, FlatClip, Plan, PrivateStep, UserIndex
+from userdp import FastSettings, FlatClip, Plan, PrivateStep, UserIndex, verify
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.made_up import MadeUp
 from userdp.clipping.plain import PlainClipping
@@ -362,12 +363,77 @@ def test_a_step_goes_on_without_the_user_that_cannot_be_read(path: Any) -> None:
         secret=RunSecret.fixed_for_tests(0),
     )
     for number, cohort in enumerate(step.cohorts()):
-        length = families.POSITIONS + 9 if number else 8
-        step.apply(
-            MADE_UP.group(1, length if int(rows[0]) == 0 else 8, seed=int(rows[0]))
-            for rows in cohort
-        )
+        groups = [MADE_UP.group(1, 8, seed=int(rows[0])) for rows in cohort]
+        if number == 0:
+            groups[0] = MADE_UP.group(1, families.POSITIONS + 9, seed=50)
+        else:
+            groups[0]["input_ids"][0, 2] = families.VOCABULARY + 1
+        step.apply(groups)
     assert step.ledger.steps == 2
+
+
+def test_what_fails_in_the_loss_of_one_user_counts_as_zero() -> None:
+    # A record that the caller's own loss cannot handle, at the second step.
+    def picky(model: nn.Module, batch: Any) -> Tensor:
+        if bool((batch["kind"] == 7).any()):
+            raise ValueError("cannot handle this one")
+        return (model(batch["x"])[:, 0] - batch["kind"]) ** 2
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    plan = Plan.sample_users(
+        num_users=5,
+        expected_cohort_size=5,
+        group_size=1,
+        steps=2,
+        clip_norm=1.0,
+        noise_multiplier=2.0,
+        delta=1e-3,
+    )
+    for path in ("fast", "plain"):
+        step = _picky_step(model, plan, picky, path)
+        for number, cohort in enumerate(step.cohorts()):
+            kinds = torch.tensor([7 if number and i == 2 else i for i in range(5)])
+            step.apply({"x": torch.ones(1, 3), "kind": kinds[rows]} for rows in cohort)
+        assert step.ledger.steps == 2
+
+
+def _picky_step(model: nn.Module, plan: Plan, loss: Any, path: Any) -> PrivateStep:
+    own = copy.deepcopy(model)
+    return PrivateStep(
+        own,
+        torch.optim.SGD(own.parameters(), lr=0.1),
+        plan,
+        UserIndex.from_owners(range(5)),
+        record_loss=loss,
+        clipping=path,
+        secret=RunSecret.fixed_for_tests(0),
+    )
+
+
+class MixesInTraining(nn.Module):
+    """Subtracts the mean over the batch, in training mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return torch.tanh(y - y.mean(0)) if self.training else torch.tanh(y)
+
+
+def test_a_model_is_probed_in_the_mode_that_it_is_trained_in() -> None:
+    torch.manual_seed(0)
+    model = MixesInTraining()
+
+    def squares(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch["x"])[:, 0] - batch["y"]) ** 2
+
+    batch = {"x": torch.zeros(1, 3), "y": torch.zeros(1)}
+    assert verify(model.eval(), batch, record_loss=squares, clipping="fast").safe
+    assert not verify(model.train(), batch, record_loss=squares, clipping="fast").safe
+    assert model.training
 
 
 def test_comparisons_see_made_up_values_only(monkeypatch: pytest.MonkeyPatch) -> None:
