@@ -12,8 +12,10 @@ from oracles import binomial, lower_epsilon, one_step_delta
 
 from shared import SHARED, needs_shared
 from userdp.accounting import compose, gaussian, search
-from userdp.accounting.discretise import Direction
-from userdp.accounting.search import Mixture, epsilon_bound, least_noise
+from userdp.accounting.least_noise import least_noise
+from userdp.accounting.pair import Direction, Pair
+from userdp.accounting.search import epsilon_bound
+from userdp.accounting.steps import Mixture
 
 
 def golden() -> dict:
@@ -81,15 +83,11 @@ def test_fft_bound_of_a_gaussian_is_above_the_closed_form_and_close(mu: float, e
     exact = gaussian.log_delta(mu, epsilon)
     steps = 50
     one = np.array([1.0])
-    prepared = [
-        search._Prepared(
-            pair=(pair := search.Pair.of(math.sqrt(steps) / mu, one, one, tail=1e-130)),
-            quadrature=search.Quadrature.of(pair, 1e-130),
-            count=steps,
-        )
-    ]
+    pair = Pair.of(math.sqrt(steps) / mu, one, one, tail=1e-130)
+    branch = search.Branch(chance=1.0, pair=pair, quadrature=pair.quadrature(1e-130))
+    prepared = [search.Prepared(branches=(branch,), count=steps)]
     for way in Direction:
-        found = math.log(search._delta_at(prepared, way, epsilon, 2e-5))
+        found = math.log(search.delta_at(prepared, way, epsilon, 2e-5, math.exp(exact)))
         assert exact - 1e-9 <= found <= exact + 1e-3 * max(1.0, epsilon**2 / mu**2)
 
 

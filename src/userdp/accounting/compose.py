@@ -24,16 +24,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from userdp.accounting.discretise import Atoms
-from userdp.accounting.pair import UNIT_ROUNDOFF, Floats
-from userdp.accounting.special import erfcx
+from userdp.accounting.normal import UNIT_ROUNDOFF
+from userdp.accounting.special import Floats, erfcx
 
 # Per level of the FFT: Higham 2002, Thm. 24.2 has eta = u + gamma_4 (sqrt(2) + u) < 7 u for exact
 # twiddles; ours are rounded once more, and real transforms take one more pass.
 _FFT_LEVEL = 9 * UNIT_ROUNDOFF
 
 # What may be lost to the finite window, relative to delta.
-_WINDOW_LOSS = 1e-9
+_WINDOW_LOSS = 1e-8
 LARGEST_WINDOW = 1 << 23
+
+# Windows longer than this are worth a search for a better tilt.
+_LONG_WINDOW = 1 << 16
+# The rounding, relative to delta, that such a search may allow.
+_SMALL_ROUNDING = 1e-3
+
+# The window begins at this part of epsilon at the latest, so that a lower one can be found in it.
+_BELOW = 0.95
+
+# Entries of a spectrum below this are set to 0.
+_VANISHED = 1e-140
 
 Part = tuple[Atoms, int]
 Spectrum = NDArray[np.complex128]
@@ -112,8 +123,13 @@ class Composed:
         return min(1.0, inside + noise + self.beyond + self.infinite)
 
 
-def compose(parts: Sequence[Part], epsilon: float, start: float = 1.0) -> Composed:
-    """The loss of all parts together, each repeated by its count, in a window around `epsilon`."""
+def compose(
+    parts: Sequence[Part], epsilon: float, start: float = 1.0, delta: float = 0.0
+) -> Composed:
+    """The loss of all parts together, each repeated by its count, in a window around `epsilon`.
+
+    `delta` is about what is expected there: rounding far below it does no harm.
+    """
     spacing = parts[0][0].spacing
     offset = sum(count * atoms.slack for atoms, count in parts)
     infinite = -math.expm1(
@@ -129,14 +145,15 @@ def compose(parts: Sequence[Part], epsilon: float, start: float = 1.0) -> Compos
             beyond=0.0, relative=0.0, rounding=0.0, infinite=infinite,
         )  # fmt: skip
     tilt = saddle_point(parts, at, start)
-    value, mean, variance = moments(parts, tilt)
-    below, above = _window(parts, tilt, value, variance, mean)
-    # From epsilon on, every loss must lie in the window or be bounded beyond it.
-    first = max(lowest, min(math.floor((mean - below) / spacing), math.floor(at / spacing)))
-    last = min(highest, math.ceil((max(mean, at) + above) / spacing))
-    length = 1 << max(4, (last - first).bit_length())
-    length = min(length, LARGEST_WINDOW)
-    last = min(highest, first + length - 1)
+    if _window(parts, tilt, at).length > _LONG_WINDOW * spacing:
+        tilt = _lower_tilt(parts, tilt, at, delta)
+    window = _window(parts, tilt, at)
+    value, _, _ = moments(parts, tilt)
+    first = max(lowest, math.floor(window.first / spacing))
+    last = min(highest, math.ceil(window.last / spacing))
+    needed = max(last - first, math.ceil(window.length / spacing))
+    length = min(LARGEST_WINDOW, 1 << max(4, needed.bit_length()))
+    last = min(last, first + length - 1)
     beyond = 0.0
     if last < highest:
         beyond = math.exp(min(0.0, _tail_above(parts, spacing * last)))
@@ -152,20 +169,54 @@ def compose(parts: Sequence[Part], epsilon: float, start: float = 1.0) -> Compos
     )  # fmt: skip
 
 
-def _window(
-    parts: Sequence[Part], tilt: float, value: float, variance: float, centre: float
-) -> tuple[float, float]:
-    """How far below and above `centre` the tilted S may fall, up to what may be lost."""
+def _lower_tilt(parts: Sequence[Part], tilt: float, at: float, delta: float) -> float:
+    """The least tilt up to `tilt` at which rounding stays small beside `delta`.
+
+    Where one rare loss decides, the saddle point makes several of them likely: a long window for
+    sums that hardly matter. Any tilt is sound, and a lower one makes them rare again.
+    """
+    steps = sum(count for _, count in parts)
+    # About the rounding error of delta at a tilt of which exp(K - tilt epsilon) is 1.
+    unit = steps * math.log2(LARGEST_WINDOW) * _FFT_LEVEL
+    for factor in (0.5, 0.6, 0.7, 0.8, 0.9):
+        value, _, _ = moments(parts, factor * tilt)
+        if unit * math.exp(min(value - factor * tilt * at, 0.0)) <= _SMALL_ROUNDING * delta:
+            return factor * tilt
+    return tilt
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Window:
+    """Sums are wanted from `first` to `last`; `length` keeps others from wrapping into them."""
+
+    first: float
+    last: float
+    length: float
+
+
+def _window(parts: Sequence[Part], tilt: float, at: float) -> _Window:
+    """Where the tilted S may fall, up to what may be lost, around `at`."""
+    value, mean, variance = moments(parts, tilt)
     deviation = math.sqrt(max(variance, 1e-300))
     budget = -math.log(_WINDOW_LOSS) + math.log1p(2.5 * tilt * (1 + tilt) * deviation)
     reach = math.sqrt(2 * budget) / deviation
     below = above = math.inf
-    for factor in (0.125, 0.25, 0.5, 0.75, 1.0, 1.5):
-        shift = reach * factor
-        up, down = moments(parts, tilt + shift)[0], moments(parts, tilt - shift)[0]
-        above = min(above, (budget + up - value - shift * centre) / shift)
-        below = min(below, (budget + down - value + shift * centre) / shift)
-    return max(below, 0.0), max(above, 0.0)
+    # Beyond `last` S has little mass: P(S >= last) <= exp(K(u) - u last) for every u.
+    last = at + budget / tilt
+    for power in range(-8, 2):
+        shift = reach * 1.5 * 2.0**power
+        up, down = moments(parts, tilt + shift)[0] - value, moments(parts, tilt - shift)[0] - value
+        above = min(above, (budget + up - shift * mean) / shift)
+        below = min(below, (budget + down + shift * mean) / shift)
+        last = min(last, (budget + up + tilt * at) / (tilt + shift))
+    above, below = max(above, 0.0), max(below, 0.0)
+    last = max(last, at)
+    return _Window(
+        first=min(mean - below, _BELOW * at),
+        last=last,
+        # Sums above wrap to below `at`, sums below wrap to above `last`.
+        length=max(mean + above - at, last - mean + below),
+    )
 
 
 def _tail_above(parts: Sequence[Part], loss: float) -> float:
@@ -215,5 +266,7 @@ def _power(base: Spectrum, exponent: int) -> Spectrum:
         exponent >>= 1
         if exponent:
             base = base * base
+            # Numbers next to underflow are slow, and far below the rounding that is accounted for.
+            base[np.abs(base) < _VANISHED] = 0.0
     assert result is not None
     return result

@@ -17,6 +17,7 @@ from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.noise.secret import RunSecret
 from userdp.paid import Paid, write_paid
+from userdp.statement import round_up
 from userdp.units import Adjacency
 
 
@@ -82,7 +83,7 @@ def quantile(
             **paid.to_json(),
         },
         f"{paid.what}: at most {found.value:g}\n"
-        f"cost alone: (epsilon={told.epsilon:.4g}, delta={delta:g}), user-level, "
+        f"cost alone: (epsilon={round_up(told.epsilon):g}, delta={delta:g}), user-level, "
         f"{adjacency.value}; noise_multiplier={noise_multiplier:.5g}\n"
         f"certified by {told.certified_by}"
         + ("" if out else "\nnot written down: with --out FILE a run's ledger can be charged"),
