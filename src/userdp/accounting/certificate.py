@@ -165,5 +165,9 @@ def _library_epsilon(
     if work > LARGEST_LIBRARY_WORK:
         return None
     accountant = PLDAccountant(relation(adjacency), value_discretization_interval=interval)
-    accountant.compose(event)
+    try:
+        accountant.compose(event)
+    except ArithmeticError:
+        # It divides by the count of a part that never happens.
+        return None
     return max(0.0, float(accountant.get_epsilon(delta)))

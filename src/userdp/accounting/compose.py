@@ -32,13 +32,13 @@ from userdp.accounting.special import Floats, erfcx
 _FFT_LEVEL = 9 * UNIT_ROUNDOFF
 
 # What may be lost to the finite window, relative to delta.
-_WINDOW_LOSS = 1e-8
+_WINDOW_LOSS = 1e-7
 LARGEST_WINDOW = 1 << 23
 
 # Windows longer than this are worth a search for a better tilt.
 _LONG_WINDOW = 1 << 16
-# The rounding, relative to delta, that such a search may allow.
-_SMALL_ROUNDING = 1e-3
+# What rounding may add to epsilon, relative, for such a tilt.
+_SMALL_ROUNDING = 1e-5
 
 # The window begins at this part of epsilon at the latest, so that a lower one can be found in it.
 _BELOW = 0.95
@@ -139,15 +139,14 @@ def compose(
     highest = sum(count * int(atoms.index[-1]) for atoms, count in parts)
     at = epsilon - offset
     if spacing * highest <= at:
-        empty = np.empty(0)
-        return Composed(
-            valid_from=spacing * highest + offset, loss=empty, mass=empty, log_scale=0.0, tilt=0.0,
-            beyond=0.0, relative=0.0, rounding=0.0, infinite=infinite,
-        )  # fmt: skip
+        return _without_window(spacing * highest + offset, 0.0, infinite)
+    at_start = math.exp(min(0.0, _log_chernoff(parts, at, start)))
+    if at_start <= _WINDOW_LOSS * delta:
+        return _without_window(epsilon, at_start, infinite)
     tilt = saddle_point(parts, at, start)
-    if _window(parts, tilt, at).length > _LONG_WINDOW * spacing:
+    if _window(parts, tilt, at, delta).length > _LONG_WINDOW * spacing:
         tilt = _lower_tilt(parts, tilt, at, delta)
-    window = _window(parts, tilt, at)
+    window = _window(parts, tilt, at, delta)
     value, _, _ = moments(parts, tilt)
     first = max(lowest, math.floor(window.first / spacing))
     last = min(highest, math.ceil(window.last / spacing))
@@ -175,14 +174,26 @@ def _lower_tilt(parts: Sequence[Part], tilt: float, at: float, delta: float) -> 
     Where one rare loss decides, the saddle point makes several of them likely: a long window for
     sums that hardly matter. Any tilt is sound, and a lower one makes them rare again.
     """
-    steps = sum(count for _, count in parts)
-    # About the rounding error of delta at a tilt of which exp(K - tilt epsilon) is 1.
-    unit = steps * math.log2(LARGEST_WINDOW) * _FFT_LEVEL
-    for factor in (0.5, 0.6, 0.7, 0.8, 0.9):
-        value, _, _ = moments(parts, factor * tilt)
-        if unit * math.exp(min(value - factor * tilt * at, 0.0)) <= _SMALL_ROUNDING * delta:
-            return factor * tilt
+    spacing = parts[0][0].spacing
+    for factor in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
+        lower = factor * tilt
+        value, _, _ = moments(parts, lower)
+        # As `_convolve` and `Composed.delta` will find, with weights u e^(-t u) at u above epsilon.
+        norm = sum(count * _norm(atoms, lower) for atoms, count in parts)
+        rounding = norm * math.log2(LARGEST_WINDOW) * _FFT_LEVEL
+        rounding *= math.exp(min(value - lower * at, 0.0)) / math.sqrt(4 * lower**3 * spacing)
+        # A share of delta moves epsilon by that share over the tilt.
+        if rounding <= min(_SMALL_ROUNDING * lower * at, 0.01) * delta:
+            return lower
     return tilt
+
+
+def _norm(atoms: Atoms, tilt: float) -> float:
+    """The 2-norm of one step's tilted masses."""
+    with np.errstate(divide="ignore", under="ignore"):
+        exponent = np.log(atoms.mass) + tilt * atoms.spacing * atoms.index
+        mass = np.exp(exponent - exponent.max())
+    return float(np.sqrt(mass @ mass) / mass.sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,11 +205,15 @@ class _Window:
     length: float
 
 
-def _window(parts: Sequence[Part], tilt: float, at: float) -> _Window:
+def _window(parts: Sequence[Part], tilt: float, at: float, delta: float) -> _Window:
     """Where the tilted S may fall, up to what may be lost, around `at`."""
     value, mean, variance = moments(parts, tilt)
     deviation = math.sqrt(max(variance, 1e-300))
-    budget = -math.log(_WINDOW_LOSS) + math.log1p(2.5 * tilt * (1 + tilt) * deviation)
+    # log of exp(K - tilt epsilon) over delta, which is estimated if nothing is known.
+    over = math.log1p(2.5 * tilt * (1 + tilt) * deviation)
+    if delta > 0:
+        over = max(0.0, value - tilt * at - math.log(delta))
+    budget = over - math.log(_WINDOW_LOSS)
     reach = math.sqrt(2 * budget) / deviation
     below = above = math.inf
     # Beyond `last` S has little mass: P(S >= last) <= exp(K(u) - u last) for every u.
@@ -219,9 +234,22 @@ def _window(parts: Sequence[Part], tilt: float, at: float) -> _Window:
     )
 
 
+def _without_window(valid_from: float, beyond: float, infinite: float) -> Composed:
+    """From `valid_from` on, S has at most the mass `beyond`, and is infinite with `infinite`."""
+    empty = np.empty(0)
+    return Composed(
+        valid_from=valid_from, loss=empty, mass=empty, log_scale=0.0, tilt=0.0,
+        beyond=beyond, relative=0.0, rounding=0.0, infinite=infinite,
+    )  # fmt: skip
+
+
 def _tail_above(parts: Sequence[Part], loss: float) -> float:
     """log of a bound on P(S >= loss) by Chernoff, at a tilt that suits it."""
-    tilt = saddle_point(parts, loss)
+    return _log_chernoff(parts, loss, saddle_point(parts, loss))
+
+
+def _log_chernoff(parts: Sequence[Part], loss: float, tilt: float) -> float:
+    """log of the bound exp(K(t) - t loss) on P(S >= loss), rounded up."""
     value, _, _ = moments(parts, tilt)
     return value - tilt * loss + 1e-9 * (abs(value) + abs(tilt * loss))
 

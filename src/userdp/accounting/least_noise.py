@@ -54,14 +54,11 @@ def least_noise(
 
     evaluations = 0
 
-    def bound(log_noise: float, tolerance: float) -> float:
+    def bound(log_noise: float, tolerance: float, ways: Sequence[Direction]) -> float:
         nonlocal evaluations
         evaluations += 1
         prepared = search.prepare(mechanism_of(math.exp(log_noise)), delta)
-        result = max(
-            search.delta_at(prepared, way, epsilon, tolerance, delta)
-            for way in search.directions(prepared)
-        )
+        result = max(search.delta_at(prepared, way, epsilon, tolerance, delta) for way in ways)
         return math.log(max(result, 1e-300)) - target
 
     exact = _gaussian_noise(mechanism_of, epsilon, delta)
@@ -73,12 +70,19 @@ def least_noise(
     log_noise, slope = start
     if log_noise <= math.log(SMALLEST_NOISE):
         return Found(noise_multiplier=SMALLEST_NOISE, evaluations=0)
+    ways = search.directions(search.prepare(mechanism_of(math.exp(log_noise)), delta))
     log_noise, slope = _secant(
-        lambda at: bound(at, COARSE_TOLERANCE), log_noise, slope, 2e-3, rise=0.0
+        lambda at: bound(at, COARSE_TOLERANCE, ways), log_noise, slope, 2e-3, rise=0.0
     )
-    log_noise, _ = _secant(
-        lambda at: bound(at, tolerance), log_noise, slope, NOISE_TOLERANCE, rise=0.3
+    # One direction decides: only it is searched, and the other one is checked at the end.
+    worse = max(ways, key=lambda way: bound(log_noise, COARSE_TOLERANCE, [way]))
+    log_noise, slope = _secant(
+        lambda at: bound(at, tolerance, [worse]), log_noise, slope, NOISE_TOLERANCE, rise=0.3
     )
+    if any(bound(log_noise, tolerance, [way]) > 0 for way in ways if way is not worse):
+        log_noise, _ = _secant(
+            lambda at: bound(at, tolerance, ways), log_noise, slope, NOISE_TOLERANCE, rise=0.3
+        )
     return Found(noise_multiplier=math.exp(log_noise), evaluations=evaluations)
 
 

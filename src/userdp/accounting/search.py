@@ -31,7 +31,7 @@ from userdp.accounting.special import Floats
 from userdp.accounting.steps import Mixture, Step
 
 # The excess of epsilon, relative to it, that the grid may cause.
-TOLERANCE = 2e-5
+TOLERANCE = 4e-5
 COARSE_TOLERANCE = 1e-3
 
 # Of delta, the share that may be spent on cutting off tails.
@@ -39,6 +39,9 @@ _TAIL_SHARE = 1e-8
 
 # An epsilon that is not worth telling from 0: reported as this.
 NOTHING = 1e-6
+
+# exp(-tilt epsilon) is about delta, which is above exp of minus this.
+_LARGEST_EXPONENT = 600.0
 
 # No epsilon above this is looked for.
 _LARGEST_GUESS = 1e6
@@ -225,6 +228,8 @@ def composed(
     cap = _cap(prepared, direction, epsilon)
     shown = [one.capped(direction, cap) for one in prepared]
     tilt, _ = saddle(shown, direction, epsilon, 1.0)
+    # Larger tilts belong to an epsilon that this direction hardly reaches: no need to be fine.
+    tilt = min(tilt, _LARGEST_EXPONENT / epsilon)
     allowed, resolution = tolerance * epsilon / 2, math.sqrt(tolerance / 2)
     focus = Focus(
         epsilon=epsilon,
