@@ -12,7 +12,7 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from oracles import binomial
 
-from userdp.accounting import certificate, events, least_noise, search
+from userdp.accounting import certificate, events, least_noise, prepared, search
 from userdp.accounting.discretise import discretise, excess_of_spacing, tilted
 from userdp.accounting.pair import Direction
 from userdp.accounting.steps import Mixture
@@ -27,7 +27,7 @@ OTHER = {Direction.ADD: Direction.REMOVE, Direction.REMOVE: Direction.ADD}
 
 def exchange_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on "remove" in the search means what "add" meant, and the other way round."""
-    largest_loss, capped = search.Prepared.largest_loss, search.Prepared.capped
+    largest_loss, capped = prepared.Prepared.largest_loss, prepared.Prepared.capped
     for name, changed in {
         "tilted": lambda loss, log_q, way, tilt: tilted(loss, log_q, OTHER[way], tilt),
         "excess_of_spacing": lambda loss, log_q, way, tilt, spacing: excess_of_spacing(
@@ -37,12 +37,13 @@ def exchange_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
             pair, quadrature, OTHER[way], **focus
         ),
     }.items():
-        monkeypatch.setattr(search, name, changed)
+        for module in (search, prepared):
+            monkeypatch.setattr(module, name, changed, raising=False)
     monkeypatch.setattr(
-        search.Prepared, "largest_loss", lambda self, way: largest_loss(self, OTHER[way])
+        prepared.Prepared, "largest_loss", lambda self, way: largest_loss(self, OTHER[way])
     )
     monkeypatch.setattr(
-        search.Prepared, "capped", lambda self, way, cap: capped(self, OTHER[way], cap)
+        prepared.Prepared, "capped", lambda self, way, cap: capped(self, OTHER[way], cap)
     )
 
 

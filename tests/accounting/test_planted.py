@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def hockey_stick(one, other, epsilon: float, points=()) -> float:
         return max(0.0, one(x) - math.exp(epsilon) * other(x))
 
     ends = [-40.0, *sorted(points), 40.0]
-    parts = [integrate.quad(gap, *pair, limit=400)[0] for pair in zip(ends, ends[1:], strict=False)]
+    parts = [integrate.quad(gap, *pair, limit=400)[0] for pair in pairwise(ends)]
     return sum(parts)
 
 
@@ -263,7 +264,7 @@ def test_the_answer_of_the_quantile_is_as_noisy_as_what_is_charged():
         for _ in range(draws)
     )
     # A third, empty bin beyond the last threshold holds the positive part of its own noise.
-    z = np.random.default_rng(6).normal(scale=noise, size=(400_000, 3)) + [110, 100, 0]
+    z = np.random.default_rng(6).normal([110, 100, 0], noise, size=(400_000, 3))
     z = np.maximum(z, 0)
     expected = float((z[:, 0] >= z[:, 1] + z[:, 2]).mean())
     assert abs(hits / draws - expected) < 5 * math.sqrt(expected * (1 - expected) / draws)

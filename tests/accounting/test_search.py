@@ -14,6 +14,7 @@ from shared import SHARED, needs_shared
 from userdp.accounting import compose, gaussian, search
 from userdp.accounting.least_noise import least_noise
 from userdp.accounting.pair import Direction, Pair
+from userdp.accounting.prepared import Branch, Prepared
 from userdp.accounting.search import epsilon_bound
 from userdp.accounting.steps import Mixture
 
@@ -84,8 +85,8 @@ def test_fft_bound_of_a_gaussian_is_above_the_closed_form_and_close(mu: float, e
     steps = 50
     one = np.array([1.0])
     pair = Pair.of(math.sqrt(steps) / mu, one, one, tail=1e-130)
-    branch = search.Branch(chance=1.0, pair=pair, quadrature=pair.quadrature(1e-130))
-    prepared = [search.Prepared(branches=(branch,), count=steps)]
+    branch = Branch(chance=1.0, pair=pair, quadrature=pair.quadrature(1e-130))
+    prepared = [Prepared(branches=(branch,), count=steps)]
     for way in Direction:
         found = math.log(search.delta_at(prepared, way, epsilon, 2e-5, math.exp(exact)))
         assert exact - 1e-9 <= found <= exact + 1e-3 * max(1.0, epsilon**2 / mu**2)

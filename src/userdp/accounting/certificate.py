@@ -19,6 +19,7 @@ from dp_accounting.privacy_accountant import NeighboringRelation
 from userdp import __version__
 from userdp.accounting import search, steps
 from userdp.accounting.events import DpEvent
+from userdp.accounting.prepared import joined
 from userdp.errors import UnaccountedPlanError
 from userdp.units import Adjacency
 
@@ -109,7 +110,7 @@ def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluatio
     """The epsilon to be told: an upper bound, with who vouches for it."""
     if steps.has_no_privacy(event):
         return Evaluation(epsilon=math.inf, certified_by=own(), error_bound=0.0)
-    mechanism = search.joined(_steps(event, adjacency))
+    mechanism = joined(_steps(event, adjacency))
     if not mechanism:
         return Evaluation(epsilon=0.0, certified_by=own(), error_bound=0.0)
     bound = search.epsilon_bound(mechanism, delta)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from userdp.accounting import gaussian, search
 from userdp.accounting.pair import Direction
+from userdp.accounting.prepared import directions, prepare
 from userdp.accounting.search import COARSE_TOLERANCE, TOLERANCE
 from userdp.accounting.steps import Mixture, Step
 
@@ -45,9 +46,9 @@ def least_noise(
     tilts = dict.fromkeys(Direction, 1.0)
 
     def estimate(log_noise: float) -> float:
-        prepared = search.prepare(mechanism_of(math.exp(log_noise)), delta)
+        prepared = prepare(mechanism_of(math.exp(log_noise)), delta)
         values: list[float] = []
-        for way in search.directions(prepared):
+        for way in directions(prepared):
             tilts[way], value = search.saddle(prepared, way, epsilon, tilts[way])
             values.append(value)
         return max(values) - target
@@ -57,7 +58,7 @@ def least_noise(
     def bound(log_noise: float, tolerance: float, ways: Sequence[Direction]) -> float:
         nonlocal evaluations
         evaluations += 1
-        prepared = search.prepare(mechanism_of(math.exp(log_noise)), delta)
+        prepared = prepare(mechanism_of(math.exp(log_noise)), delta)
         result = max(search.delta_at(prepared, way, epsilon, tolerance, delta) for way in ways)
         return math.log(max(result, 1e-300)) - target
 
@@ -70,7 +71,7 @@ def least_noise(
     log_noise, slope = start
     if log_noise <= math.log(SMALLEST_NOISE):
         return Found(noise_multiplier=SMALLEST_NOISE, evaluations=0)
-    ways = search.directions(search.prepare(mechanism_of(math.exp(log_noise)), delta))
+    ways = directions(prepare(mechanism_of(math.exp(log_noise)), delta))
     log_noise, slope = _secant(
         lambda at: bound(at, COARSE_TOLERANCE, ways), log_noise, slope, 2e-3, rise=0.0
     )
