@@ -165,10 +165,16 @@ def _library_epsilon(
     interval, work = search.interval_for(mechanism, bound, delta, excess)
     if work > LARGEST_LIBRARY_WORK:
         return None
-    accountant = PLDAccountant(relation(adjacency), value_discretization_interval=interval)
     try:
-        accountant.compose(event)
+        return _one_evaluation(event, delta=delta, adjacency=adjacency, interval=interval)
     except ArithmeticError:
         # It divides by the count of a part that never happens.
         return None
+
+
+def _one_evaluation(
+    event: DpEvent, *, delta: float, adjacency: Adjacency, interval: float
+) -> float:
+    accountant = PLDAccountant(relation(adjacency), value_discretization_interval=interval)
+    accountant.compose(event)
     return max(0.0, float(accountant.get_epsilon(delta)))
