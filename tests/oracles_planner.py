@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from scipy import stats
 
-from userdp.accounting.search import Mixture, least_noise
+from userdp.accounting.least_noise import least_noise
+from userdp.accounting.steps import Mixture
 
 
 def noise(group_size: int, rate: float, steps: int, epsilon: float, delta: float = 1e-6) -> float:

@@ -6,7 +6,7 @@ import numpy as np
 from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy import integrate, optimize, stats
 
-from userdp.accounting.search import Mixture
+from userdp.accounting.steps import Mixture
 
 
 def binomial(noise: float, group_size: int, rate: float, count: int) -> Mixture:

@@ -10,7 +10,7 @@ from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
 from test_search import random_setting
 
-from userdp.accounting import accountant, certificate, events
+from userdp.accounting import accountant, certificate, events, search
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.units import Adjacency
 
@@ -44,8 +44,8 @@ def test_random_settings_agree_with_dp_accounting_within_one_percent(seed: int):
         ),
         step.count,
     )
-    ours = accountant.search.epsilon_bound([step], delta)
-    interval, _ = accountant.search.interval_for([step], max(ours, 1e-3), delta, 1e-3)
+    ours = search.epsilon_bound([step], delta)
+    interval, _ = search.interval_for([step], max(ours, 1e-3), delta, 1e-3)
     theirs = PLDAccountant(value_discretization_interval=interval)
     theirs.compose(event)
     assert ours == pytest.approx(float(theirs.get_epsilon(delta)), rel=1e-2, abs=1e-4)

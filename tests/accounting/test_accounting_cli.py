@@ -160,3 +160,40 @@ def test_accounting_needs_no_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "False"
+
+
+def test_two_looks_of_the_quantile_have_different_noise(tmp_path, monkeypatch):
+    # The noise itself is seen: twice the same look, on the same store.
+    make_store(tmp_path / "store", [1, 2, 3, 3, 5])
+    seen: list[bytes] = []
+    from userdp.cli import quantile as command
+
+    def look(values, *, rng, **request):
+        seen.append(rng.normal(size=8).tobytes())
+        return found(values, rng=rng, **request)
+
+    found = command.private_quantile
+    monkeypatch.setattr(command, "private_quantile", look)
+    for _ in range(2):
+        run(f"quantile {tmp_path / 'store'} --epsilon 1 --delta 1e-3")
+    assert seen[0] != seen[1]
+
+
+def test_the_price_of_a_quantile_is_rounded_up(tmp_path, monkeypatch):
+    from userdp.accounting.certificate import Evaluation
+    from userdp.cli import quantile as command
+
+    make_store(tmp_path / "store", [1, 2, 3, 3, 5])
+    told = Evaluation(epsilon=3.000157, certified_by="test", error_bound=0.0)
+    monkeypatch.setattr(command.accountant, "evaluate", lambda *given, **named: told)
+    options = f"quantile {tmp_path / 'store'} --epsilon 4 --delta 1e-3"
+    text = CliRunner().invoke(app, options.split()).stdout
+    assert "(epsilon=3.01, " in text
+
+
+def test_calibrated_noise_is_printed_rounded_up():
+    for options in (TARGET, TARGET.replace("0.01", "0.02"), TARGET.replace("200", "300")):
+        exact = run(f"calibrate {options}")["noise_multiplier"]
+        text = CliRunner().invoke(app, f"calibrate {options}".split()).stdout
+        shown = float(text.splitlines()[0].removeprefix("noise_multiplier="))
+        assert exact <= shown <= 1.00001 * exact

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import binomial, one_step_delta
 
-from userdp.accounting.discretise import Direction, Focus, discretise
-from userdp.accounting.pair import Pair, Quadrature
+from userdp.accounting.discretise import Focus, discretise
+from userdp.accounting.pair import Direction, Pair
 
 
 def hockey_stick(atoms, epsilon: float) -> float:
@@ -30,7 +30,7 @@ def hockey_stick(atoms, epsilon: float) -> float:
 def test_discretised_step_dominates_the_real_one(noise, group, rate, spacing, tilt, epsilon):
     step = binomial(noise, group, rate, 1)
     pair = Pair.of(noise, step.shifts, step.weights, tail=1e-14)
-    quadrature = Quadrature.of(pair, 1e-14)
+    quadrature = pair.quadrature(1e-14)
     focus = Focus(epsilon=epsilon, tilt=tilt, spacing=spacing, allowed=1e-3, resolution=0.05)
     found = max(
         hockey_stick(discretise(pair, quadrature, way, count=1, focus=focus), epsilon)
@@ -44,7 +44,7 @@ def test_masses_sum_to_one_up_to_their_stated_error(way: Direction):
     step = binomial(1.2, 8, 0.1, 1)
     pair = Pair.of(1.2, step.shifts, step.weights, tail=1e-14)
     focus = Focus(epsilon=1.0, tilt=3.0, spacing=0.01, allowed=1e-4, resolution=0.01)
-    atoms = discretise(pair, Quadrature.of(pair, 1e-14), way, count=1, focus=focus)
+    atoms = discretise(pair, pair.quadrature(1e-14), way, count=1, focus=focus)
     total = float(atoms.mass.sum()) + atoms.infinite
     assert 1 - 1e-13 <= total <= 1 + 1e-10
     assert atoms.slack < 1e-10

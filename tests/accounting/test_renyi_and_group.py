@@ -97,7 +97,9 @@ def test_group_privacy_matches_golden():
 def test_group_privacy_that_diverges_says_so():
     step = dp_event.PoissonSampledDpEvent(0.01, dp_event.GaussianDpEvent(0.5))
     with pytest.raises(InputError, match="no finite epsilon"):
-        group.evaluation(events.repeated(step, 2000), group_size=32, delta=1e-6)
+        group.evaluation(
+            events.repeated(step, 2000), group_size=32, delta=1e-6, adjacency=Adjacency.ADD_REMOVE
+        )
 
 
 @pytest.mark.parametrize("size", [1, 8])

@@ -11,9 +11,12 @@ import pytest
 from oracles import binomial, lower_epsilon, one_step_delta
 
 from shared import SHARED, needs_shared
-from userdp.accounting import compose, gaussian, search
-from userdp.accounting.discretise import Direction
-from userdp.accounting.search import Mixture, epsilon_bound, least_noise
+from userdp.accounting import certificate, compose, gaussian, search
+from userdp.accounting.least_noise import least_noise
+from userdp.accounting.pair import Direction, Pair
+from userdp.accounting.prepared import Branch, Prepared
+from userdp.accounting.search import epsilon_bound
+from userdp.accounting.steps import Mixture
 
 
 def golden() -> dict:
@@ -81,15 +84,11 @@ def test_fft_bound_of_a_gaussian_is_above_the_closed_form_and_close(mu: float, e
     exact = gaussian.log_delta(mu, epsilon)
     steps = 50
     one = np.array([1.0])
-    prepared = [
-        search._Prepared(
-            pair=(pair := search.Pair.of(math.sqrt(steps) / mu, one, one, tail=1e-130)),
-            quadrature=search.Quadrature.of(pair, 1e-130),
-            count=steps,
-        )
-    ]
+    pair = Pair.of(math.sqrt(steps) / mu, one, one, tail=1e-130)
+    branch = Branch(chance=1.0, pair=pair, quadrature=pair.quadrature(1e-130))
+    prepared = [Prepared(branches=(branch,), count=steps)]
     for way in Direction:
-        found = math.log(search._delta_at(prepared, way, epsilon, 2e-5))
+        found = math.log(search.delta_at(prepared, way, epsilon, 2e-5, math.exp(exact)))
         assert exact - 1e-9 <= found <= exact + 1e-3 * max(1.0, epsilon**2 / mu**2)
 
 
@@ -229,3 +228,24 @@ def test_saddle_estimate_is_exact_for_a_gaussian():
     assert compose.saddle_estimate(value, mu**2, tilt, epsilon) == pytest.approx(
         gaussian.log_delta(mu, epsilon), abs=1e-9
     )
+
+
+@pytest.mark.parametrize(
+    ("noise", "group", "rate", "delta"),
+    [(0.27, 1, 0.002, 2e-7), (0.5, 1, 0.01, 1e-5), (1.0, 6, 0.05, 1e-4), (0.8, 1, 1e-4, 1e-9)],
+)
+def test_one_step_is_within_the_stated_error_of_quadrature(noise, group, rate, delta):
+    step = binomial(noise, group, rate, 1)
+    found = epsilon_bound([step], delta)
+    assert one_step_delta(step, found) <= delta * (1 + 1e-9)
+    assert one_step_delta(step, found / (1 + certificate.ERROR_BOUND)) > delta
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 200))]
+)
+def test_a_finer_grid_moves_epsilon_by_less_than_the_stated_error(seed: int):
+    step, delta = random_setting(np.random.default_rng([19, seed]))
+    found = epsilon_bound([step], delta)
+    finer = epsilon_bound([step], delta, tolerance=1e-6)
+    assert finer >= found / (1 + certificate.ERROR_BOUND)

@@ -1,8 +1,9 @@
 """Epsilon of an event, and the noise multiplier that reaches a target epsilon.
 
 Every number is an upper bound, the worse of the two directions, certified as `certificate` says (or
-`mixed`, where a part has no privacy loss distribution) and remembered on disk by its parameters and
-the versions involved. Reading an epsilon has no side effect on any budget.
+`mixed`, where a part has no privacy loss distribution). It is computed afresh each time, which
+takes some ten milliseconds: a remembered number could be that of a mistake since corrected. Reading
+an epsilon has no side effect on any budget.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from userdp.accounting import cache, certificate, mixed, search, special
+from userdp.accounting import certificate, least_noise, mixed, special, steps
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.errors import InputError
@@ -35,7 +36,7 @@ CALIBRATION_TOLERANCE = 5e-5
 
 def certified_by() -> str:
     """Who vouches for the numbers of this module, in general; `evaluate` says it for each."""
-    return f"{certificate.library()}; searched by {certificate.own()}"
+    return f"{certificate.library()} and {certificate.own()}, the larger of two upper bounds"
 
 
 def check_delta(delta: float) -> None:
@@ -64,13 +65,7 @@ def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluatio
     """The smallest certified epsilon at which `event` is (epsilon, delta)-DP, and who vouches."""
     check_delta(delta)
     rule = certificate if certificate.can_price(event, adjacency) else mixed
-    return cache.remember(
-        lambda: rule.evaluate(event, delta=delta, adjacency=adjacency),
-        event=event,
-        delta=delta,
-        adjacency=adjacency.value,
-        versions=certified_by(),
-    )
+    return rule.evaluate(event, delta=delta, adjacency=adjacency)
 
 
 def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency) -> float:
@@ -115,7 +110,7 @@ def calibrate(
         # Aim lower by what the certificate is above the search: where a part has fixed noise, how
         # much more of the free noise that takes is for the search to say.
         aim *= target / reached * (1 - 1e-5)
-        searched = _search(event_of, target=aim, delta=delta)
+        searched = _search(event_of, target=aim, delta=delta, adjacency=adjacency)
         if searched is None:
             break
         noise_multiplier = searched
@@ -127,32 +122,38 @@ def search_noise(
 ) -> float | None:
     """The noise multiplier our own search proposes for `target`; None for events it cannot price.
 
-    An upper bound by its own proof, not yet certified by `dp_accounting`.
+    An upper bound by its own proof, not yet checked by `dp_accounting`.
     """
     if target < SMALLEST_EPSILON:
         raise InputError(
             f"epsilon={target} is below {SMALLEST_EPSILON}, the smallest that is told apart from 0 "
             "here. Use a larger epsilon."
         )
-    if adjacency is Adjacency.REPLACE or certificate.mixtures(event_of(1.0)) is None:
+    if steps.of(event_of(1.0), adjacency) is None:
         return None
-    found = _search(event_of, target=target, delta=delta)
+    found = _search(event_of, target=target, delta=delta, adjacency=adjacency)
     if found is None:
         raise _out_of_reach(event_of, target=target, delta=delta, adjacency=adjacency)
     return found
 
 
-def _search(event_of: Callable[[float], DpEvent], *, target: float, delta: float) -> float | None:
+def _search(
+    event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
+) -> float | None:
     """The noise multiplier the search proposes; None if none is large enough."""
 
-    def mechanism(noise_multiplier: float) -> list[search.Mixture]:
-        steps = certificate.mixtures(event_of(noise_multiplier))
-        assert steps is not None
-        return steps
+    def mechanism(noise_multiplier: float) -> list[steps.Step]:
+        found = steps.of(event_of(noise_multiplier), adjacency)
+        assert found is not None
+        return found
 
-    sampled = any(not step.is_gaussian for step in mechanism(1.0))
+    parts = mechanism(1.0)
+    if not parts:
+        # Nothing is ever released: the least noise there is will do.
+        return least_noise.SMALLEST_NOISE
+    sampled = any(not (isinstance(one, steps.Mixture) and one.is_gaussian) for one in parts)
     margin = MARGIN if sampled else 2 * certificate.GAUSSIAN_EXCESS
-    found = search.least_noise(mechanism, epsilon=target * (1 - margin), delta=delta)
+    found = least_noise.least_noise(mechanism, epsilon=target * (1 - margin), delta=delta)
     if found is None or found.noise_multiplier > LARGEST_NOISE_MULTIPLIER:
         return None
     return found.noise_multiplier
@@ -161,7 +162,7 @@ def _search(event_of: Callable[[float], DpEvent], *, target: float, delta: float
 def _calibrate_by_evaluation(
     event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
 ) -> float:
-    """The same for events only `dp_accounting` can price: a root search over its evaluations."""
+    """The same for events that only RDP can price: a root search over its evaluations."""
     # Log epsilon is close to linear in log noise, so the root is found in a handful of evaluations.
     known: dict[float, float] = {}
 
@@ -192,7 +193,8 @@ def _calibrate_by_evaluation(
 def _out_of_reach(
     event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
 ) -> InputError:
-    feasible = epsilon(event_of(LARGEST_NOISE_MULTIPLIER), delta=delta, adjacency=adjacency)
+    # Three digits to nearest are at most 0.5% low: what is named as feasible must be so.
+    feasible = 1.005 * epsilon(event_of(LARGEST_NOISE_MULTIPLIER), delta=delta, adjacency=adjacency)
     return InputError(
         f"epsilon={target} is out of reach at delta={delta}: even noise_multiplier="
         f"{LARGEST_NOISE_MULTIPLIER:.0e} gives no less than {feasible:.3g}. Use fewer steps, a "

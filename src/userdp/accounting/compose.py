@@ -24,16 +24,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from userdp.accounting.discretise import Atoms
-from userdp.accounting.pair import UNIT_ROUNDOFF, Floats
-from userdp.accounting.special import erfcx
+from userdp.accounting.normal import UNIT_ROUNDOFF
+from userdp.accounting.special import Floats, erfcx
 
 # Per level of the FFT: Higham 2002, Thm. 24.2 has eta = u + gamma_4 (sqrt(2) + u) < 7 u for exact
 # twiddles; ours are rounded once more, and real transforms take one more pass.
 _FFT_LEVEL = 9 * UNIT_ROUNDOFF
 
 # What may be lost to the finite window, relative to delta.
-_WINDOW_LOSS = 1e-9
+_WINDOW_LOSS = 1e-7
 LARGEST_WINDOW = 1 << 23
+
+# Windows longer than this are worth a search for a better tilt.
+_LONG_WINDOW = 1 << 16
+# What rounding may add to epsilon, relative, for such a tilt.
+_SMALL_ROUNDING = 1e-5
+
+# The window begins at this part of epsilon at the latest, so that a lower one can be found in it.
+_BELOW = 0.95
+
+# Entries of a spectrum below this are set to 0.
+_VANISHED = 1e-140
 
 Part = tuple[Atoms, int]
 Spectrum = NDArray[np.complex128]
@@ -112,8 +123,13 @@ class Composed:
         return min(1.0, inside + noise + self.beyond + self.infinite)
 
 
-def compose(parts: Sequence[Part], epsilon: float, start: float = 1.0) -> Composed:
-    """The loss of all parts together, each repeated by its count, in a window around `epsilon`."""
+def compose(
+    parts: Sequence[Part], epsilon: float, start: float = 1.0, delta: float = 0.0
+) -> Composed:
+    """The loss of all parts together, each repeated by its count, in a window around `epsilon`.
+
+    `delta` is about what is expected there: rounding far below it does no harm.
+    """
     spacing = parts[0][0].spacing
     offset = sum(count * atoms.slack for atoms, count in parts)
     infinite = -math.expm1(
@@ -123,20 +139,20 @@ def compose(parts: Sequence[Part], epsilon: float, start: float = 1.0) -> Compos
     highest = sum(count * int(atoms.index[-1]) for atoms, count in parts)
     at = epsilon - offset
     if spacing * highest <= at:
-        empty = np.empty(0)
-        return Composed(
-            valid_from=spacing * highest + offset, loss=empty, mass=empty, log_scale=0.0, tilt=0.0,
-            beyond=0.0, relative=0.0, rounding=0.0, infinite=infinite,
-        )  # fmt: skip
+        return _without_window(spacing * highest + offset, 0.0, infinite)
+    at_start = math.exp(min(0.0, _log_chernoff(parts, at, start)))
+    if at_start <= _WINDOW_LOSS * delta:
+        return _without_window(epsilon, at_start, infinite)
     tilt = saddle_point(parts, at, start)
-    value, mean, variance = moments(parts, tilt)
-    below, above = _window(parts, tilt, value, variance, mean)
-    # From epsilon on, every loss must lie in the window or be bounded beyond it.
-    first = max(lowest, min(math.floor((mean - below) / spacing), math.floor(at / spacing)))
-    last = min(highest, math.ceil((max(mean, at) + above) / spacing))
-    length = 1 << max(4, (last - first).bit_length())
-    length = min(length, LARGEST_WINDOW)
-    last = min(highest, first + length - 1)
+    if _window(parts, tilt, at, delta).length > _LONG_WINDOW * spacing:
+        tilt = _lower_tilt(parts, tilt, at, delta)
+    window = _window(parts, tilt, at, delta)
+    value, _, _ = moments(parts, tilt)
+    first = max(lowest, math.floor(window.first / spacing))
+    last = min(highest, math.ceil(window.last / spacing))
+    needed = max(last - first, math.ceil(window.length / spacing))
+    length = min(LARGEST_WINDOW, 1 << max(4, needed.bit_length()))
+    last = min(last, first + length - 1)
     beyond = 0.0
     if last < highest:
         beyond = math.exp(min(0.0, _tail_above(parts, spacing * last)))
@@ -152,25 +168,88 @@ def compose(parts: Sequence[Part], epsilon: float, start: float = 1.0) -> Compos
     )  # fmt: skip
 
 
-def _window(
-    parts: Sequence[Part], tilt: float, value: float, variance: float, centre: float
-) -> tuple[float, float]:
-    """How far below and above `centre` the tilted S may fall, up to what may be lost."""
+def _lower_tilt(parts: Sequence[Part], tilt: float, at: float, delta: float) -> float:
+    """The least tilt up to `tilt` at which rounding stays small beside `delta`.
+
+    Where one rare loss decides, the saddle point makes several of them likely: a long window for
+    sums that hardly matter. Any tilt is sound, and a lower one makes them rare again.
+    """
+    spacing = parts[0][0].spacing
+    for factor in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
+        lower = factor * tilt
+        value, _, _ = moments(parts, lower)
+        # As `_convolve` and `Composed.delta` will find, with weights u e^(-t u) at u above epsilon.
+        norm = sum(count * _norm(atoms, lower) for atoms, count in parts)
+        rounding = norm * math.log2(LARGEST_WINDOW) * _FFT_LEVEL
+        rounding *= math.exp(min(value - lower * at, 0.0)) / math.sqrt(4 * lower**3 * spacing)
+        # A share of delta moves epsilon by that share over the tilt.
+        if rounding <= min(_SMALL_ROUNDING * lower * at, 0.01) * delta:
+            return lower
+    return tilt
+
+
+def _norm(atoms: Atoms, tilt: float) -> float:
+    """The 2-norm of one step's tilted masses."""
+    with np.errstate(divide="ignore", under="ignore"):
+        exponent = np.log(atoms.mass) + tilt * atoms.spacing * atoms.index
+        mass = np.exp(exponent - exponent.max())
+    return float(np.sqrt(mass @ mass) / mass.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Window:
+    """Sums are wanted from `first` to `last`; `length` keeps others from wrapping into them."""
+
+    first: float
+    last: float
+    length: float
+
+
+def _window(parts: Sequence[Part], tilt: float, at: float, delta: float) -> _Window:
+    """Where the tilted S may fall, up to what may be lost, around `at`."""
+    value, mean, variance = moments(parts, tilt)
     deviation = math.sqrt(max(variance, 1e-300))
-    budget = -math.log(_WINDOW_LOSS) + math.log1p(2.5 * tilt * (1 + tilt) * deviation)
+    # log of exp(K - tilt epsilon) over delta, which is estimated if nothing is known.
+    over = math.log1p(2.5 * tilt * (1 + tilt) * deviation)
+    if delta > 0:
+        over = max(0.0, value - tilt * at - math.log(delta))
+    budget = over - math.log(_WINDOW_LOSS)
     reach = math.sqrt(2 * budget) / deviation
     below = above = math.inf
-    for factor in (0.125, 0.25, 0.5, 0.75, 1.0, 1.5):
-        shift = reach * factor
-        up, down = moments(parts, tilt + shift)[0], moments(parts, tilt - shift)[0]
-        above = min(above, (budget + up - value - shift * centre) / shift)
-        below = min(below, (budget + down - value + shift * centre) / shift)
-    return max(below, 0.0), max(above, 0.0)
+    # Beyond `last` S has little mass: P(S >= last) <= exp(K(u) - u last) for every u.
+    last = at + budget / tilt
+    for power in range(-8, 2):
+        shift = reach * 1.5 * 2.0**power
+        up, down = moments(parts, tilt + shift)[0] - value, moments(parts, tilt - shift)[0] - value
+        above = min(above, (budget + up - shift * mean) / shift)
+        below = min(below, (budget + down + shift * mean) / shift)
+        last = min(last, (budget + up + tilt * at) / (tilt + shift))
+    above, below = max(above, 0.0), max(below, 0.0)
+    last = max(last, at)
+    return _Window(
+        first=min(mean - below, _BELOW * at),
+        last=last,
+        # Sums above wrap to below `at`, sums below wrap to above `last`.
+        length=max(mean + above - at, last - mean + below),
+    )
+
+
+def _without_window(valid_from: float, beyond: float, infinite: float) -> Composed:
+    """From `valid_from` on, S has at most the mass `beyond`, and is infinite with `infinite`."""
+    empty = np.empty(0)
+    return Composed(
+        valid_from=valid_from, loss=empty, mass=empty, log_scale=0.0, tilt=0.0,
+        beyond=beyond, relative=0.0, rounding=0.0, infinite=infinite,
+    )  # fmt: skip
 
 
 def _tail_above(parts: Sequence[Part], loss: float) -> float:
     """log of a bound on P(S >= loss) by Chernoff, at a tilt that suits it."""
-    tilt = saddle_point(parts, loss)
+    return _log_chernoff(parts, loss, saddle_point(parts, loss))
+
+
+def _log_chernoff(parts: Sequence[Part], loss: float, tilt: float) -> float:
+    """log of the bound exp(K(t) - t loss) on P(S >= loss), rounded up."""
     value, _, _ = moments(parts, tilt)
     return value - tilt * loss + 1e-9 * (abs(value) + abs(tilt * loss))
 
@@ -215,5 +294,7 @@ def _power(base: Spectrum, exponent: int) -> Spectrum:
         exponent >>= 1
         if exponent:
             base = base * base
+            # Numbers next to underflow are slow, and far below the rounding that is accounted for.
+            base[np.abs(base) < _VANISHED] = 0.0
     assert result is not None
     return result

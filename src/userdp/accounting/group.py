@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from userdp.accounting import certificate, search
+from userdp.accounting import certificate, search, steps
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.errors import InputError
+from userdp.units import Adjacency
 
 # Record-level epsilons above this are not tried: the paper calls it "diverged".
 _LARGEST_EPSILON = 2000.0
@@ -21,15 +22,13 @@ _LARGEST_EPSILON = 2000.0
 _SMALLEST_LOG_DELTA = -640.0
 
 
-def group_epsilon(
-    record_level: Sequence[search.Mixture], *, group_size: int, delta: float
-) -> float:
+def group_epsilon(record_level: Sequence[steps.Step], *, group_size: int, delta: float) -> float:
     """User-level epsilon for users of at most `group_size` records; infinite if none is found.
 
     `record_level` prices the run for a single record. G = `group_size`.
 
     >>> import numpy as np
-    >>> step = search.Mixture(
+    >>> step = steps.Mixture(
     ...     noise=2.0, shifts=np.array([0.0, 1.0]), weights=np.array([0.99, 0.01]), count=2000)
     >>> round(group_epsilon([step], group_size=4, delta=1e-6), 1)
     5.0
@@ -59,12 +58,17 @@ def group_epsilon(
     return group_size * high
 
 
-def evaluation(record_level: DpEvent, *, group_size: int, delta: float) -> Evaluation:
-    """`group_epsilon` of an event that prices the run for one record."""
-    steps = certificate.mixtures(record_level)
-    if steps is None:
+def evaluation(
+    record_level: DpEvent, *, group_size: int, delta: float, adjacency: Adjacency
+) -> Evaluation:
+    """`group_epsilon` of an event that prices the run for one record, under this adjacency.
+
+    Under replace the records of a user are exchanged one after the other.
+    """
+    mechanism = steps.of(record_level, adjacency)
+    if mechanism is None:
         raise InputError("group privacy here prices Poisson-sampled records with Gaussian noise.")
-    epsilon = group_epsilon(steps, group_size=group_size, delta=delta)
+    epsilon = group_epsilon(mechanism, group_size=group_size, delta=delta) if mechanism else 0.0
     if math.isinf(epsilon):
         raise InputError(
             f"black-box group privacy finds no finite epsilon for group_size={group_size} here: "

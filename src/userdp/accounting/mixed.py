@@ -65,9 +65,8 @@ def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluatio
         found.append(
             Evaluation(
                 epsilon=first.epsilon + second.epsilon,
-                certified_by=f"basic composition, half of delta each: {first.epsilon:.6g} by "
-                f"{renyi.library()} for what has no privacy loss distribution, "
-                f"{second.epsilon:.6g} by {second.certified_by}",
+                certified_by=f"basic composition, half of delta each: {renyi.library()} for what "
+                f"has no privacy loss distribution; {second.certified_by}",
                 error_bound=math.inf,
             )
         )

@@ -8,6 +8,8 @@ Thm. 2). The privacy loss at output x is
 
 which increases in x. Two directions are priced: "remove" compares P with Q, "add" Q with P.
 
+Other pairs (`exchange`, `laplace`) fulfil the same `Outputs` contract.
+
 Symbols: sigma = `noise`, c = `shifts`, w = `weights`. Everything here is public.
 """
 
@@ -15,22 +17,178 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
 
-from userdp.accounting.special import Floats, log_ndtr, ndtr, normal_quantile
-
-UNIT_ROUNDOFF = 2.0**-53
+from userdp.accounting import normal
+from userdp.accounting.normal import BLOCK, UNIT_ROUNDOFF
+from userdp.accounting.special import Floats, ndtr, normal_quantile
 
 # The weights given are trusted to this relative error; the pair is made worse by as much.
 WEIGHT_ERROR = 1e-12
 
-# No array of outputs times components is larger than this.
-_BLOCK = 1 << 21
-
 # Outputs at which moments are integrated lie at most this many standard deviations apart.
 _SPACING = 0.125
 _MOST_POINTS = 1 << 15
+
+
+class Direction(StrEnum):
+    """Which of the two neighbours holds the user: both directions are priced."""
+
+    REMOVE = "remove"
+    ADD = "add"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quadrature:
+    """Losses at increasing outputs, with the log of Q's mass there.
+
+    `guide` increases with the output; outputs of a given loss are first looked up by it. For
+    choosing noise, tilt and grid only: no bound depends on its accuracy.
+    """
+
+    x: Floats
+    guide: Floats
+    loss: Floats
+    log_q: Floats
+
+    def capped(self, direction: Direction, cap: float) -> Quadrature:
+        """The same, where `direction`'s losses above `cap` were split between `cap` and infinity.
+
+        What stays finite keeps the other neighbour's mass: Q's in "remove", P's in "add".
+        """
+        loss, log_q = self.loss, self.log_q
+        if direction is Direction.REMOVE:
+            first, last = 0, int(np.searchsorted(loss, cap, side="right"))
+            if last == len(loss):
+                return self
+            at, mass = cap, _log_sum(log_q[last:])
+            loss, log_q = np.append(loss[:last], at), np.append(log_q[:last], mass)
+            last += 1
+        else:
+            first, last = int(np.searchsorted(loss, -cap, side="left")), len(loss)
+            if first == 0:
+                return self
+            at, mass = -cap, _log_sum((log_q + loss)[:first]) + cap
+            loss, log_q = np.append(at, loss[first:]), np.append(mass, log_q[first:])
+            first -= 1
+        return Quadrature(
+            x=self.x[first:last], guide=self.guide[first:last], loss=loss, log_q=log_q
+        )
+
+
+def _log_sum(values: Floats) -> float:
+    peak = float(values.max())
+    return peak + math.log(float(np.exp(values - peak).sum()))
+
+
+class Outputs(Protocol):
+    """Two neighbours' outputs, ordered such that the loss log P(x)/Q(x) increases."""
+
+    @property
+    def lost(self) -> float:
+        """Mass of P where the loss is infinite, beside what the masses below tell."""
+        ...
+
+    @property
+    def least_loss(self) -> float:
+        """A bound below every loss, or -inf."""
+        ...
+
+    @property
+    def largest_loss(self) -> float:
+        """A bound above every loss, or inf."""
+        ...
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether both directions have the same losses."""
+        ...
+
+    def quadrature(self, tail: float) -> Quadrature:
+        """Enough points for moments of the loss to be integrated by the trapezoid rule."""
+        ...
+
+    def outputs_at(self, quadrature: Quadrature, losses: Floats) -> tuple[Floats, float]:
+        """Increasing outputs whose losses are `losses` up to the second result."""
+        ...
+
+    def mass_of_p(self, x: Floats) -> tuple[Floats, Floats]:
+        """P's mass below, between and above `x`, and its error."""
+        ...
+
+    def mass_of_q(self, x: Floats) -> tuple[Floats, Floats]:
+        """Q's mass below, between and above `x`, and its error."""
+        ...
+
+    def log_mass_of_q(self, x: Floats) -> tuple[Floats, Floats]:
+        """log of Q's mass between and above `x`, and of its error."""
+        ...
+
+
+def worsened(shifts: Floats, weights: Floats, tail: float) -> tuple[Floats, Floats, float]:
+    """Shifts and weights made worse by the weights' error, with at most `tail` of P given up.
+
+    Moving weight from a shift to the next larger one makes the pair easier to tell apart, in both
+    directions (Charles et al. 2024, Lemma 2). So the cumulative weights are lowered by more than
+    their rounding error. The shifts above which P has less than `tail` are cut off, and their
+    weight, the last result, is counted as an output that only P can give.
+    """
+    order = np.argsort(shifts)
+    shifts, weights = shifts[order], weights[order] / math.fsum(weights)
+    below = np.cumsum(weights)[:-1]
+    above = np.cumsum(weights[::-1])[::-1][1:]
+    moved = WEIGHT_ERROR * np.minimum(below, above)
+    weights = weights.copy()
+    weights[:-1] -= moved
+    weights[1:] += moved
+    # The smallest weights are summed first, so `above` is accurate where it is small.
+    kept = 1 + int(np.count_nonzero(above > tail))
+    lost = float(above[kept - 1]) * (1 + WEIGHT_ERROR) if kept < len(weights) else 0.0
+    return shifts[:kept], weights[:kept], lost
+
+
+def log_ratio(
+    x: Floats, noise: float, shifts: Floats, weights: Floats
+) -> tuple[Floats, Floats, float]:
+    """log of sum_k w_k N(c_k)(x) / N(0)(x); its derivative; its rounding error."""
+    variance = noise**2
+    constant = np.log(weights) - shifts**2 / (2 * variance)
+    values, slopes = np.empty_like(x), np.empty_like(x)
+    rows = max(1, BLOCK // len(shifts))
+    for first in range(0, len(x), rows):
+        block = slice(first, first + rows)
+        exponents = np.multiply.outer(x[block], shifts / variance) + constant
+        peak = exponents.max(axis=1)
+        terms = np.exp(exponents - peak[:, None])
+        total = terms.sum(axis=1)
+        values[block] = peak + np.log(total)
+        slopes[block] = (terms @ shifts) / (total * variance)
+    # Each exponent is a sum of products of size at most this; log and sum add a few units more.
+    largest = float(np.abs(x).max()) * shifts[-1] / variance + float(np.abs(constant).max())
+    return values, slopes, 8 * UNIT_ROUNDOFF * (largest + len(shifts) + 8)
+
+
+def reach_of(noise: float, shifts: Floats, weights: Floats, tail: float) -> float:
+    """An output above which the mixture has at most `tail`."""
+    reach = -normal_quantile(tail) * noise
+    low, high = float(shifts[0]) - reach, float(shifts[-1]) + reach
+    for _ in range(60):
+        middle = (low + high) / 2
+        if float(weights @ ndtr((shifts - middle) / noise)) > tail:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def evenly_spaced(low: float, high: float, noise: float) -> Floats:
+    """Outputs close enough together for the trapezoid rule."""
+    # The integrands are analytic in a strip of half-width pi sigma^2 around the real line.
+    spacing = min(_SPACING * noise, noise**2)
+    return np.linspace(low, high, min(_MOST_POINTS, max(64, math.ceil((high - low) / spacing))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,94 +207,75 @@ class Pair:
     def of(noise: float, shifts: Floats, weights: Floats, *, tail: float) -> Pair:
         """The pair, worsened by the error of `weights` and with at most `tail` of P given up.
 
-        Moving weight from a shift to the next larger one makes the pair easier to tell apart, in
-        both directions (Charles et al. 2024, Lemma 2). So the cumulative weights are lowered by
-        more than their rounding error. The shifts above which P has less than `tail` are cut off,
-        and their weight is counted as an output that only P can give.
-
         >>> Pair.of(1.0, np.array([0.0, 1.0]), np.array([0.99, 0.01]), tail=0.0).shifts
         array([0., 1.])
         """
-        order = np.argsort(shifts)
-        shifts, weights = shifts[order], weights[order] / math.fsum(weights)
-        below = np.cumsum(weights)[:-1]
-        above = np.cumsum(weights[::-1])[::-1][1:]
-        moved = WEIGHT_ERROR * np.minimum(below, above)
-        weights = weights.copy()
-        weights[:-1] -= moved
-        weights[1:] += moved
-        # The smallest weights are summed first, so `above` is accurate where it is small.
-        kept = 1 + int(np.count_nonzero(above > tail))
-        lost = float(above[kept - 1]) * (1 + WEIGHT_ERROR) if kept < len(weights) else 0.0
-        return Pair(noise=noise, shifts=shifts[:kept], weights=weights[:kept], lost=lost)
+        shifts, weights, lost = worsened(shifts, weights, tail)
+        return Pair(noise=noise, shifts=shifts, weights=weights, lost=lost)
 
     @property
     def least_loss(self) -> float:
         """The infimum of the loss: log w_0 if an output without the user is possible, else -inf."""
         return math.log(self.weights[0]) if self.shifts[0] == 0 else -math.inf
 
-    def rise(self, x: Floats) -> tuple[Floats, Floats, float]:
+    @property
+    def largest_loss(self) -> float:
+        """Far out every loss occurs."""
+        return math.inf
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Two Gaussians at a distance can be exchanged, a mixture and a Gaussian cannot."""
+        return len(self.shifts) == 1
+
+    def _rise(self, x: Floats) -> tuple[Floats, Floats, float]:
         """log of P(x)/Q(x) without the component at shift 0; its derivative; its rounding error."""
         start = 1 if self.shifts[0] == 0 else 0
-        shifts, variance = self.shifts[start:], self.noise**2
-        constant = np.log(self.weights[start:]) - shifts**2 / (2 * variance)
-        values, slopes = np.empty_like(x), np.empty_like(x)
-        rows = max(1, _BLOCK // len(shifts))
-        for first in range(0, len(x), rows):
-            block = slice(first, first + rows)
-            exponents = np.multiply.outer(x[block], shifts / variance) + constant
-            peak = exponents.max(axis=1)
-            terms = np.exp(exponents - peak[:, None])
-            total = terms.sum(axis=1)
-            values[block] = peak + np.log(total)
-            slopes[block] = (terms @ shifts) / (total * variance)
-        # Each exponent is a sum of products of size at most this; log and sum add a few units more.
-        largest = float(np.abs(x).max()) * shifts[-1] / variance + float(np.abs(constant).max())
-        return values, slopes, 8 * UNIT_ROUNDOFF * (largest + len(shifts) + 8)
+        return log_ratio(x, self.noise, self.shifts[start:], self.weights[start:])
 
-    def loss_of_rise(self, rise: Floats) -> Floats:
+    def _loss_of_rise(self, rise: Floats) -> Floats:
         """The loss l whose part from shifts above 0 is `rise`."""
         return np.logaddexp(self.least_loss, rise) if self.shifts[0] == 0 else rise
 
-    def range_of_outputs(self, tail: float) -> tuple[float, float]:
-        """An interval outside which Q (below) and P (above) have at most `tail`."""
-        reach = -normal_quantile(tail) * self.noise
-        low, high = float(self.shifts[0]) - reach, float(self.shifts[-1]) + reach
-        for _ in range(60):
-            middle = (low + high) / 2
-            if float(self.weights @ ndtr((self.shifts - middle) / self.noise)) > tail:
-                low = middle
-            else:
-                high = middle
-        return -reach, high
+    def quadrature(self, tail: float) -> Quadrature:
+        """Outputs outside which Q (below) and P (above) have at most `tail`."""
+        low = normal_quantile(tail) * self.noise
+        high = reach_of(self.noise, self.shifts, self.weights, tail)
+        x = evenly_spaced(low, high, self.noise)
+        rise, _, _ = self._rise(x)
+        scaled = x / self.noise
+        log_q = math.log((x[1] - x[0]) / self.noise / math.sqrt(2 * math.pi)) - scaled**2 / 2
+        return Quadrature(x=x, guide=rise, loss=self._loss_of_rise(rise), log_q=log_q)
 
+    def outputs_at(self, quadrature: Quadrature, losses: Floats) -> tuple[Floats, float]:
+        """By Newton's method on the rise, which is convex: it converges from everywhere."""
+        if self.shifts[0] == 0:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                target = losses + np.log(-np.expm1(self.least_loss - losses))
+        else:
+            target = losses
+        # Next to the least loss the difference above rounds to nothing; the residual says so.
+        target = np.clip(target, quadrature.guide[0], quadrature.guide[-1])
+        x = np.interp(target, quadrature.guide, quadrature.x)
+        for _ in range(8):
+            value, slope, _ = self._rise(x)
+            gap = value - target
+            x = x - gap / slope
+            if float(np.abs(gap).max()) <= 1e-7:
+                break
+        x = np.maximum.accumulate(x)
+        value, _, rounding = self._rise(x)
+        error = float(np.abs(self._loss_of_rise(value) - losses).max())
+        return x, error + rounding + 8 * UNIT_ROUNDOFF * float(np.abs(losses).max())
 
-@dataclass(frozen=True, kw_only=True)
-class Quadrature:
-    """Losses at evenly spaced outputs, with the log of Q's mass there.
+    def mass_of_p(self, x: Floats) -> tuple[Floats, Floats]:
+        """The mixture's."""
+        return normal.mixture_masses(x, self.shifts, self.weights, self.noise)
 
-    For choosing noise, tilt and grid only: no bound depends on its accuracy.
-    """
+    def mass_of_q(self, x: Floats) -> tuple[Floats, Floats]:
+        """The Gaussian's."""
+        return normal.masses(x / self.noise)
 
-    x: Floats
-    rise: Floats
-    loss: Floats
-    log_q: Floats
-
-    @staticmethod
-    def of(pair: Pair, tail: float) -> Quadrature:
-        """Enough points for moments of the loss to be integrated by the trapezoid rule."""
-        low, high = pair.range_of_outputs(tail)
-        # The integrands are analytic in a strip of half-width pi sigma^2 around the real line.
-        spacing = min(_SPACING * pair.noise, pair.noise**2)
-        points = min(_MOST_POINTS, max(64, math.ceil((high - low) / spacing)))
-        x = np.linspace(low, high, points)
-        rise, _, _ = pair.rise(x)
-        scaled = x / pair.noise
-        log_q = math.log((x[1] - x[0]) / pair.noise / math.sqrt(2 * math.pi)) - scaled**2 / 2
-        return Quadrature(x=x, rise=rise, loss=pair.loss_of_rise(rise), log_q=log_q)
-
-
-def log_upper_tail(z: Floats) -> Floats:
-    """log P(N(0, 1) > z), accurate far out."""
-    return log_ndtr(-z)
+    def log_mass_of_q(self, x: Floats) -> tuple[Floats, Floats]:
+        """The Gaussian's, accurate where it underflows."""
+        return normal.log_masses(x / self.noise)

@@ -15,7 +15,7 @@ import numpy as np
 from dp_accounting import dp_event
 from dp_accounting.rdp import RdpAccountant
 
-from userdp.accounting import certificate, search
+from userdp.accounting import certificate, search, steps
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.accounting.special import Floats, gammaln
@@ -64,22 +64,28 @@ def moments_epsilon(
 
 def moments_evaluation(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
     """`moments_epsilon` of an event of Poisson-sampled Gaussian steps."""
-    steps = certificate.mixtures(event)
-    known = steps is not None and len(steps) == 1 and len(steps[0].shifts) <= 2
-    if not known or adjacency is Adjacency.REPLACE:
+    epsilon: float | None = None
+    if adjacency is not Adjacency.REPLACE:
+        match steps.of(event, adjacency):
+            case []:
+                epsilon = 0.0
+            case [steps.Mixture() as step] if len(step.shifts[step.shifts > 0]) == 1:
+                # Present, the user moves the sum by one known distance, which scales the noise.
+                epsilon = moments_epsilon(
+                    user_sampling_prob=float(step.weights[step.shifts > 0].sum()),
+                    noise_multiplier=step.noise / float(step.shifts.max()),
+                    steps=step.count,
+                    delta=delta,
+                )
+            case _:
+                pass
+    if epsilon is None:
         raise InputError(
             "the moments accountant of 2018 prices Poisson-sampled users under add-remove only: "
             "use --unit user, or --accountant pld."
         )
-    assert steps is not None
-    (step,) = steps
     return Evaluation(
-        epsilon=moments_epsilon(
-            user_sampling_prob=float(step.weights[-1]),
-            noise_multiplier=step.noise,
-            steps=step.count,
-            delta=delta,
-        ),
+        epsilon=epsilon,
         certified_by="userdp moments accountant (Abadi et al. 2016, integer moments 1 to 32); "
         "an upper bound, looser than PLD",
         error_bound=math.inf,
@@ -145,13 +151,13 @@ def evaluation(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluat
             certified_by=f"{library()}; looser than PLD",
             error_bound=math.inf,
         )
-    steps = certificate.mixtures(event)
-    if steps is None or adjacency is Adjacency.REPLACE:
+    mechanism = steps.of(event, adjacency)
+    if mechanism is None:
         raise UnaccountedPlanError(
             f"RDP cannot price {type(event).__name__} under {adjacency.value} adjacency."
         )
     return Evaluation(
-        epsilon=search.renyi_epsilon(steps, delta) * (1 + 1e-6),
+        epsilon=search.renyi_epsilon(mechanism, delta) * (1 + 1e-6) if mechanism else 0.0,
         certified_by=f"{certificate.own()}, best Renyi moment, integrated; looser than PLD",
         error_bound=math.inf,
     )

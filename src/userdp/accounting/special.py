@@ -50,3 +50,8 @@ def binomial_pmf(trials: int, probability: float) -> list[float]:
 def root(function: Callable[[float], float], low: float, high: float, *, within: float) -> float:
     """A zero of `function` between two points where its sign differs."""
     return float(optimize.brentq(function, low, high, xtol=within, rtol=1e-12))  # type: ignore[reportArgumentType]
+
+
+def binomial_tail(above: int, trials: int, probability: float) -> float:
+    """P(Binomial > `above`)."""
+    return float(stats.binom.sf(above, trials, probability))

@@ -52,5 +52,5 @@ def calibrate(
             **payload,
             "seconds": time.perf_counter() - start,
         },
-        f"noise_multiplier={noise_multiplier:.5g}\n{text}",
+        f"noise_multiplier={mechanism.noise_up(noise_multiplier)}\n{text}",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from decimal import ROUND_CEILING, Decimal
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -150,7 +151,10 @@ class Mechanism:
                 return renyi.moments_evaluation(event, delta=delta, adjacency=self.adjacency)
             case AccountantName.GROUP_PRIVACY:
                 return group.evaluation(
-                    self._event(noise_multiplier, 1), group_size=self.group_size, delta=delta
+                    self._event(noise_multiplier, 1),
+                    group_size=self.group_size,
+                    delta=delta,
+                    adjacency=self.adjacency,
                 )
 
     def exact(self, noise_multiplier: float, delta: float) -> Evaluation | None:
@@ -224,6 +228,16 @@ def told(
     return payload, "\n".join(lines)
 
 
+def noise_up(noise_multiplier: float) -> str:
+    """A noise multiplier as printed: six digits, never less, so that it can be typed again.
+
+    >>> noise_up(1.0000001), noise_up(4.774074)
+    ('1.00001', '4.77408')
+    """
+    step = Decimal(1).scaleb(math.floor(math.log10(noise_multiplier)) - 5)
+    return f"{Decimal(repr(noise_multiplier)).quantize(step, rounding=ROUND_CEILING):f}"
+
+
 def _bisected(epsilon_of: Callable[[float], float], target: float) -> float:
     """The least noise multiplier (to 0.01%) with epsilon at most `target`."""
 
@@ -239,7 +253,8 @@ def _bisected(epsilon_of: Callable[[float], float], target: float) -> float:
         if high > accountant.LARGEST_NOISE_MULTIPLIER:
             raise InputError(
                 f"epsilon={target} is out of reach for this accountant: noise_multiplier="
-                f"{high:.0e} gives {at(high):.3g}. Use --accountant pld, or a larger epsilon."
+                f"{high:.0e} gives {round_up(at(high)):g}. Use --accountant pld, or a larger "
+                "epsilon."
             )
     low = high / 2
     while at(low) <= target:

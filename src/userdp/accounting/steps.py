@@ -1,0 +1,246 @@
+"""The kinds of steps our own accountant prices, and how an event becomes a list of them.
+
+A step is one pair of outputs, or tells publicly which of several pairs it is (`branches`). What the
+adjacency changes is decided here, and nowhere else:
+
+  * add-remove, zero-out: a user who is there against nothing (`Mixture`);
+  * replace: a user against another one who pulls the other way (`Exchanged`); without sampling that
+    is a Gaussian, or Laplace, mechanism at twice the distance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from dp_accounting import dp_event
+
+from userdp.accounting.events import DpEvent
+from userdp.accounting.exchange import Exchange
+from userdp.accounting.laplace import Laplace
+from userdp.accounting.pair import Outputs, Pair
+from userdp.accounting.special import Floats, binomial_tail
+from userdp.units import Adjacency
+
+# The tails of a binomial are trusted to this relative error, and raised by it.
+_TAIL_ERROR = 1e-9
+
+
+class Step(Protocol):
+    """One kind of step; `count` is how often it is taken. Public numbers only."""
+
+    @property
+    def count(self) -> int:
+        """How often the step is taken."""
+        ...
+
+    def branches(self, tail: float) -> Sequence[tuple[float, Outputs]]:
+        """The pairs the step may be, with their chances; at most `tail` of each is cut off."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Gaussian noise against a user who moves the sum by `shifts` with probability `weights`."""
+
+    noise: float
+    shifts: Floats
+    weights: Floats
+    count: int
+
+    @property
+    def is_gaussian(self) -> bool:
+        """Whether the user always moves the sum by the same amount: no sampling."""
+        return len(self.shifts) == 1
+
+    def branches(self, tail: float) -> Sequence[tuple[float, Outputs]]:
+        """A single pair."""
+        return [(1.0, Pair.of(self.noise, self.shifts, self.weights, tail=tail))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanged:
+    """The same user, replaced by another one who moves the sum the other way by as much."""
+
+    noise: float
+    shifts: Floats
+    weights: Floats
+    count: int
+
+    def branches(self, tail: float) -> Sequence[tuple[float, Outputs]]:
+        """A single pair."""
+        return [(1.0, Exchange.of(self.noise, self.shifts, self.weights, tail=tail))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaplaceNoise:
+    """Laplace noise of scale `noise` against a user who moves the sum by 1 with chance `rate`."""
+
+    noise: float
+    rate: float
+    count: int
+
+    def branches(self, tail: float) -> Sequence[tuple[float, Outputs]]:
+        """A single pair; nothing is cut off."""
+        del tail
+        return [(1.0, Laplace(noise=self.noise, rate=self.rate))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capped:
+    """A cohort cut to a cap: with chance `crowded` the user, if drawn, pushes another one out.
+
+    Telling whether the cohort was full only helps the attacker. In a full one the user is there
+    with probability `rate`, in the place of somebody else: a replacement.
+    Reference: Ganesh 2025 (arXiv 2508.15089), as in `dp_accounting`.
+    """
+
+    crowded: float
+    rate: float
+    usual: Mixture | Exchanged
+
+    @property
+    def count(self) -> int:
+        """How often the step is taken."""
+        return self.usual.count
+
+    def branches(self, tail: float) -> Sequence[tuple[float, Outputs]]:
+        """A full cohort, and one that is not."""
+        # Exchanging two users who are both in the cohort moves the sum by two clip norms.
+        full = Exchange.of(self.usual.noise / 2, *_zero_or(1.0, self.rate), tail=tail)
+        return [
+            (self.crowded, full),
+            *((1 - self.crowded, one) for _, one in self.usual.branches(tail)),
+        ]
+
+
+def of(event: DpEvent, adjacency: Adjacency, count: int = 1) -> list[Step] | None:
+    """The event as steps we can price under this adjacency, or None.
+
+    >>> event = dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(2.0), 3)
+    >>> [step.count for step in of(event, Adjacency.ADD_REMOVE) or []]
+    [3]
+    """
+    replaces = adjacency is Adjacency.REPLACE
+    match event:
+        case dp_event.NoOpDpEvent():
+            return []
+        case dp_event.SelfComposedDpEvent():
+            return of(event.event, adjacency, count * event.count) if event.count else []
+        case dp_event.ComposedDpEvent():
+            parts = [of(part, adjacency, count) for part in event.events]
+            if any(part is None for part in parts):
+                return None
+            return [step for part in parts if part is not None for step in part]
+        case dp_event.GaussianDpEvent() if event.noise_multiplier > 0:
+            return _moved(event.noise_multiplier, [1.0], [1.0], count, replaces)
+        case dp_event.LaplaceDpEvent() if event.noise_multiplier > 0:
+            noise = event.noise_multiplier / 2 if replaces else event.noise_multiplier
+            return [LaplaceNoise(noise=noise, rate=1.0, count=count)]
+        case dp_event.PoissonSampledDpEvent():
+            return _sampled(event, adjacency, count)
+        case dp_event.MixtureOfGaussiansDpEvent() if event.standard_deviation > 0:
+            return _moved(
+                event.standard_deviation,
+                event.sensitivities,
+                event.sampling_probs,
+                count,
+                replaces,
+            )
+        case dp_event.TruncatedSubsampledGaussianDpEvent() if event.noise_multiplier > 0:
+            return _capped(event, count, replaces)
+        case _:
+            return None
+
+
+def has_no_privacy(event: DpEvent) -> bool:
+    """Whether a part of the event releases something without noise.
+
+    >>> has_no_privacy(dp_event.ComposedDpEvent([dp_event.GaussianDpEvent(0.0)]))
+    True
+    """
+    match event:
+        case dp_event.NonPrivateDpEvent():
+            return True
+        case dp_event.ComposedDpEvent():
+            return any(has_no_privacy(part) for part in event.events)
+        case dp_event.SelfComposedDpEvent():
+            return event.count > 0 and has_no_privacy(event.event)
+        case dp_event.PoissonSampledDpEvent():
+            return event.sampling_probability > 0 and has_no_privacy(event.event)
+        case dp_event.GaussianDpEvent() | dp_event.LaplaceDpEvent():
+            return not event.noise_multiplier > 0
+        case dp_event.TruncatedSubsampledGaussianDpEvent():
+            return not event.noise_multiplier > 0
+        case dp_event.MixtureOfGaussiansDpEvent():
+            return not event.standard_deviation > 0
+        case _:
+            return False
+
+
+def _sampled(
+    event: dp_event.PoissonSampledDpEvent, adjacency: Adjacency, count: int
+) -> list[Step] | None:
+    rate, inner = event.sampling_probability, event.event
+    if not 0 < rate < 1:
+        # Rate 1 is no sampling; at rate 0 nobody is ever there, which costs nothing.
+        return of(inner, adjacency, count) if rate >= 1 else []
+    replaces = adjacency is Adjacency.REPLACE
+    match inner:
+        case dp_event.GaussianDpEvent() if inner.noise_multiplier > 0:
+            return _moved(inner.noise_multiplier, [0.0, 1.0], [1 - rate, rate], count, replaces)
+        case dp_event.LaplaceDpEvent() if inner.noise_multiplier > 0 and not replaces:
+            return [LaplaceNoise(noise=inner.noise_multiplier, rate=rate, count=count)]
+        case _:
+            return None
+
+
+def _moved(
+    noise: float, shifts: Sequence[float], weights: Sequence[float], count: int, replaces: bool
+) -> list[Step]:
+    """A user who moves the sum by `shifts`, against nobody or against another one."""
+    # Only the length of a move matters: see `exchange`.
+    moves = np.abs(np.asarray(shifts, dtype=np.float64))
+    chances = np.asarray(weights, dtype=np.float64)
+    kept = chances > 0
+    moves, chances = moves[kept], chances[kept]
+    if not np.any(moves > 0):
+        return []
+    if len(moves) == 1:
+        # Opposite moves of known size: a Gaussian mechanism at twice the distance.
+        moves = 2 * moves if replaces else moves
+        return [Mixture(noise=noise, shifts=moves, weights=chances, count=count)]
+    kind = Exchanged if replaces else Mixture
+    return [kind(noise=noise, shifts=moves, weights=chances, count=count)]
+
+
+def _capped(
+    event: dp_event.TruncatedSubsampledGaussianDpEvent, count: int, replaces: bool
+) -> list[Step] | None:
+    users, rate, cap = event.dataset_size, event.sampling_probability, event.truncated_batch_size
+    if rate <= 0 or cap <= 0 or users <= 0:
+        return []
+    usual = _moved(event.noise_multiplier, [0.0, 1.0], [1 - rate, rate], count, replaces)
+    # Drawn, the user finds the cap reached by the others; and is one of those kept.
+    full = binomial_tail(cap - 1, users - 1, rate)
+    if full == 0:
+        return usual
+    kept = binomial_tail(cap, users, rate) * cap / users / full
+    (step,) = usual
+    assert isinstance(step, Mixture | Exchanged)
+    return [
+        Capped(
+            crowded=min(1.0, full * (1 + _TAIL_ERROR)),
+            rate=min(1.0, max(kept, _TAIL_ERROR) * (1 + _TAIL_ERROR)),
+            usual=step,
+        )
+    ]
+
+
+def _zero_or(shift: float, chance: float) -> tuple[Floats, Floats]:
+    """Shifts and weights of a move that is made with a chance."""
+    if chance >= 1:
+        return np.array([shift]), np.array([1.0])
+    return np.array([0.0, shift]), np.array([1 - chance, chance])

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from dp_accounting import dp_event
+
+from userdp.accounting import events
+from userdp.errors import LedgerError
+
+EVENTS = [
+    events.poisson_users_gaussian(user_sampling_prob=0.1, noise_multiplier=2.0),
+    events.poisson_records_gaussian(record_sampling_prob=0.1, group_size=3, noise_multiplier=2.0),
+    events.capped_poisson_users_gaussian(
+        user_sampling_prob=0.1, cap=5, num_users=20, noise_multiplier=2.0
+    ),
+    events.min_separated_gaussian(participations=4, noise_multiplier=2.0),
+    events.cyclic_poisson_banded(user_sampling_prob=0.2, steps=10, bands=3, noise_multiplier=2.0),
+    events.fixed_size_users_gaussian(num_users=20, cohort_size=2, noise_multiplier=2.0),
+    events.combined([dp_event.GaussianDpEvent(3.0), dp_event.GaussianDpEvent(2.0)]),
+    dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(3.0), 10.0, 1.0),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_events_survive_the_ledger(event: events.DpEvent):
+    assert events.from_json(json.loads(json.dumps(events.to_json(event)))) == event
+
+
+def test_unknown_event_types_are_refused():
+    with pytest.raises(LedgerError, match="price"):
+        events.from_json({"type": "os.system"})
+
+
+def test_cyclic_poisson_takes_each_part_once_per_cycle():
+    event = events.cyclic_poisson_banded(
+        user_sampling_prob=0.2, steps=10, bands=3, noise_multiplier=2.0
+    )
+    assert event.count == 4
