@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +12,6 @@ import models_zoo
 from stores import KEY, sentences
 from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
-
-# Every epsilon is computed here and now: a remembered one would test yesterday's code. Set for this
-# process, and so for those that tests start.
-os.environ["USERDP_CACHE"] = "off"
 
 
 @pytest.fixture(autouse=True, scope="session")
