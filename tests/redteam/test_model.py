@@ -46,11 +46,16 @@ def clipping(model: nn.Module, kind: str, **settings: Any) -> FastClipping | Pla
     )
 
 
-def movement(make: Callable[[], nn.Module], kind: str, extra: dict[str, Tensor]) -> float:
+def movement(
+    make: Callable[[], nn.Module],
+    kind: str,
+    extra: dict[str, Tensor],
+    others: list[dict[str, Tensor]] = SMALL,
+) -> float:
     """How far one more user moves the sum, in clip norms; the user comes first."""
     sums = [
         clipping(families.build(make), kind).clipped_sum(groups, RULE).total.values.clone()
-        for groups in (SMALL, [extra, *SMALL])
+        for groups in (others, [extra, *others])
     ]
     return float((sums[1] - sums[0]).norm()) / RULE.bound
 
@@ -66,14 +71,15 @@ def test_padding_of_another_user_is_seen_before_the_sum_counts(name: str) -> Non
 @pytest.mark.parametrize("kind", ["plain", "fast"])
 def test_rotary_embeddings_that_grow_forget_the_user_before(kind: str) -> None:
     make = families.PLAIN_ONLY["llama, dynamic rotation"]
-    long = MADE_UP.group(1, 40, seed=98)
-    assert movement(make, kind, long) <= 1 + 1e-5
+    # All are longer than the 12 positions from which on the embeddings grow.
+    long, others = MADE_UP.group(1, 40, seed=98), [MADE_UP.group(1, 15, seed=i) for i in range(9)]
+    assert movement(make, kind, long, others) <= 1 + 1e-5
     # Nor does a later step know who was in an earlier one.
     model = families.build(make)
-    fresh = clipping(model, kind).clipped_sum(SMALL, RULE).total.values.clone()
+    fresh = clipping(model, kind).clipped_sum(others, RULE).total.values.clone()
     used = clipping(model, kind)
     used.clipped_sum([long], RULE)
-    assert torch.equal(used.clipped_sum(SMALL, RULE).total.values, fresh)
+    assert torch.equal(used.clipped_sum(others, RULE).total.values, fresh)
 
 
 class TokenMajor(nn.Module):
@@ -203,7 +209,7 @@ def test_a_user_with_no_finite_number_zeroes_nobody_else() -> None:
             "x": torch.randn(rows, 3, generator=generator, dtype=torch.float64),
             "y": torch.randn(rows, generator=generator, dtype=torch.float64),
         }
-        for rows in (1, 2, 1, 2, 1)
+        for rows in (3, 2, 3, 2, 2)
     ]
     poisoned = [{"x": groups[0]["x"], "y": torch.full_like(groups[0]["y"], math.inf)}, *groups[1:]]
     rule = FlatClip(clip_norm=0.3)
