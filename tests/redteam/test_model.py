@@ -46,6 +46,19 @@ def clipping(model: nn.Module, kind: str, **settings: Any) -> FastClipping | Pla
     )
 
 
+def everybody(users: int, *, group_size: int = 1, steps: int = 2) -> Plan:
+    """All users at every step."""
+    return Plan.sample_users(
+        num_users=users,
+        expected_cohort_size=users,
+        group_size=group_size,
+        steps=steps,
+        clip_norm=1.0,
+        noise_multiplier=2.0,
+        delta=1e-3,
+    )
+
+
 def movement(
     make: Callable[[], nn.Module],
     kind: str,
@@ -121,15 +134,7 @@ def test_no_step_of_such_a_model_is_taken_on_the_fast_path(path: Any) -> None:
     torch.manual_seed(0)
     model = TokenMajor()
     x, y = quiet_users(8)
-    plan = Plan.sample_users(
-        num_users=8,
-        expected_cohort_size=8,
-        group_size=1,
-        steps=2,
-        clip_norm=1.0,
-        noise_multiplier=4.0,
-        delta=1e-5,
-    )
+    plan = everybody(8)
     step = PrivateStep(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -165,15 +170,7 @@ def test_one_users_value_never_ends_a_run_nor_changes_another_users_update(
     def sums(first: float) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
-        plan = Plan.sample_users(
-            num_users=8,
-            expected_cohort_size=8,
-            group_size=3,
-            steps=3,
-            clip_norm=1.0,
-            noise_multiplier=2.0,
-            delta=1e-3,
-        )
+        plan = everybody(8, group_size=3, steps=3)
         step = PrivateStep(
             model,
             torch.optim.SGD(model.parameters(), lr=0.0),
@@ -350,15 +347,7 @@ def test_an_encoder_is_not_trained_from_the_command_line(tmp_path: Any) -> None:
 @pytest.mark.parametrize("path", ["fast", "plain"])
 def test_a_step_goes_on_without_the_user_that_cannot_be_read(path: Any) -> None:
     model = families.build(families.SAFE["gpt2"])
-    plan = Plan.sample_users(
-        num_users=6,
-        expected_cohort_size=6,
-        group_size=1,
-        steps=2,
-        clip_norm=1.0,
-        noise_multiplier=2.0,
-        delta=1e-3,
-    )
+    plan = everybody(6)
     step = PrivateStep(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -387,15 +376,7 @@ def test_what_fails_in_the_loss_of_one_user_counts_as_zero() -> None:
 
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    plan = Plan.sample_users(
-        num_users=5,
-        expected_cohort_size=5,
-        group_size=1,
-        steps=2,
-        clip_norm=1.0,
-        noise_multiplier=2.0,
-        delta=1e-3,
-    )
+    plan = everybody(5)
     for path in ("fast", "plain"):
         step = _picky_step(model, plan, picky, path)
         for number, cohort in enumerate(step.cohorts()):
