@@ -93,7 +93,7 @@ class Trial:
         self._layers = [layers[id(parameter)] for parameter in self._parameters]
         self._oracle = self._plain(record_loss)
         self._others = self._cohort(1)
-        self._updates = [self._oracle.update(group) for group in self._others]
+        self._updates = [self._update(self._oracle, group) for group in self._others]
         self._rule = _that_clips(rule, self._updates)
         self._allowed = self._what_rounding_explains()
 
@@ -179,7 +179,7 @@ class Trial:
             extra = scaled(self._group(1, self._longest, 106), factor)
             for place, where in self._places(True):
                 moved = self._sum(clipping, [*others[:where], extra, *others[where:]]) - alone
-                own = self._flat(self._clipped(self._plain(scaled_loss).update(extra)))
+                own = self._flat(self._clipped(self._update(self._plain(scaled_loss), extra)))
                 yield self._probe(f"{name}, {place}", moved, own)
 
     def what_it_keeps(self) -> list[str]:
@@ -228,8 +228,13 @@ class Trial:
         found = clipping.clipped_sum(groups, self._rule)
         return self._flat(found.total.views)
 
+    # What is kept is kept on the host: a model may fill its device but for one update.
+
+    def _update(self, oracle: PlainClipping, group: Group) -> Update:
+        return [tensor.cpu() for tensor in oracle.update(group)]
+
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([tensor.detach().flatten() for tensor in tensors])
+        return torch.cat([tensor.detach().cpu().flatten() for tensor in tensors])
 
     def _clipped(self, update: Update) -> Update:
         return clip_update(update, self._rule, layers=self._layers)
@@ -237,7 +242,7 @@ class Trial:
     def _own(self, extra: Group) -> Tensor | None:
         if not len(next(iter(extra.values()))):
             return None
-        return self._flat(self._clipped(self._oracle.update(extra)))
+        return self._flat(self._clipped(self._update(self._oracle, extra)))
 
     def _probe(self, name: str, moved: Tensor, own: Tensor | None) -> Probe:
         bound = self._rule.bound
@@ -253,24 +258,20 @@ class Trial:
         """In clip norms; in half precision by how far the plain loop is from float32."""
         if all(p.dtype.itemsize >= 4 for p in self._model.parameters()):
             return MOST_COUPLING
-        device = self._parameters[0].device
         try:
-            wide = [
-                wide_gradient(
-                    self._model,
-                    self._parameters,
-                    {name: tensor.to(device) for name, tensor in group.items()},
-                    record_loss=self._record_loss,
-                )
-                for group in self._others
-            ]
+            distance = sum(
+                float((self._flat(self._clipped(update)) - self._wide(group)).norm())
+                for update, group in zip(self._updates, self._others, strict=True)
+            )
         except torch.OutOfMemoryError:
             return _COARSE
-        distance = sum(
-            float((self._flat(self._clipped(a)) - self._flat(self._clipped(b))).norm())
-            for a, b in zip(self._updates, wide, strict=True)
-        )
         return min(_COARSE, _TIMES_ROUNDING * distance / self._rule.bound + _LITTLE)
+
+    def _wide(self, group: Group) -> Tensor:
+        device = self._parameters[0].device
+        own = {name: tensor.to(device) for name, tensor in group.items()}
+        found = wide_gradient(self._model, self._parameters, own, record_loss=self._record_loss)
+        return self._flat(self._clipped(found))
 
     # ---- why
 
@@ -298,8 +299,9 @@ class Trial:
     def _worst_on_equal_lengths(self) -> tuple[str, float]:
         """The parameter whose sum is furthest off where nobody is padded, in clip norms."""
         groups = [self._group(1, self._longest / 2, 200 + i) for i in range(3)]
-        each = [self._clipped(self._oracle.update(group)) for group in groups]
-        found = self._clipping(self._record_loss, False).clipped_sum(groups, self._rule).total.views
+        each = [self._clipped(self._update(self._oracle, group)) for group in groups]
+        total = self._clipping(self._record_loss, False).clipped_sum(groups, self._rule).total
+        found = [view.cpu() for view in total.views]
         names = {id(p): name for name, p in self._model.named_parameters()}
         errors = {
             names[id(parameter)]: float((sums - sum(expected)).norm()) / self._rule.bound
