@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from userdp.clipping.plain import clip_update, clipped_sum
-from userdp.clipping.rules import FlatClip
+from userdp.clipping.rules import SMALLEST_NORM, AutomaticClip, FlatClip
 from userdp.errors import InputError
 from userdp.units import Adjacency
 
@@ -42,12 +42,18 @@ def test_clipped_update_norm_never_exceeds_clip_norm(
         assert exact_norm(clipped) == 0.0
 
 
-@pytest.mark.parametrize("clip_norm", [10.7 * 2.0**-149 * 1e18, 100.8 * 2.0**-149 * 1e18])
-def test_update_near_the_largest_that_counts_is_clipped_to_the_bound(clip_norm: float) -> None:
-    # The factor C / ||D|| is then below the smallest normal float32 and has few digits left.
+def test_largest_update_that_counts_is_clipped_to_the_smallest_norm_there_is() -> None:
     update = [torch.full((10_000,), 1e16)]
-    found = exact_norm(clip_update(update, FlatClip(clip_norm=clip_norm)))
-    assert 0.5 * clip_norm < found <= clip_norm
+    found = exact_norm(clip_update(update, FlatClip(clip_norm=SMALLEST_NORM)))
+    assert 0.999 * SMALLEST_NORM < found <= SMALLEST_NORM
+
+
+@pytest.mark.parametrize("too_small", [0.0, -1.0, 1e-24, math.nan])
+def test_clip_norms_whose_squares_float32_has_no_place_for_are_refused(too_small: float) -> None:
+    with pytest.raises(InputError, match="must be at least 1e-15"):
+        FlatClip(clip_norm=too_small)
+    with pytest.raises(InputError, match="must be at least 1e-15"):
+        AutomaticClip(stability=too_small)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -111,6 +111,15 @@ class Trial:
     def _extras(self, thorough: bool) -> Iterator[tuple[str, Group]]:
         yield "a long user", self._group(self._rows, self._longest, 101)
         yield "a short user", self._group(1, 2, 102)
+        for times in (1e4, 1e8) if self._made_up.has_fractions else ():
+            large = self._group(1, self._longest, 110)
+            yield (
+                f"a user of numbers {times:g} times as large",
+                {
+                    name: tensor * times if tensor.is_floating_point() else tensor
+                    for name, tensor in large.items()
+                },
+            )
         if not thorough:
             return
         yield "a user with as many records as may be", self._group(self._group_size, 5, 103)
@@ -181,21 +190,6 @@ class Trial:
                 moved = self._sum(clipping, [*others[:where], extra, *others[where:]]) - alone
                 own = self._flat(self._clipped(self._update(self._plain(scaled_loss), extra)))
                 yield self._probe(f"{name}, {place}", moved, own)
-
-    def what_it_keeps(self) -> list[str]:
-        """What a forward pass leaves in the model's modules; raises if that would be saved."""
-        guard, note = BufferGuard(self._model), ModuleState(self._model)
-        device = self._parameters[0].device
-        names: list[str] = []
-        for length in (self._longest, 3):
-            group = self._group(1, length, 107)
-            with torch.no_grad():
-                own = {name: tensor.to(device) for name, tensor in group.items()}
-                self._record_loss(self._model, own)
-            names += note.changed()
-        guard.check()
-        note.restore()
-        return names
 
     # ---- sums
 
@@ -308,6 +302,23 @@ class Trial:
             for parameter, sums, *expected in zip(self._parameters, found, *each, strict=True)
         }
         return max(errors.items(), key=lambda item: item[1])
+
+
+def what_it_keeps(
+    model: nn.Module, made_up: MadeUp, record_loss: RecordLoss, sequence_length: int
+) -> list[str]:
+    """What a forward pass leaves in the model's modules; raises if that would be saved."""
+    guard, note = BufferGuard(model), ModuleState(model)
+    device = next(model.parameters()).device
+    names: list[str] = []
+    for length in (sequence_length, min(3, sequence_length)):
+        group = made_up.group(1, length if made_up.has_tokens else 1, seed=107)
+        with torch.no_grad():
+            record_loss(model, {name: tensor.to(device) for name, tensor in group.items()})
+        names += note.changed()
+    guard.check()
+    note.restore()
+    return names
 
 
 def is_random(

@@ -19,13 +19,14 @@ from userdp.clipping.compiled import most_positions, pretrained
 from userdp.clipping.fast import FastSettings
 from userdp.clipping.made_up import MadeUp
 from userdp.clipping.module_state import ModuleState
+from userdp.clipping.pack import is_padded
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.verify import refuse_dropout
 from userdp.errors import InputError, MixedExamplesError
 from userdp.models.checks import refuse_mixing
 from userdp.models.proven import is_proven
-from userdp.neighbours import Path, Probe, Trial, is_random
-from userdp.updates import Batch, RecordLoss, causal_lm_loss
+from userdp.neighbours import Path, Probe, Trial, is_random, what_it_keeps
+from userdp.updates import IGNORED_LABEL, Batch, RecordLoss, causal_lm_loss
 
 # The longest rows tried where nobody says how long records are.
 _USUAL_LENGTH = 128
@@ -106,9 +107,10 @@ def verify(
 
 
 def _usual_length(model: nn.Module, batch: Batch | None) -> int:
-    if batch is not None:
-        return max((tensor.shape[1] for tensor in batch.values() if tensor.dim() > 1), default=1)
-    return min(most_positions(model) or _USUAL_LENGTH, _USUAL_LENGTH)
+    """How long made-up rows are where nobody said it: not as short as one user's happen to be."""
+    usual = min(most_positions(model) or _USUAL_LENGTH, _USUAL_LENGTH)
+    lengths = [t.shape[1] for name, t in (batch or {}).items() if is_padded(name, t)]
+    return max(usual, *lengths) if lengths else usual
 
 
 def _made_up(model: nn.Module, batch: Batch | None) -> MadeUp:
@@ -153,7 +155,7 @@ def check_model(
             )
         return
     vocabulary = vocabulary_of(model)
-    reads_tokens = example is None or set(example) <= {"input_ids", "labels"}
+    reads_tokens = example is None or _is_language_modelling(example)
     if vocabulary is not None and reads_tokens:
         made_up = MadeUp.tokens(vocabulary)
     elif example is not None:
@@ -186,6 +188,14 @@ def check_positions(model: nn.Module, sequence_length: int) -> None:
         )
 
 
+def _is_language_modelling(example: Batch) -> bool:
+    """Whether every token of a row has a label: rows can be made up without knowing the task."""
+    ids, labels = example.get("input_ids"), example.get("labels")
+    if ids is None or labels is None or set(example) != {"input_ids", "labels"}:
+        return set(example) == {"input_ids"}
+    return labels.shape == ids.shape and bool(((labels == ids) | (labels == IGNORED_LABEL)).all())
+
+
 def run_probes(
     model: nn.Module,
     made_up: MadeUp,
@@ -208,7 +218,9 @@ def run_probes(
         refuse_mixing(model)
         if path == "fast":
             refuse_dropout(model)
-        elif is_random(model, made_up, record_loss, sequence_length):
+        # In the mode of training: some write only then.
+        kept = what_it_keeps(model, made_up, record_loss, sequence_length)
+        if path == "plain" and is_random(model, made_up, record_loss, sequence_length):
             # Dropout draws anew at every pass, on which no two sums can be compared. Everything
             # else is tried in the mode that it is trained in.
             model.eval()
@@ -222,7 +234,6 @@ def run_probes(
             path=path,
             settings=settings or FastSettings(),
         )
-        kept = trial.what_it_keeps()
         cause = _keeps(kept[0]) if kept and path == "fast" else ""
         probes = () if cause and not thorough else tuple(trial.probes(thorough))
         unsafe = next((probe for probe in probes if not probe.safe), None)

@@ -9,6 +9,7 @@ post-processing and costs nothing. Every paper's step is this one with other par
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal
@@ -43,6 +44,7 @@ from userdp.updates import Batch, RecordLoss, causal_lm_loss
 
 # Groups whose rows are taken for an example until one of them can be read.
 _EXAMPLES = 3
+_LOG = logging.getLogger(__name__)
 
 
 class PrivateStep:
@@ -181,8 +183,8 @@ class PrivateStep:
             raise InputError("no cohort is drawn: call draw() first, once for every step.")
         cohort, self._drawn = self._drawn, None
         groups = list(_counted(batches, len(cohort)))
-        self._check_like([group for group in groups if len(next(iter(group.values())))])
         groups = self._readable(groups)
+        self._check_like([group for group in groups if len(next(iter(group.values())))])
         total = self._clipping.clipped_sum(groups, self._clip)
         self._release(total)
 
@@ -206,32 +208,40 @@ class PrivateStep:
             try:
                 self.check_model(example)
                 return
-            except MixedExamplesError:
+            except (MixedExamplesError, InputError):
                 # One user's data must not decide: a group may hold what no model reads.
                 if number == min(_EXAMPLES, len(examples)):
                     raise
 
     def _readable(self, groups: list[Batch]) -> list[Batch]:
-        """The groups; those that the model cannot read without their rows, so that they count zero.
+        """The groups; those that cannot be read lose their rows, so that they count as zero."""
+        read = [self._reads(group) for group in groups]
+        if groups and not any(read):
+            _LOG.warning(
+                "no group of a step can be read: tokens beyond the vocabulary, rows longer than "
+                "sequence_length=%s, or tensors that do not fit together.",
+                self._sequence_length,
+            )
+        return [
+            group if can_read else {name: tensor[:0] for name, tensor in group.items()}
+            for group, can_read in zip(groups, read, strict=True)
+        ]
+
+    def _reads(self, group: Batch) -> bool:
+        """Whether the group's tensors fit together and its tokens are known.
 
         On a GPU a token beyond the vocabulary would end the process.
         """
-        kept = [
-            group if self._reads(group) else {n: t[:0] for n, t in group.items()}
-            for group in groups
-        ]
-        if len(groups) > 1 and not any(map(self._reads, groups)):
-            raise InputError(
-                "no group can be read: all have tokens that the model does not know, or rows "
-                f"longer than sequence_length={self._sequence_length}."
-            )
-        return kept
-
-    def _reads(self, group: Batch) -> bool:
-        ids = group.get("input_ids")
-        if ids is None or not ids.numel():
+        if any(t.dim() < 1 for t in group.values()) or len({len(t) for t in group.values()}) > 1:
+            return False
+        ids, labels = group.get("input_ids"), group.get("labels")
+        if ids is None or not len(ids):
             return True
+        if ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
+            return False
         if self._sequence_length is not None and ids.shape[1] > self._sequence_length:
+            return False
+        if labels is not None and labels.dim() > 1 and labels.shape != ids.shape:
             return False
         return self._vocabulary is None or 0 <= int(ids.min()) <= int(ids.max()) < self._vocabulary
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,10 +41,11 @@ from userdp.clipping.recurrent import Lstm
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.survey import Survey, find_layers
 from userdp.clipping.verify import NothingFiniteError, compare_with_plain, refuse_dropout
-from userdp.errors import InputError
+from userdp.errors import InputError, MixedExamplesError
 from userdp.updates import Batch, RecordLoss, Update, joined_lm_loss
 
 Step = Callable[[Users], Any]
+_LOG = logging.getLogger(__name__)
 
 # Padded tokens in one backward pass: enough to fill the device, few enough to fit.
 CUDA_TOKENS = 16_384
@@ -104,6 +106,8 @@ class FastClipping:
     ) -> None:
         settings = settings or FastSettings()
         self.skip_failing = False
+        # Whether the paths were seen to differ: then the plain loop does the work.
+        self._differs = False
         self._model = model
         self._state = ModuleState(model)
         self._parameters = list(parameters)
@@ -174,11 +178,30 @@ class FastClipping:
         # A group without a record adds nothing, neither to the sum nor to the counts.
         listed = [group for group in groups if size_of(group).rows]
         failures = Failures(self.skip_failing)
+        if self._differs:
+            return self._plain().clipped_sum(listed, rule)
+        try:
+            self._add_all(listed, rule, failures)
+        except MixedExamplesError as error:
+            if not self.skip_failing:
+                raise
+            # Made-up values in a new shape of batch have shown that the paths differ. The fast path
+            # is not used again, and what it has added up of this cohort does not count.
+            self._differs = True
+            _LOG.warning("from here on users run one at a time: %s", error)
+            return self._plain().clipped_sum(listed, rule)
+        failures.warn_if_all_failed(len(listed))
+        return ClippedSum(total=self._total, num_within=self._num_within, num_updates=len(listed))
+
+    def _add_all(self, listed: Sequence[Batch], rule: ClipRule, failures: Failures) -> None:
+        """Set or add to the total, batch by batch, users larger than a batch alone."""
         large: list[Batch] = []
         packed: list[Iterable[Users]] = []
-        for kind in _by_names(self._joined_where_worth_it(group) for group in listed):
-            mix = self._mix and (self._mix_anything or has_tokens(kind))
+        kinds = _by_names(self._joined_where_worth_it(group) for group in listed)
+        for kind in kinds:
             self._sizes.see(kind)
+        for kind in kinds:
+            mix = self._mix and (self._mix_anything or has_tokens(kind))
             large += [group for group in kind if not self._fits(group, mix)]
             packed.append(self._packed([group for group in kind if self._fits(group, mix)], mix))
         batches = itertools.chain.from_iterable(packed)
@@ -188,40 +211,42 @@ class FastClipping:
         if not self._sets:
             self._total.zero_()
         for users in itertools.chain(ahead, batches):
-            self._add_batch(users, rule)
+            self._add_batch(users, rule, failures)
         for group in large:
             with failures.of_one_group():
                 self._add_large(group)
-        failures.raise_if_all_failed(len(listed))
-        return ClippedSum(total=self._total, num_within=self._num_within, num_updates=len(listed))
 
-    def _add_batch(self, users: Users, rule: ClipRule) -> None:
+    def _add_batch(self, users: Users, rule: ClipRule, failures: Failures) -> None:
         """Add a batch of users; if it cannot be run, each of them alone."""
         try:
             self._run(self._sent(users), self._alone if users.count == 1 else self._together)
-        except (torch.OutOfMemoryError, MemoryError):
+        except (torch.OutOfMemoryError, MemoryError, MixedExamplesError):
             raise
         except Exception:
             if not self.skip_failing:
                 raise
-            self._add_one_by_one(users, rule)
+            self._add_one_by_one(users, rule, failures)
 
-    def _add_one_by_one(self, users: Users, rule: ClipRule) -> None:
+    def _add_one_by_one(self, users: Users, rule: ClipRule, failures: Failures) -> None:
         """Add those users of a batch that the model can read; the others count as zero."""
         if self._sets:
             self._total.zero_()
             self._sets = False
+        own = own_groups(users, range(users.count))
+        found = self._plain().clipped_sum(own, rule, failures=failures)
+        for running, tensor in zip(self._total.views, found.total.views, strict=True):
+            running += tensor
+        self._num_within += found.num_within.to(self._device)
+
+    def _plain(self) -> PlainClipping:
         plain = PlainClipping(
             self._model,
             self._parameters,
             record_loss=self._record_loss,
             compute_dtype=self._dtype,
         )
-        plain.skip_failing = True
-        found = plain.clipped_sum(own_groups(users, range(users.count)), rule)
-        for running, tensor in zip(self._total.views, found.total.views, strict=True):
-            running += tensor
-        self._num_within += found.num_within.to(self._device)
+        plain.skip_failing = self.skip_failing
+        return plain
 
     def _joined_where_worth_it(self, group: Batch) -> Batch:
         """The group with several records to a row, if that is asked for or saves it much.

@@ -60,6 +60,8 @@ def worth_joining(groups: Sequence[Batch], device: str) -> bool:
     """Whether so much of the groups' rows is padding, and they are nothing but tokens."""
     if not groups or not {"input_ids", "labels"} <= groups[0].keys() <= _SEPARATE:
         return False
+    if groups[0]["labels"].dim() != 2:
+        return False
     padded = sum(size_of(group).tokens for group in groups)
     own = sum(int(_lengths(group).sum()) for group in groups)
     return own < FULL_ENOUGH.get(device, 0.0) * padded

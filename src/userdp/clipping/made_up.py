@@ -42,6 +42,8 @@ class MadeUp:
     """Makes groups with the tensors of an example, of any number of rows and any length."""
 
     tensors: Mapping[str, _Values]
+    # Whether each token is its own label.
+    labels_are_ids: bool = False
 
     @staticmethod
     def tokens(vocabulary: int) -> MadeUp:
@@ -52,7 +54,7 @@ class MadeUp:
             padded=True,
             pool=torch.arange(vocabulary, dtype=torch.int64),
         )
-        return MadeUp({"input_ids": values, "labels": values})
+        return MadeUp({"input_ids": values, "labels": values}, labels_are_ids=True)
 
     @staticmethod
     def like(example: Batch) -> MadeUp:
@@ -73,6 +75,11 @@ class MadeUp:
         """Whether rows are sequences, which may be of any length."""
         return any(values.padded for values in self.tensors.values())
 
+    @property
+    def has_fractions(self) -> bool:
+        """Whether rows hold numbers with a fraction, which may be of any size."""
+        return any(values.pool is None for values in self.tensors.values())
+
     def group(self, rows: int, length: int, *, seed: int) -> dict[str, Tensor]:
         """One user's rows, all of this length."""
         generator = torch.Generator().manual_seed(seed)
@@ -82,7 +89,7 @@ class MadeUp:
             found[name] = _drawn(shape, values.dtype, values.pool, generator)
         if "attention_mask" in found:
             found["attention_mask"] = torch.ones_like(found["attention_mask"])
-        if self.tensors.keys() == {"input_ids", "labels"} and found["labels"].dim() > 1:
+        if self.labels_are_ids:
             found["labels"] = found["input_ids"].clone()
         return found
 

@@ -69,15 +69,27 @@ class ModuleState:
             for noted in self._noted
             for tensor in _tensors(noted.value)
         ]
+        self._value_of = {id(tensor): value for tensor, value in self._values}
         self._sizes = [len(place) for _, place in self._places]
 
     def changed(self) -> list[str]:
         """The names of what is not as it was noted."""
-        names = [noted.name for noted in self._noted if noted.is_changed]
+        names = [
+            noted.name
+            for noted in self._noted
+            if noted.is_changed or any(map(self._is_written, _tensors(noted.value)))
+        ]
         for (name, place), size in zip(self._places, self._sizes, strict=True):
             if len(place) != size:
                 names += [f"{name}.{key}".lstrip(".") for key in self._new_keys(place)]
         return names
+
+    def _is_written(self, tensor: Tensor) -> bool:
+        """Whether the values are others: torch does not count writes through `.data`."""
+        before = self._value_of[id(tensor)]
+        return not torch.equal(tensor.detach(), before) and not bool(
+            torch.isnan(before.to(torch.float64)).any()
+        )
 
     def _new_keys(self, place: dict[str, Any]) -> list[str]:
         known = {noted.key for noted in self._noted if noted.place is place}

@@ -12,6 +12,7 @@ one part in 128. The sum, not the mean, is what has a sensitivity; dividing come
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -23,6 +24,8 @@ from userdp.clipping.layer_groups import clip_groups
 from userdp.clipping.module_state import ModuleState
 from userdp.clipping.rules import ClipRule, PerLayerClip
 from userdp.updates import Batch, RecordLoss, Update, at_least_float32, mean_gradient
+
+_LOG = logging.getLogger(__name__)
 
 
 def clip_update(
@@ -57,15 +60,9 @@ def clip_update(
     margin = ROUNDING_MARGIN * max(torch.finfo(tensor.dtype).eps for tensor in wide)
     factors = clip_factors(squared[:, None], rule, margin=margin)[:, 0]
     return [
-        torch.where(factors[number] > 0, tensor * _rounded_down(factors[number], tensor), 0.0)
+        torch.where(factors[number] > 0, tensor * factors[number].to(tensor.dtype), 0.0)
         for number, tensor in zip(numbers, wide, strict=True)
     ]
-
-
-def _rounded_down(factor: Tensor, like: Tensor) -> Tensor:
-    """The factor in the tensor's dtype, never above it: a tiny one has few float32 digits."""
-    narrow = factor.to(like.dtype)
-    return torch.where(narrow > factor, torch.nextafter(narrow, torch.zeros_like(narrow)), narrow)
 
 
 def clipped_sum(
@@ -114,23 +111,30 @@ class PlainClipping:
         groups = clip_groups(model)
         self._layers = [groups[id(parameter)] for parameter in parameters]
 
-    def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
-        """The sum over the groups, and how many were within the clip norm. Secret."""
+    def clipped_sum(
+        self, groups: Iterable[Batch], rule: ClipRule, *, failures: Failures | None = None
+    ) -> ClippedSum:
+        """The sum over the groups, and how many were within the clip norm. Secret.
+
+        `failures` counts those of a cohort of which the groups are a part.
+        """
         total = FlatBuffer(self._parameters)
-        count, within, failures = 0, 0, Failures(self.skip_failing)
+        count, within = 0, 0
+        own = failures or Failures(self.skip_failing)
         for group in groups:
             # A group without a record adds nothing, neither to the sum nor to the counts.
             if not len(next(iter(group.values()))):
                 continue
             count += 1
-            with failures.of_one_group():
+            with own.of_one_group():
                 update = self.update(group)
                 norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in update]
                 within += int(torch.stack(norms).norm() <= rule.clip_norm)
                 clipped = clip_update(update, rule, layers=self._layers)
                 for running, tensor in zip(total.views, clipped, strict=True):
                     running += tensor
-        failures.raise_if_all_failed(count)
+        if failures is None:
+            own.warn_if_all_failed(count)
         return ClippedSum(total=total, num_within=torch.tensor(within), num_updates=count)
 
     def update(self, group: Batch) -> Update:
@@ -152,7 +156,8 @@ class PlainClipping:
 class Failures:
     """Groups whose update could not be computed: counted as zero, or raised.
 
-    If every one of two or more groups fails, the fault is not one user's data: that is raised.
+    If every group of a step fails, something is probably wrong with the loss or the batches. That
+    is logged and not raised: with one user more or less it might not be every group.
     """
 
     def __init__(self, skip: bool) -> None:
@@ -174,7 +179,12 @@ class Failures:
             self._count += 1
             self._last = error
 
-    def raise_if_all_failed(self, num_groups: int) -> None:
-        """Raise the last failure if there were two groups or more and none went through."""
-        if self._last is not None and self._count == num_groups > 1:
-            raise self._last
+    def warn_if_all_failed(self, num_groups: int) -> None:
+        """Log it if there were groups and none went through. The message holds nobody's data."""
+        if self._last is not None and self._count == num_groups:
+            _LOG.warning(
+                "all %d groups of a step failed (the last: %s) and count as zero: look at the loss "
+                "and the batches.",
+                num_groups,
+                type(self._last).__name__,
+            )

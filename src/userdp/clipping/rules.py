@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from userdp.errors import InputError
 from userdp.units import Adjacency
 
+# The square of a norm, and a factor between it and the largest norm, must be numbers of float32.
+SMALLEST_NORM = 1e-15
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlatClip:
@@ -20,7 +23,7 @@ class FlatClip:
     clip_norm: float
 
     def __post_init__(self) -> None:
-        _check_positive("clip_norm", self.clip_norm)
+        _check_size("clip_norm", self.clip_norm)
 
     @property
     def bounds_updates(self) -> bool:
@@ -80,7 +83,7 @@ class AutomaticClip:
     stability: float = 0.01
 
     def __post_init__(self) -> None:
-        _check_positive("stability", self.stability)
+        _check_size("stability", self.stability)
 
     @property
     def clip_norm(self) -> float:
@@ -137,10 +140,18 @@ class AdaptiveClip(FlatClip):
         True
         """
         factor = math.exp(-self.learning_rate * (noisy_share_within - self.target_quantile))
-        return replace(self, clip_norm=self.clip_norm * factor)
+        return replace(self, clip_norm=max(self.clip_norm * factor, SMALLEST_NORM))
 
 
 ClipRule = FlatClip | AutomaticClip
+
+
+def _check_size(name: str, value: float) -> None:
+    if not value >= SMALLEST_NORM:
+        raise InputError(
+            f"{name}={value} must be at least {SMALLEST_NORM:g}: squares of smaller norms have no "
+            "place in float32."
+        )
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -164,20 +164,21 @@ def compare_with_plain(
     compute_dtype: torch.dtype | None,
     compared: int = _COMPARED,
 ) -> Verification:
-    """Run the first users through both paths, the others at weight zero; raise if different.
+    """Run some users through both paths, the others at weight zero; raise if different.
+
+    The users are from the beginning, the middle and the end of the batch.
 
     Of `rule` the kind counts: unless its clip norm is infinite, the comparison has one of its own,
     at which some of the users are clipped.
     """
     refuse_dropout(model)
-    compared = min(compared, users.count)
-    weights = users.weights.clone()
-    weights[users.rows_of(compared - 1)[1] :] = 0
-    groups = own_groups(replace(users, weights=weights), range(compared))
-    times = [_SPREAD ** (user % _COMPARED) for user in range(compared)]
-    for user in range(compared):
+    chosen = _spread_out(users.taking_part.nonzero().flatten().tolist(), compared)
+    groups = own_groups(users, chosen)
+    times = [_SPREAD ** (place % _COMPARED) for place in range(len(chosen))]
+    weights = torch.zeros_like(users.weights)
+    for user, factor in zip(chosen, times, strict=True):
         start, stop = users.rows_of(user)
-        weights[start:stop] *= times[user]
+        weights[start:stop] = factor * users.weights[start:stop]
     oracle = _Oracle(
         model, parameters, groups, times, record_loss=record_loss, compute_dtype=compute_dtype
     )
@@ -186,8 +187,8 @@ def compare_with_plain(
     for number, share in enumerate(shares, 1):
         # In half precision a user may be scaled by a power of two instead (`sums`), and is then up
         # to half as large. At another clip norm it is another user, or none.
-        chosen = _with_norm(rule or FlatClip(clip_norm=1.0), share * oracle.middle_norm)
-        result = oracle.judge(fast(few, chosen), chosen)
+        clip = _with_norm(rule or FlatClip(clip_norm=1.0), share * oracle.middle_norm)
+        result = oracle.judge(fast(few, clip), clip)
         try:
             result.raise_if_different()
             return result
@@ -195,6 +196,19 @@ def compare_with_plain(
             if number == len(shares):
                 raise
     raise AssertionError("at least one clip norm is tried")
+
+
+def _spread_out(users: list[int], most: int) -> list[int]:
+    """At most so many of the users: the first two, and others up to the last.
+
+    >>> _spread_out(list(range(10)), 4), _spread_out([0, 1, 2], 4)
+    ([0, 1, 5, 9], [0, 1, 2])
+    """
+    if len(users) <= most:
+        return users
+    last = len(users) - 1
+    places = [0, 1, *(round(1 + (last - 1) * i / (most - 2)) for i in range(1, most - 1))]
+    return [users[place] for place in places]
 
 
 def _with_norm(rule: ClipRule, clip_norm: float) -> ClipRule:

@@ -106,10 +106,10 @@ class BufferGuard:
         """The names of tensors that were replaced or written to since."""
         return [
             name
-            for name, (tensor, version) in self._saved().items()
+            for name, (tensor, version, values) in self._saved().items()
             if name not in self._before
             or self._before[name][0] is not tensor
-            or self._before[name][1] != version
+            or self._before[name][1:] != (version, values)
         ]
 
     def check(self) -> None:
@@ -120,9 +120,20 @@ class BufferGuard:
                 "saved model without noise. Freeze or remove it."
             )
 
-    def _saved(self) -> dict[str, tuple[Tensor, int]]:
+    def _saved(self) -> dict[str, tuple[Tensor, int, tuple[float, ...]]]:
         return {
-            name: (tensor, tensor._version)
+            name: (tensor, tensor._version, _summary(tensor))
             for name, tensor in self._model.state_dict(keep_vars=True).items()
             if isinstance(tensor, Tensor)
         }
+
+
+def _summary(tensor: Tensor) -> tuple[float, ...]:
+    """Numbers that a write changes, also one through `.data`, which torch does not count."""
+    values = tensor.detach()
+    if values.is_complex() or not values.numel():
+        return ()
+    wide = values.to(torch.float64) if values.numel() < 2**20 else values
+    total = float(wide.sum(dtype=torch.float64))
+    # As text: what is not a number is equal to itself.
+    return (hash(repr(total)), hash(repr(float(wide.abs().amax()))))

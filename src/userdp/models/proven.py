@@ -29,7 +29,15 @@ def is_proven(model: nn.Module) -> bool:
     if inner is None or inner.config.model_type not in PROVEN or not inner.can_generate():
         return False
     rotation: Any = getattr(inner.config, "rope_parameters", None) or {}
-    return rotation.get("rope_type", "default") in FIXED_ROTATIONS
+    fixed = rotation.get("rope_type", "default") in FIXED_ROTATIONS
+    return fixed and all(map(_is_as_it_comes, model.modules()))
+
+
+def _is_as_it_comes(module: nn.Module) -> bool:
+    """Whether the module is a library's own, without hooks or another `forward`."""
+    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    library = type(module).__module__.split(".")[0]
+    return not changed and library in {"torch", "transformers", "peft"}
 
 
 def model_check(model: nn.Module, *, checked: bool = True) -> str:
