@@ -40,7 +40,7 @@ ABOVE = {
     "report": GROUND
     | {"config", "earlier", "ledger", "paid", "plan", "run_files", "statement", "accounting"},
     "digests": GROUND,
-    "lineage": GROUND | {"earlier", "ledger"},
+    "lineage": GROUND | {"earlier", "ledger", "run_files"},
     "neighbours": GROUND | {"clipping", "models", "updates"},
     "probe": GROUND | {"clipping", "models", "neighbours", "updates"},
     "step": GROUND

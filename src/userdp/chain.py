@@ -7,13 +7,14 @@ tag can show is whether the owner told the truth.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import hmac
 import json
 import os
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from userdp.errors import LedgerError
 
@@ -108,6 +109,20 @@ def write_private(place: Path, content: bytes) -> None:
         raise LedgerError(f"{place} is there already: choose another output directory.") from None
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
+
+
+def lock(file: IO[str], path: Path) -> None:
+    """Let nobody else add rows to the open `file` (at `path`) until it is closed."""
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise LedgerError(
+            f"{path} is open already, here or in another process: two runs that add rows to one "
+            "ledger would not count each other's steps. Close the other one first."
+        ) from None
+    except OSError:
+        # A file system without locks. Rows of two writers then break the chain, which is found.
+        return
 
 
 def new_key() -> bytes:

@@ -12,7 +12,7 @@ earlier runs keep their own records, which is remembered in memory only.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -81,7 +81,11 @@ def history_of(model: Module) -> History:
 
 
 def merged(*histories: History) -> History:
-    """Several histories as one, each run once."""
+    """Several histories as one, each run once.
+
+    Who was declared to be other people than whom is numbered within one history: where none holds
+    all the runs, the numbers of two say nothing about each other, and all count as the same people.
+    """
     entries: dict[str, Entry] = {}
     homes: dict[Path, None] = {}
     for history in histories:
@@ -91,7 +95,20 @@ def merged(*histories: History) -> History:
             known = entries.get(entry["run"])
             if known is None or known["steps"] <= entry["steps"]:
                 entries[entry["run"]] = entry
-    return History(entries=tuple(entries.values()), homes=tuple(homes))
+    people = _people([history.all_entries() for history in histories], set(entries))
+    return History(
+        entries=tuple(e | {"people": people[e["run"]]} for e in entries.values()),
+        homes=tuple(homes),
+    )
+
+
+def _people(histories: Sequence[tuple[Entry, ...]], runs: set[str]) -> dict[str, Any]:
+    """The number of each run's people, by run."""
+    whole = [{e["run"]: e.get("people") for e in entries} for entries in histories]
+    whole = [numbers for numbers in whole if set(numbers) == runs]
+    if whole and all(numbers == whole[0] for numbers in whole):
+        return whole[0]
+    return dict.fromkeys(runs, 0)
 
 
 def carry(model: Module, history: History) -> None:

@@ -53,7 +53,8 @@ class Ledger:
         self._key = key
         self._file = file
         self._writable = writable
-        # Read back, not made here: then only a closing row says that nothing is missing.
+        # Read back, not made here: then only a closing row says that nothing is missing, also while
+        # rows are added.
         self._from_disk = bool(rows)
         self._plan = _recorded_plan(rows[0]) if rows else None
         self._steps = sum(row["kind"] == "step" for row in rows)
@@ -89,6 +90,7 @@ class Ledger:
                     f"{path} already holds a run: choose another output directory."
                 ) from None
             try:
+                chain.lock(file, path)
                 chain.write_key(path, key)
             except LedgerError:
                 file.close()
@@ -130,19 +132,28 @@ class Ledger:
     def open(path: Path) -> Ledger:
         """The unfinished ledger at `path`, to go on with: rows are appended on disk.
 
-        Needs the run's key; refuses a ledger that has its closing row.
+        Needs the run's key; refuses a ledger that has its closing row, and one that is open
+        elsewhere. Nothing is promised before `finish`: rows may have been cut off before.
         """
-        found = Ledger.read(path)
-        if found._key is None:
-            raise LedgerError(
-                f"{chain.key_path(path)} is not there: without the run's key no row can be added."
-            )
-        if found.is_finished:
-            raise LedgerError(f"{path} is closed: a finished run takes no further step.")
-        found._file = path.open("a", encoding="utf-8")
+        # Says what is wrong with the file before one is made by opening it.
+        Ledger.read(path)
+        file = path.open("a", encoding="utf-8")
+        try:
+            chain.lock(file, path)
+            # Only now can nobody else add a row: what was read before may be old.
+            found = Ledger.read(path)
+            if found._key is None:
+                raise LedgerError(
+                    f"{chain.key_path(path)} is not there: without the run's key no row can be "
+                    "added."
+                )
+            if found.is_finished:
+                raise LedgerError(f"{path} is closed: a finished run takes no further step.")
+        except LedgerError:
+            file.close()
+            raise
+        found._file = file
         found._writable = True
-        # Whoever appends sees every row: the record is as complete as one that was begun here.
-        found._from_disk = False
         return found
 
     def _check_events(self, path: Path) -> None:

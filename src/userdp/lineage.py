@@ -10,15 +10,18 @@ from userdp.earlier import Earlier, inherited
 from userdp.errors import InputError
 from userdp.history import ATTRIBUTE, History, Module, carry, history_of
 from userdp.ledger import Ledger
+from userdp.run_files import check_homes
 
 
 def earlier_runs(model: Module, *, other_people: bool = False, data: str = "") -> list[Earlier]:
     """The runs behind the model's weights, as a new run on `data` sees them.
 
     `other_people` declares that no person of the new run is in one of them. The same data shows the
-    contrary, and is refused.
+    contrary, and is refused. So is a model that its own run's ledger contradicts.
     """
-    before = [Earlier.from_json(entry) for entry in history_of(model).entries]
+    history = history_of(model)
+    before = [Earlier.from_json(entry) for entry in history.entries]
+    check_homes(history.homes)
     if other_people and any(data and item.data == data for item in before):
         raise InputError(
             "other_people is declared, and an earlier run behind these weights was on this very "
@@ -37,16 +40,22 @@ def begin_run(model: Module, ledger: Ledger) -> None:
     known = {item.run: item.steps for item in ledger.earlier}
     if ledger.steps:
         known[ledger.run_digest] = ledger.steps
-    ledger.inherit([item for item in earlier_runs(model) if known.get(item.run, -1) < item.steps])
+    if any(known.get(entry["run"], -1) < entry["steps"] for entry in history.entries):
+        # Only then is anything new, and the model's files need to be looked at (again).
+        before = earlier_runs(model)
+        ledger.inherit([item for item in before if known.get(item.run, -1) < item.steps])
     entries = tuple(item.to_json() for item in ledger.earlier)
     carry(model, History(entries=entries, record=ledger, homes=history.homes))
 
 
 def check_current(model: Module, ledger: Ledger) -> None:
     """Refuse a step of a run when another was begun on the same model since."""
-    carried = vars(model).get(ATTRIBUTE)
-    if not isinstance(carried, History) or carried.record is not ledger:
+    own = vars(model).get(ATTRIBUTE)
+    # A run on a part of the model is one on the model: every part is looked at.
+    carried = (vars(module).get(ATTRIBUTE) for module in model.modules())
+    others = any(isinstance(item, History) and item.record is not ledger for item in carried)
+    if not isinstance(own, History) or others:
         raise InputError(
-            "another private run was begun on this model, and would not count the steps of this "
-            "one. Finish one run before the next, or train a copy of the model."
+            "another private run was begun on this model or a part of it, and would not count the "
+            "steps of this one. Finish one run before the next, or train a copy of the model."
         )

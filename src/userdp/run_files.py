@@ -10,6 +10,7 @@ torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,23 @@ def read_run(run: Path, *, unfinished: bool = False) -> RecordedRun:
     return RecordedRun(ledger=ledger, problems=tuple(problems))
 
 
+def check_homes(homes: Sequence[Path]) -> None:
+    """Refuse a model whose past is not what the ledger of its own run says.
+
+    The model's directory says what was spent on it; where the run's ledger lies beside it, the
+    closing row must name just these files. A model that was taken out of its run has none.
+    """
+    for home in homes:
+        if not (home / "ledger.jsonl").is_file():
+            continue
+        problems = _problems(home, Ledger.read(home / "ledger.jsonl"))
+        if problems:
+            raise LedgerError(
+                f"{home}: {problems[0]} What was spent on this model cannot be trusted, so it is "
+                "not trained on. Restore the run's files, or start from another model."
+            )
+
+
 def _problems(run: Path, ledger: Ledger) -> list[str]:
     end = ledger.end
     if end is None:
@@ -105,20 +123,52 @@ def shared_users(run: Path, held_out: UserStore) -> int | None:
     None if that cannot be known: a list is missing, or ids were hidden under different keys.
     """
     ledger = Ledger.read(run / "ledger.jsonl")
-    theirs = set(held_out.pseudonyms.to_pylist())
+    digests = (ledger.run_digest, *(item.run for item in ledger.earlier))
+    found = overlap(held_out, dict.fromkeys(digests, 1), (run,))
+    return found.shared if found.is_known else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """How many users were found to be shared, and whether every list was there to look at."""
+
+    shared: int
+    is_known: bool
+
+
+def overlap(store: UserStore, people: Mapping[str, int], homes: Sequence[Path]) -> Overlap:
+    """The users who are in more than one group of people; those of `store` are group 0.
+
+    `people` gives the group of each run, by the run's digest; `homes` are where the runs' lists of
+    users may lie.
+    """
+    groups: dict[int, set[bytes]] = {0: set(store.pseudonyms.to_pylist())}
+    is_known = True
+    for digest, group in people.items():
+        users = _users_of(digest, homes, store.manifest["key_name"])
+        is_known = is_known and users is not None
+        groups.setdefault(group, set()).update(users or ())
+    seen: set[bytes] = set()
     shared: set[bytes] = set()
-    for digest in (ledger.run_digest, *(item.run for item in ledger.earlier)):
-        path = _users_file(run, digest)
+    for users in groups.values():
+        shared |= seen & users
+        seen |= users
+    return Overlap(shared=len(shared), is_known=is_known)
+
+
+def _users_of(digest: str, homes: Sequence[Path], key_name: str) -> set[bytes] | None:
+    """The pseudonyms of a run's users; None if no list of them under this key is there."""
+    for home in homes:
+        path = _users_file(home, digest)
         if not path.is_file():
-            return None
-        key_name, _, users = path.read_bytes().partition(b"\n")
-        if key_name.decode() != held_out.manifest["key_name"]:
-            return None
-        shared |= theirs & {
-            users[start : start + PSEUDONYM_BYTES]
-            for start in range(0, len(users), PSEUDONYM_BYTES)
-        }
-    return len(shared)
+            continue
+        written, _, users = path.read_bytes().partition(b"\n")
+        if written == key_name.encode():
+            return {
+                users[start : start + PSEUDONYM_BYTES]
+                for start in range(0, len(users), PSEUDONYM_BYTES)
+            }
+    return None
 
 
 def _users_file(run: Path, digest: str) -> Path:

@@ -10,6 +10,7 @@ post-processing and costs nothing. Every paper's step is this one with other par
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal
@@ -107,6 +108,10 @@ class PrivateStep:
         # What was spent on these weights before is composed, or refused, before the first step.
         begin_run(model, self.ledger)
         self._secret = secret.bound_to(self.ledger.run_digest)
+        if not secret.fixed_seed:
+            # A ledger can be copied and gone on with twice under one secret: the run's name alone
+            # would give both the same noise, and the difference of the two models would have none.
+            self._secret = self._secret.bound_to(secrets.token_hex(32))
         for unnamed in _unnamed(self.ledger, model, optimizer, index):
             self._secret = self._secret.bound_to(unnamed)
         self._clipping: FastClipping | PlainClipping

@@ -25,6 +25,7 @@ from userdp.digests import (
     trained_digest,
     weights_digest,
 )
+from userdp.earlier import Earlier
 from userdp.errors import InputError
 from userdp.history import ATTRIBUTE, carry, history_of, write_history
 from userdp.ledger import Ledger
@@ -36,7 +37,7 @@ from userdp.noise.secret import RunSecret
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.probe import check_positions
-from userdp.run_files import model_files, write_training_users
+from userdp.run_files import model_files, overlap, write_training_users
 from userdp.sampling import Cohort
 from userdp.statement import Statement
 from userdp.step import PrivateStep
@@ -95,12 +96,14 @@ def train(
 
     A model that was trained privately before carries what was spent on it, and that is composed
     with this run. `other_people` declares that nobody in this store was in those runs: then each
-    person is in one of them, and the statement gives the largest epsilon.
+    person is in one of them, and the statement gives the largest epsilon. The users of the runs are
+    compared where their lists are there; where not, the statement says so.
     """
     # The ledger will name this data: make sure that it still is this data.
     store.verify()
     before = earlier_runs(model, other_people=other_people, data=store.fingerprint)
     plan.check_paid(paid, earlier=before)
+    cautions = (*store.cautions, *_check_declared(model, store, before))
     check_positions(model, sequence_length)
     rows = _rows(store, tokenizer, plan, selection, sequence_length)
     secret = secret or RunSecret.from_system()
@@ -129,7 +132,7 @@ def train(
         }
         | (bound_to or {}),
         fixed_seed=secret.fixed_seed,
-        data_cautions=store.cautions,
+        data_cautions=cautions,
         # Under a fixed seed the whole record repeats; otherwise no two runs share a key.
         key=secret.ledger_key() if secret.fixed_seed else None,
         model_check=model_check(model, checked=clipping == "plain" or settings.check),
@@ -171,6 +174,28 @@ def train(
             files = model_files(path / "model")
         ledger.finish({"final_weights": trained_digest(model)}, model_files=files)
     return Run(model=model, ledger=ledger, path=path)
+
+
+UNCHECKED_PEOPLE = (
+    "that the people of the earlier runs are others was declared and could not be checked: a list "
+    "of their users is not there, or hides ids under another key; whoever is in several runs has "
+    "spent more than is stated"
+)
+
+
+def _check_declared(model: nn.Module, store: UserStore, before: Sequence[Earlier]) -> list[str]:
+    """Refuse a declaration of other people that is wrong; what to say where that is not known."""
+    people = {item.run: item.people for item in before}
+    if not any(people.values()):
+        return []
+    found = overlap(store, people, history_of(model).homes)
+    if found.shared:
+        raise InputError(
+            f"other_people is declared, and {found.shared:,} users are in several of the runs, by "
+            "the runs' own lists: what they have spent adds up. Leave the declaration out, and the "
+            "runs are composed; or train on a store without these users."
+        )
+    return [] if found.is_known else [UNCHECKED_PEOPLE]
 
 
 def _selection_name(store: UserStore, selection: Selection | None) -> str:

@@ -173,8 +173,12 @@ def a_model(seed: int = 0) -> torch.nn.Module:
     return torch.nn.Linear(3, 1)
 
 
-def test_an_own_loop_that_goes_on_with_a_change_draws_other_noise(tmp_path: Path) -> None:
+def test_an_own_loop_that_goes_on_with_a_change_draws_other_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same secret and the same ledger: what is left to tell two continuations apart."""
+    # Were the system's randomness to repeat, a change would still give other noise.
+    monkeypatch.setattr("userdp.step.secrets.token_hex", lambda count: "0" * 2 * count)
     secret = RunSecret(key=b"k" * 32, fixed_seed=False)
     plan = Plan.sample_users(**PUBLIC)
     (tmp_path / "0").mkdir()
@@ -194,6 +198,27 @@ def test_an_own_loop_that_goes_on_with_a_change_draws_other_noise(tmp_path: Path
         ledger.close()
     assert len(set(keys)) == len(changes)
     assert keys[0] == keys[-1]
+
+
+def test_copies_of_an_unfinished_run_share_no_noise_under_one_secret(tmp_path: Path) -> None:
+    """The first row names data and weights, so nothing else tells the two runs apart."""
+    plan = Plan.sample_users(**PUBLIC)
+    named = {"initial_weights": weights_digest(a_model()), "data": "x"}
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / "ledger.jsonl"
+    Ledger.create(plan, path=path, bound_to=named, fixed_seed=False).close()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    secret = RunSecret(key=b"k" * 32, fixed_seed=False)
+    steps = [
+        own_step(a_model(seed), ledger=Ledger.open(tmp_path / name / "ledger.jsonl"), secret=secret)
+        for seed, name in enumerate("ab")
+    ]
+    # One ledger in memory, two steps on it.
+    ledger = Ledger.create(plan, bound_to=named, fixed_seed=False)
+    steps += [own_step(a_model(), ledger=ledger, secret=secret) for _ in range(2)]
+    assert len({step._secret.key for step in steps}) == 4
+    for step in steps:
+        step.ledger.close()
 
 
 def test_an_own_loop_binds_weights_and_optimizer_without_a_ledger_too() -> None:

@@ -26,10 +26,12 @@ from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
 from userdp.data.tokens import tokenise
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
-from userdp.history import ANCESTRY_FILE, history_of
+from userdp.history import ANCESTRY_FILE, history_of, merged
+from userdp.lineage import earlier_runs
 from userdp.noise.gaussian import Gaussian
 from userdp.noise.secret import RunSecret
 from userdp.sampling import PoissonUsers
+from userdp.training import UNCHECKED_PEOPLE
 
 FIXED_GRAPH = [Adjacency.FIXED_GRAPH_ZERO_OUT, Adjacency.FIXED_GRAPH_REPLACE]
 PUBLIC: dict[str, Any] = {
@@ -168,7 +170,9 @@ def test_a_saved_model_says_what_was_spent_and_training_on_composes_it(root: Pat
     assert [run["steps"] for run in saved["runs"]] == [3, 3, 3]
 
 
-def own_loop(model: torch.nn.Module, plan: Plan | None = None) -> PrivateStep:
+def own_loop(
+    model: torch.nn.Module, plan: Plan | None = None, *, ledger: Ledger | None = None
+) -> PrivateStep:
     return PrivateStep(
         model,
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
@@ -176,6 +180,7 @@ def own_loop(model: torch.nn.Module, plan: Plan | None = None) -> PrivateStep:
         UserIndex.from_owners(range(20)),
         clipping="plain",
         record_loss=lambda model, batch: model(batch["x"])[:, 0] ** 2,
+        ledger=ledger,
     )
 
 
@@ -214,6 +219,46 @@ def test_an_earlier_step_cannot_go_on_behind_the_back_of_a_later_one() -> None:
     assert second.statement().epsilon == pytest.approx(the_plan().epsilon(2), rel=1e-4)
 
 
+def test_a_step_on_the_whole_cannot_go_on_behind_the_back_of_one_on_a_part() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    whole = own_loop(model)
+    part = own_loop(model[1])
+    take(part, 1)
+    with pytest.raises(InputError, match="a part of it"):
+        take(whole, 1)
+
+
+def declared(model: torch.nn.Module, steps: int, *, other_people: bool) -> PrivateStep:
+    """A run in memory, with or without the declaration that its people are others."""
+    plan = the_plan(steps=steps)
+    ledger = Ledger.create(plan, bound_to={}, fixed_seed=False)
+    ledger.inherit(earlier_runs(model, other_people=other_people))
+    step = own_loop(model, plan, ledger=ledger)
+    take(step, steps)
+    return step
+
+
+def test_people_of_two_joined_histories_count_as_the_same() -> None:
+    """The first of one may be the second of the other: their numbers cannot be compared."""
+    parts = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)]
+    for part, steps in zip(parts, ((4, 1), (1, 4)), strict=True):
+        declared(part, steps[0], other_people=False)
+        declared(part, steps[1], other_people=True)
+    assert [item.people for item in earlier_runs(parts[0], other_people=True)] == [2, 1]
+    last = declared(torch.nn.Sequential(*parts), 1, other_people=True)
+    # Somebody may be in both runs of four steps.
+    assert last.statement().epsilon >= the_plan().epsilon(8)
+
+
+def test_a_history_that_holds_all_of_another_keeps_who_was_declared_to_be_others() -> None:
+    base = torch.nn.Linear(3, 1)
+    declared(base, 1, other_people=False)
+    old = history_of(copy.deepcopy(base))
+    declared(base, 1, other_people=True)
+    joined = merged(old, history_of(base))
+    assert [entry["people"] for entry in joined.entries] == [1, 0]
+
+
 def test_adapters_on_a_model_with_a_past_compose_it(root: Path) -> None:
     model, _ = load_model(root / "run" / "model", lora=Lora(rank=2))
     assert [item.steps for item in own_loop(model).ledger.earlier] == [3]
@@ -234,6 +279,74 @@ def test_other_people_are_not_added_up_and_the_largest_epsilon_is_stated(root: P
     # Whoever goes on without a declaration may be in both.
     last = trained(declared.model, tokenizer, others, plan=gentle).statement
     assert last.epsilon > declared.statement.epsilon
+
+
+def test_other_people_are_compared_with_the_users_of_the_earlier_runs(
+    root: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = load_model(root / "run" / "model")
+    # The same users with other texts: the data has another name, the people have not.
+    same = make_store(tmp_path / "same", [2] * 20, seed=5)
+    with pytest.raises(InputError, match="20 users are in several of the runs"):
+        trained(model, tokenizer, same, other_people=True)
+    others = UserStore.open(root / "others")
+    checked = trained(copy.deepcopy(model), tokenizer, others, other_people=True).statement
+    assert UNCHECKED_PEOPLE not in checked.cautions
+    # Ids under another key, or a model without its run's list: said, not passed over.
+    other_key = UserStore.open(root / "other key")
+    shutil.copytree(root / "run" / "model", tmp_path / "alone")
+    alone, _ = load_model(tmp_path / "alone")
+    for start, store in ((model, other_key), (alone, others)):
+        statement = trained(start, tokenizer, store, other_people=True).statement
+        assert UNCHECKED_PEOPLE in statement.cautions
+
+
+def config_on(root: Path, path: Path, **changes: str) -> Path:
+    """A configuration that trains on from the run's model."""
+    values = {"store": "others", "data": "", "privacy": "", "model": f"{root}/run/model"} | changes
+    path.write_text(
+        f'[data]\nstore = "{root}/{values["store"]}"\nsequence_length = 16\n{values["data"]}\n'
+        f'[model]\npath = "{values["model"]}"\n[privacy]\nnum_users = 20\n'
+        "expected_cohort_size = 10\ngroup_size = 2\nclip_norm = 1.0\nnoise_multiplier = 2.0\n"
+        f'delta = 1e-3\n{values["privacy"]}\n[training]\nsteps = 2\nclipping = "plain"\n'
+    )
+    return path
+
+
+def test_the_command_does_not_say_that_costs_are_composed_when_they_are_not(
+    root: Path, tmp_path: Path
+) -> None:
+    config = config_on(root, tmp_path / "a.toml", privacy="other_people = true")
+    result = command("train", config, "--out", tmp_path / "run")
+    assert result.code == 0
+    assert "composed with this one" not in result.err
+    assert "the largest epsilon is stated" in result.err
+
+
+def test_no_loss_on_the_users_of_an_earlier_run_is_printed(root: Path, tmp_path: Path) -> None:
+    config = config_on(root, tmp_path / "a.toml", data=f'evaluation = "{root}/store"')
+    result = command("train", config, "--out", tmp_path / "run")
+    assert result.code == 2
+    assert "20 of its users are training users too" in result.err
+    # Refused before anything is spent.
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_past_that_the_runs_own_ledger_contradicts_is_refused(root: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(root / "run", tmp_path / "earlier"))
+    path = run / "model" / ANCESTRY_FILE
+    data = json.loads(path.read_text())
+    data["runs"][0]["steps"] = 1
+    path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+    config = config_on(root, tmp_path / "a.toml", model=str(run / "model"))
+    result = command("train", config, "--out", tmp_path / "run")
+    assert result.code == 2
+    assert f"model/{ANCESTRY_FILE} is not what the ledger's closing row names" in result.err
+    assert not (tmp_path / "run").exists()
+    # A loop of the caller's own is refused as well.
+    model, _ = load_model(run / "model")
+    with pytest.raises(LedgerError, match="cannot be trusted"):
+        own_loop(model)
 
 
 def test_what_cannot_be_priced_together_is_refused_before_the_first_step() -> None:

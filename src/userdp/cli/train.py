@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 
 from userdp.cli import common
-from userdp.config import load_config
+from userdp.config import Config, load_config
+from userdp.data.store import UserStore
+from userdp.history import read_history
+from userdp.run_files import Overlap, overlap, shared_users
 
 
 def train(
@@ -23,9 +26,14 @@ def train(
     earlier = settings.load_earlier()
     plan.check_paid(paid, earlier=earlier)
     if earlier:
+        counted = (
+            "other_people declares that nobody here was in them, and the largest epsilon is stated"
+            if settings.privacy.other_people
+            else "their cost is composed with this one's"
+        )
         common.say(
             f"note: the model carries {sum(item.steps for item in earlier):,} steps of "
-            f"{len(earlier)} earlier private runs; their cost is composed with this one's"
+            f"{len(earlier)} earlier private runs; {counted}"
         )
     for caution in plan.cautions():
         common.say(f"caution: {caution}")
@@ -33,7 +41,6 @@ def train(
     # torch only from here on: a wrong configuration is refused at once.
     common.quiet_transformers()
     from userdp import evaluation, runs
-    from userdp.data.store import UserStore
     from userdp.data.tokens import tokenise
 
     held_out, unchecked = None, False
@@ -41,7 +48,9 @@ def train(
         held_out = UserStore.open(settings.data.evaluation)
         shared = UserStore.open(settings.data.store).shares_users_with(held_out)
         common.refuse_overlap(shared, held_out)
-        unchecked = shared is None
+        before = _in_earlier_runs(settings, held_out)
+        common.refuse_overlap(before.shared, held_out)
+        unchecked = shared is None or not before.is_known
         if unchecked:
             common.say(f"note: {common.UNCHECKED_OVERLAP}")
     if settings.training.on_cuda and settings.training.clipping == "fast":
@@ -50,6 +59,10 @@ def train(
         run = runs.train_from_config(config, settings, plan, out, on_step=on_step)
     loss = None
     if held_out is not None:
+        # Again, by the finished run's own lists: they name every run behind the model.
+        shared = shared_users(out, held_out)
+        common.refuse_overlap(shared, held_out)
+        unchecked = shared is None
         model, tokenizer, _ = runs.load_run(out)
         rows = tokenise(held_out, tokenizer, sequence_length=settings.data.sequence_length)
         loss = evaluation.evaluate(model, rows, pad_token=tokenizer.pad_token_id).loss
@@ -68,3 +81,11 @@ def train(
         + (f"held-out loss {loss:.4f}\n" if loss is not None else "")
         + f"run: {out}",
     )
+
+
+def _in_earlier_runs(settings: Config, held_out: UserStore) -> Overlap:
+    """How many of these users were trained on in the runs behind the model."""
+    past = read_history(Path(settings.model.path))
+    if past is None:
+        return Overlap(shared=0, is_known=True)
+    return overlap(held_out, {entry["run"]: 1 for entry in past.entries}, past.homes)
