@@ -77,11 +77,11 @@ def test_small_deltas_are_never_undercut(number: int):
     rate, steps = float(10 ** rng.uniform(-4.5, -2)), int(10 ** rng.uniform(2, 4))
     noise, delta = float(rng.uniform(0.7, 1.5)), float(2e-13 * 25 ** rng.uniform())
     found = accountant.epsilon(sampled(rate, noise, steps), delta=delta, adjacency=ADD_REMOVE)
-    length, span = 1 << 19, 40 * found + 4
+    length, span = 1 << 20, 3 * found + 2
     value = composed_delta(
         found, *user_joins(rate), noise, steps, spacing=span / length, length=length
     )
-    # The oracle's own rounding is a few thousandths of these deltas.
+    # The grid of the oracle adds up to 1% of delta: it tends to 1.00 as the spacing shrinks.
     assert value <= 1.03 * delta
 
 
