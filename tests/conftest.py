@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 
@@ -14,14 +12,6 @@ import models_zoo
 from stores import KEY, sentences
 from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
-
-# Every epsilon is computed here and now: a remembered one would test yesterday's code. Set for this
-# process, and so for those that tests start.
-os.environ["USERDP_CACHE"] = "off"
-
-# How long an example takes says nothing on a shared machine.
-hypothesis.settings.register_profile("shared", deadline=None)
-hypothesis.settings.load_profile("shared")
 
 
 @pytest.fixture(autouse=True, scope="session")

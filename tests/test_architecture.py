@@ -14,7 +14,7 @@ from cli_runner import python
 ROOT = Path(userdp.__file__).parent
 
 # From the ground up; what each may import is listed, so that a new arrow is a decision.
-GROUND = {"errors", "units", "index"}
+GROUND = {"errors", "units", "index", "history"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 # A part imports no other part, save these: an update is what is clipped, tokens what is evaluated.
 PART_ARROWS = {
@@ -26,16 +26,29 @@ ABOVE = {
     "accounting": GROUND,
     "statement": GROUND,
     "paid": GROUND | {"accounting"},
-    "plan": GROUND | {"accounting", "paid", "statement", "sampling", "clipping", "noise"},
+    "earlier": GROUND | {"accounting", "paid"},
+    "wording": GROUND | {"clipping", "earlier", "sampling"},
+    "prices": GROUND | {"accounting", "earlier", "noise", "paid", "sampling", "statement"},
+    "plan": GROUND
+    | {"accounting", "clipping", "earlier", "noise", "paid", "prices", "sampling", "statement"}
+    | {"wording"},
     "planner": GROUND | {"accounting", "statement", "sampling", "clipping", "noise", "plan"},
-    "ledger": GROUND | {"accounting", "paid", "statement", "plan"},
-    "config": GROUND | {"bounding", "clipping", "paid", "plan"},
-    "report": GROUND | {"config", "ledger", "paid", "plan", "statement", "accounting"},
+    "chain": GROUND,
+    "ledger": GROUND | {"accounting", "chain", "earlier", "paid", "statement", "plan"},
+    "run_files": GROUND | {"chain", "data", "ledger", "statement"},
+    "config": GROUND | {"bounding", "clipping", "earlier", "paid", "plan"},
+    "report": GROUND
+    | {"config", "earlier", "ledger", "paid", "plan", "run_files", "statement", "accounting"},
+    "digests": GROUND,
+    "lineage": GROUND | {"earlier", "ledger"},
+    "neighbours": GROUND | {"clipping", "models", "updates"},
+    "probe": GROUND | {"clipping", "models", "neighbours", "updates"},
     "step": GROUND
-    | {"clipping", "ledger", "models", "noise", "plan", "sampling", "statement", "updates"},
+    | {"clipping", "digests", "ledger", "lineage", "models", "noise", "plan", "probe", "sampling"}
+    | {"statement", "updates"},
     "training": GROUND
-    | {"bounding", "clipping", "data", "ledger", "models", "noise", "paid", "plan", "sampling"}
-    | {"statement", "step", "updates"},
+    | {"bounding", "clipping", "data", "digests", "earlier", "ledger", "models", "noise", "paid"}
+    | {"lineage", "plan", "probe", "run_files", "sampling", "statement", "step", "updates"},
     "gradient_norms": GROUND | {"data", "models", "updates"},
     "runs": GROUND | {"clipping", "config", "data", "models", "noise", "plan", "training"},
 }
@@ -45,6 +58,7 @@ TORCH_FREE = [
     "errors",
     "units",
     "index",
+    "history",
     "sampling",
     "accounting",
     "bounding",
@@ -53,9 +67,14 @@ TORCH_FREE = [
     "noise.secret",
     "statement",
     "paid",
+    "earlier",
+    "wording",
+    "prices",
     "plan",
     "planner",
+    "chain",
     "ledger",
+    "run_files",
     "config",
     "data",
     "report",
@@ -179,6 +198,23 @@ def test_every_public_name_loads_and_is_documented() -> None:
 def test_every_module_says_what_it_decides() -> None:
     for name, path in modules().items():
         assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip(), name
+
+
+def test_the_oracle_imports_nothing_of_what_it_judges() -> None:
+    reached, todo = set[str](), ["clipping.plain"]
+    while todo:
+        name = todo.pop()
+        if name not in reached and name in modules():
+            reached.add(name)
+            todo += [found.removeprefix("userdp.") for found in imports(modules()[name])]
+    assert {name for name in reached if name.startswith("clipping.")} == {
+        "clipping.plain",
+        "clipping.factors",
+        "clipping.flat",
+        "clipping.layer_groups",
+        "clipping.module_state",
+        "clipping.rules",
+    }
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -15,12 +15,11 @@ from userdp.clipping import kernels, one_pass
 from userdp.clipping.compiled import Execution
 from userdp.clipping.factors import clip_factors
 from userdp.clipping.fast import FastClipping, FastSettings
-from userdp.clipping.flat import FlatBuffer
+from userdp.clipping.flat import ClippedSum, FlatBuffer
 from userdp.clipping.mixed import Sizes, pack_runs
 from userdp.clipping.pack import pack
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import FlatClip
-from userdp.clipping.sums import ClippedSum
 from userdp.index import UserIndex
 from userdp.noise.draw import add_gaussian_
 from userdp.noise.secret import RunSecret

@@ -85,6 +85,33 @@ def test_losses_of_a_users_records_do_not_depend_on_other_users_to_the_last_bit(
     assert together[own].tolist() == by_itself.tolist()
 
 
+class Watched(torch.nn.Module):
+    """Predicts nothing; notes the tokens of every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen: list[set[int]] = []
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.seen.append(set(input_ids.flatten().tolist()) - {0})
+        return self.weight * torch.ones(*input_ids.shape, 10)
+
+
+def test_records_of_two_users_are_never_in_one_batch() -> None:
+    # A user's tokens are all that user's number.
+    lengths, owners = np.array([4, 4, 4, 2, 2, 4]), np.array([1, 2, 1, 3, 2, 3])
+    data = TokenRows(
+        tokens=np.repeat(owners, lengths).astype(np.int32),
+        indptr=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        owners=owners,
+        num_users=4,
+    )
+    model = Watched()
+    mean_losses(model, data, np.arange(6), num_records=6, pad_token=0)
+    assert sorted(map(sorted, model.seen)) == [[1], [2], [3]]
+
+
 def test_evaluation_leaves_the_model_as_it_was() -> None:
     model = models_zoo.build("gpt2 tied").train()
     before = [p.detach().clone() for p in model.parameters()]

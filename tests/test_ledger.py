@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from userdp import chain
 from userdp.errors import LedgerError
 from userdp.ledger import Ledger
 from userdp.plan import Plan
@@ -33,7 +34,7 @@ def written(tmp_path: Path) -> Path:
     ledger = Ledger.create(plan(), path=path, bound_to={"data": "abc"}, fixed_seed=False)
     for _ in range(5):
         ledger.charge_step()
-    ledger.close()
+    ledger.finish({"final_weights": "def"})
     return path
 
 
@@ -93,17 +94,19 @@ def test_ledger_that_is_no_text_is_refused(written: Path) -> None:
 
 
 def _rechained(path: Path, change: Callable[[list[dict[str, object]]], None]) -> None:
-    """What a careful forger would write: content changed, every hash computed anew."""
-    from userdp.ledger import _chained
-
+    """What a careful owner of the key could write: content changed, tags and hashes made anew."""
+    key = chain.read_key(path)
+    assert key is not None
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
-        del row["hash"]
+        del row["hash"], row["tag"]
     change(rows)
-    before = ""
+    before, lines = "", []
     for row in rows:
-        before = row["hash"] = _chained(before, row)
-    path.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+        sealed = chain.sealed(before, row, key)
+        before = sealed["hash"]
+        lines.append(json.dumps(sealed, sort_keys=True) + "\n")
+    path.write_text("".join(lines))
 
 
 def test_event_that_is_not_the_plans_is_refused_even_with_good_hashes(written: Path) -> None:
@@ -122,7 +125,7 @@ def test_missing_step_is_refused_even_with_good_hashes(written: Path) -> None:
 
 
 def test_newer_format_is_refused(written: Path) -> None:
-    _rechained(written, lambda rows: rows[0].update(format=2))
+    _rechained(written, lambda rows: rows[0].update(format=99))
     with pytest.raises(LedgerError, match="format"):
         Ledger.read(written)
 
@@ -167,9 +170,14 @@ def test_ledger_holds_public_fields_only(written: Path) -> None:
         "step_event",
         "bound_to",
         "fixed_seed",
+        "model_check",
+        "data_cautions",
+        "nonce",
+        "tag",
         "hash",
     }
-    assert all(set(row) == {"kind", "step", "hash"} for row in rows[1:])
+    assert all(set(row) == {"kind", "step", "tag", "hash"} for row in rows[1:-1])
+    assert set(rows[-1]) == {"kind", "steps", "digests", "model_files", "tag", "hash"}
 
 
 def test_ledger_names_what_it_is_bound_to() -> None:

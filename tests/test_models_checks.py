@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+import families
 import models_zoo
-from userdp.errors import InputError
+from userdp.errors import InputError, MixedExamplesError
 from userdp.models.checks import check_optimizer, refuse_mixing, trainable_parameters
 
 
@@ -43,3 +46,17 @@ def test_model_without_trainable_parameter_is_refused() -> None:
 @pytest.mark.parametrize("layer", [nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.InstanceNorm1d(3)])
 def test_normalisation_within_a_record_is_allowed(layer: nn.Module) -> None:
     refuse_mixing(nn.Sequential(nn.Linear(3, 3), layer))
+
+
+@pytest.mark.parametrize("name", families.MIXTURES)
+def test_mixture_of_experts_is_refused(name: str) -> None:
+    with pytest.raises(MixedExamplesError, match="mixture of experts"):
+        refuse_mixing(families.build(families.MIXTURES[name]))
+
+
+def test_mixture_of_experts_in_a_nested_configuration_is_refused() -> None:
+    # By its settings alone, whatever its layers are called.
+    model: Any = nn.Linear(2, 2)
+    model.config = families.build(families.MIXTURES["dbrx"]).config
+    with pytest.raises(MixedExamplesError, match="moe_num_experts=4"):
+        refuse_mixing(model)

@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from userdp.errors import InputError
-from userdp.noise.draw import add_gaussian_, noisy_number
+from userdp.noise.draw import _with_tail, add_gaussian_, noisy_number
 from userdp.noise.gaussian import Gaussian
 from userdp.noise.secret import RunSecret
 
@@ -125,3 +125,22 @@ def test_noise_multiplier_must_be_finite_and_not_negative(noise_multiplier: floa
 def test_standard_deviation_is_multiplier_times_sensitivity() -> None:
     assert Gaussian(noise_multiplier=1.5).noise_stddev(0.2) == pytest.approx(0.3)
     assert Gaussian(noise_multiplier=0.0).noise_stddev(math.inf) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_of_torchs_generator_are_drawn_from_53_bits(dtype: torch.dtype) -> None:
+    # From 32 bits the largest normal is 6.76, whose edge a user's update would shift.
+    generator = torch.Generator().manual_seed(0)
+    drawn = _with_tail(torch.zeros(50_000, dtype=dtype), generator=generator)
+    assert drawn.dtype == torch.float64
+    # 53 bits leave digits that float32 has not; a float32 number in float64 has none of them.
+    assert float((drawn != drawn.float().double()).double().mean()) > 0.99
+    assert abs(float(drawn.std()) - 1) < 0.02
+
+
+@pytest.mark.parametrize(("bits", "stated"), [(32, 1.5e-6), (53, 7e-13)])
+def test_what_the_edge_of_the_normals_gives_away_is_as_stated(bits: int, stated: float) -> None:
+    # The smallest uniform number is half of 2^-bits; Box and Muller's radius of it is the edge.
+    edge = math.sqrt(2 * (bits + 1) * math.log(2))
+    mass = math.sqrt(1e9) * math.exp(-(edge**2) / 2) / math.sqrt(2 * math.pi)
+    assert mass == pytest.approx(stated, rel=0.05)

@@ -92,7 +92,11 @@ def test_subclass_of_a_sampler_inherits_no_rule() -> None:
         pass
 
     with pytest.raises(UnaccountedPlanError, match="Weighted"):
-        step_event(Weighted(user_sampling_prob=0.1, group_size=1), Gaussian(noise_multiplier=1.0))
+        step_event(
+            Weighted(user_sampling_prob=0.1, group_size=1),
+            Gaussian(noise_multiplier=1.0),
+            Adjacency.ADD_REMOVE,
+        )
 
 
 @pytest.mark.parametrize("make", [sample_users, sample_records])
@@ -201,11 +205,14 @@ def test_public_numbers_give_rate_divisor_and_noise() -> None:
 
 def test_event_is_made_from_the_samplers_own_parameters() -> None:
     assert sample_users().step_event() == step_event(
-        PoissonUsers(user_sampling_prob=0.02, group_size=99), Gaussian(noise_multiplier=1.5)
+        PoissonUsers(user_sampling_prob=0.02, group_size=99),
+        Gaussian(noise_multiplier=1.5),
+        Adjacency.ADD_REMOVE,
     )
     assert sample_records().step_event() != step_event(
         PoissonRecords(record_sampling_prob=20 / 4000, group_size=5),
         Gaussian(noise_multiplier=3.0),
+        Adjacency.ADD_REMOVE,
     )
 
 
@@ -241,6 +248,7 @@ def test_plan_survives_json(
     delta: float,
     adjacency: Adjacency,
 ) -> None:
+    records = records or adjacency.fixed_graph
     plan = Plan(
         sampler=PoissonRecords(record_sampling_prob=rate, group_size=group_size)
         if records

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import models_zoo
-from userdp import runs
+from userdp import runs, step
 from userdp.clipping import fast
 from userdp.clipping.fast import FastSettings
 from userdp.config import load_config
@@ -56,9 +56,12 @@ def test_ledger_is_bound_to_data_and_configuration(
     config = load_config(path)
     run = runs.train_from_config(path, config, config.plan(), tmp_path / "run")
     first = json.loads((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()[0])
-    assert first["bound_to"] == {
-        "data": UserStore.open(train_store).fingerprint,
-        "config": hashlib.sha256(path.read_bytes()).hexdigest(),
+    bound = first["bound_to"]
+    assert bound["data"] == UserStore.open(train_store).fingerprint
+    assert bound["config"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert set(bound) == {
+        *("data", "selection", "sequence_length", "tokenizer", "model", "initial_weights"),
+        *("optimizer", "schedule", "clipping", "device", "code", "config"),
     }
     assert first["fixed_seed"] is True
     assert (tmp_path / "run" / "config.toml").read_bytes() == path.read_bytes()
@@ -83,15 +86,15 @@ def test_checkpointed_blocks_train_the_same_model(
     # One configuration for both: a run's noise follows from it. What it asks for is then undone.
     path = config_file(training="fixed_seed = 7\ncheckpoint_blocks = true")
     config = load_config(path)
-    train = runs.train
+    clipping = step.FastClipping
     weights: list[dict[str, torch.Tensor]] = []
     for checkpoint in (True, False):
 
         def changed(*args: Any, settings: FastSettings, on: bool = checkpoint, **more: Any) -> Any:
             assert settings.checkpoint_blocks
-            return train(*args, settings=replace(settings, checkpoint_blocks=on), **more)
+            return clipping(*args, settings=replace(settings, checkpoint_blocks=on), **more)
 
-        monkeypatch.setattr(runs, "train", changed)
+        monkeypatch.setattr(step, "FastClipping", changed)
         out = tmp_path / f"run {checkpoint}"
         run = runs.train_from_config(path, config, config.plan(), out)
         weights.append(run.model.state_dict())

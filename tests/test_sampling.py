@@ -1,7 +1,8 @@
 """The conformance suite of samplers, run on every one of them.
 
-Statistical tests draw 100,000 cohorts with a fixed seed. Their bounds are 4 standard errors a
-comparison (failure probability 6.4e-5 each for a fresh seed) unless they say otherwise.
+Statistical tests draw 20,000 cohorts with a fixed seed, and 100,000 among the slow tests. Their
+bounds are 4 standard errors a comparison (failure probability 6.4e-5 each for a fresh seed) unless
+they say otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from userdp.errors import InputError
 from userdp.index import UserIndex
 from userdp.sampling import Cohort, PoissonRecords, PoissonUsers, Sampler
 
-DRAWS = 100_000
 # Users with 1, 4, 2, 1, 3 rows, in mixed order.
 OWNERS = [0, 1, 2, 1, 3, 4, 1, 2, 4, 1, 4]
 
@@ -36,51 +36,61 @@ CASES = {
 }
 
 
+each_sampler = pytest.mark.parametrize(
+    ("name", "draws"),
+    [pytest.param(name, 20_000, id=name) for name in CASES]
+    + [
+        pytest.param(name, 100_000, id=f"{name}, more draws", marks=pytest.mark.slow)
+        for name in CASES
+    ],
+)
+
+
 @cache
-def inclusions(name: str) -> np.ndarray:
+def inclusions(name: str, draws: int) -> np.ndarray:
     """One line a draw, one column a unit: was it in?"""
     case = CASES[name]
     rng = np.random.default_rng(33)
     index = case.sampler.limit_contributions(UserIndex.from_owners(OWNERS), rng)
     owner_of_row = np.asarray(OWNERS)
-    found = np.zeros((DRAWS, 5 if case.by_user else len(OWNERS)), dtype=bool)
-    for line in range(DRAWS):
+    found = np.zeros((draws, 5 if case.by_user else len(OWNERS)), dtype=bool)
+    for line in range(draws):
         for group in case.sampler.draw(index, rng):
             found[line, owner_of_row[group[0]] if case.by_user else group[0]] = True
     return found
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("name", CASES)
-def test_inclusion_has_the_stated_probability_within_4_sigma(name: str) -> None:
+@each_sampler
+def test_inclusion_has_the_stated_probability_within_4_sigma(name: str, draws: int) -> None:
     prob = CASES[name].prob
-    error = np.sqrt(prob * (1 - prob) / DRAWS)
-    assert np.abs(inclusions(name).mean(axis=0) - prob).max() < 4 * error
+    error = np.sqrt(prob * (1 - prob) / draws)
+    assert np.abs(inclusions(name, draws).mean(axis=0) - prob).max() < 4 * error
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("name", CASES)
-def test_units_are_drawn_independently_pair_covariance_below_4_sigma(name: str) -> None:
-    found = inclusions(name)
+@each_sampler
+def test_units_are_drawn_independently_pair_covariance_below_4_sigma(name: str, draws: int) -> None:
+    found = inclusions(name, draws)
     prob = CASES[name].prob
     covariance = np.cov(found, rowvar=False)
     off_diagonal = covariance[~np.eye(len(covariance), dtype=bool)]
-    assert np.abs(off_diagonal).max() < 4 * prob * (1 - prob) / np.sqrt(DRAWS)
+    assert np.abs(off_diagonal).max() < 4 * prob * (1 - prob) / np.sqrt(draws)
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("name", CASES)
-def test_consecutive_draws_are_independent_within_4_sigma(name: str) -> None:
-    sizes = inclusions(name).sum(axis=1).astype(float)
+@each_sampler
+def test_consecutive_draws_are_independent_within_4_sigma(name: str, draws: int) -> None:
+    sizes = inclusions(name, draws).sum(axis=1).astype(float)
     correlation = np.corrcoef(sizes[:-1], sizes[1:])[0, 1]
-    assert abs(correlation) < 4 / np.sqrt(DRAWS)
+    assert abs(correlation) < 4 / np.sqrt(draws)
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("name", CASES)
-def test_size_variance_is_binomial_within_3_percent(name: str) -> None:
-    # A fixed batch size would have variance 0. The estimate's own error is about 0.5%: 6 sigma.
-    found = inclusions(name)
+@each_sampler
+def test_size_variance_is_binomial_within_3_percent(name: str, draws: int) -> None:
+    # A fixed batch size would have variance 0. The estimate's own error is about 1%: 3 sigma.
+    found = inclusions(name, draws)
     prob = CASES[name].prob
     expected = found.shape[1] * prob * (1 - prob)
     assert found.sum(axis=1).var() == pytest.approx(expected, rel=0.03)
@@ -107,6 +117,32 @@ def test_no_user_enters_with_more_rows_than_the_group_size(name: str) -> None:
         rows = sampler.draw(index, rng).rows
         assert len(np.unique(rows)) == len(rows)
         assert np.bincount(owners[rows], minlength=7).max() <= sampler.group_size
+
+
+def test_user_sampling_draws_one_group_a_user_with_all_that_user_brings() -> None:
+    # Each group is clipped on its own: a user in two groups would count twice.
+    sampler = PoissonUsers(user_sampling_prob=0.6, group_size=2)
+    index = UserIndex.from_owners(OWNERS)
+    owner_of_row = np.asarray(OWNERS)
+    rng = np.random.default_rng(8)
+    for _ in range(200):
+        groups = list(sampler.draw(index, rng))
+        users = [set(owner_of_row[group].tolist()) for group in groups]
+        assert all(len(owners) == 1 for owners in users)
+        assert len(set.union(set(), *users)) == len(groups)
+        for group, (user,) in zip(groups, users, strict=True):
+            assert len(group) == min(2, OWNERS.count(user))
+
+
+def test_record_sampling_draws_one_group_a_record() -> None:
+    # Thm. 3 counts records, each of which moves the sum by one clip norm at most.
+    sampler = PoissonRecords(record_sampling_prob=0.6, group_size=4)
+    rng = np.random.default_rng(8)
+    for _ in range(200):
+        groups = list(sampler.draw(UserIndex.from_owners(OWNERS), rng))
+        assert all(len(group) == 1 for group in groups)
+        rows = [int(group[0]) for group in groups]
+        assert len(set(rows)) == len(rows)
 
 
 @pytest.mark.parametrize("name", CASES)

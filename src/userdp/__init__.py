@@ -8,7 +8,7 @@
 
     PrivateStep                              the step alone, for a loop of your own
     UserIndex                                whose rows are whose, for data of your own
-    verify                                   is the fast path exact on your model?
+    verify                                   does one user move your model's sum by at most C?
 
 Names load on first use, so that accounting starts without torch.
 """
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from userdp.clipping.rules import FlatClip as FlatClip
     from userdp.clipping.rules import NormalisedClip as NormalisedClip
     from userdp.clipping.rules import PerLayerClip as PerLayerClip
-    from userdp.clipping.verify import verify as verify
     from userdp.data.store import UserStore as UserStore
     from userdp.errors import BudgetExhaustedError as BudgetExhaustedError
     from userdp.errors import InputError as InputError
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from userdp.models.load import Lora as Lora
     from userdp.models.load import load_model as load_model
     from userdp.plan import Plan as Plan
+    from userdp.probe import Verified as Verified
+    from userdp.probe import verify as verify
     from userdp.statement import Statement as Statement
     from userdp.step import PrivateStep as PrivateStep
     from userdp.training import train as train
@@ -63,10 +64,11 @@ _HOME = {
     "UnaccountedPlanError": "userdp.errors",
     "UserIndex": "userdp.index",
     "UserStore": "userdp.data.store",
+    "Verified": "userdp.probe",
     "evaluate": "userdp.evaluation",
     "load_model": "userdp.models.load",
     "train": "userdp.training",
-    "verify": "userdp.clipping.verify",
+    "verify": "userdp.probe",
 }
 __all__ = sorted(_HOME)
 

@@ -21,7 +21,9 @@ from userdp.clipping.rules import (
     NormalisedClip,
     PerLayerClip,
 )
+from userdp.earlier import Earlier, inherited
 from userdp.errors import InputError
+from userdp.history import read_history
 from userdp.paid import Paid, read_paid
 from userdp.plan import Plan
 from userdp.units import Adjacency, SamplingUnit
@@ -106,6 +108,9 @@ class PrivacySettings(_Section):
         default_factory=list[Path],
         description="Files of `userdp quantile --out`: part of what epsilon is the target of.",
     )
+    other_people: bool = Field(
+        False, description="Declares that nobody here was in the runs behind the model."
+    )
     non_private: bool = Field(False, description="Train without any guarantee, and say so.")
 
 
@@ -136,7 +141,7 @@ class TrainingSettings(_Section):
     )
     join_records: bool | None = Field(
         None,
-        description="Several short records of a user in one row (fast); default: if it saves much.",
+        description="Several short records in one row (fast); default: for users it saves much.",
     )
     device: str = "cpu"
     fixed_seed: int | None = Field(
@@ -189,6 +194,7 @@ class Config(_Section):
             "adjacency": privacy.adjacency,
             "non_private": privacy.non_private,
             "paid": self.load_paid(),
+            "earlier": self.load_earlier(),
         }
         if privacy.unit is SamplingUnit.USER:
             self._refuse("expected_batch_size", "num_records", setting="unit", other="record")
@@ -282,6 +288,12 @@ class Config(_Section):
     def load_paid(self) -> list[Paid]:
         """The looks at the data that the ledger is charged for before the first step."""
         return [read_paid(path) for path in self.privacy.paid]
+
+    def load_earlier(self) -> tuple[Earlier, ...]:
+        """The private runs behind the model, as far as its directory says."""
+        found = read_history(Path(self.model.path))
+        before = [] if found is None else [Earlier.from_json(entry) for entry in found.entries]
+        return inherited(before, other_people=self.privacy.other_people)
 
     def load_selection(self) -> Selection | None:
         """The selection, checked against the store's owners."""

@@ -1,45 +1,86 @@
-"""What ran: append-only, hash-chained, on disk before any weight of the step is visible.
+"""What ran: append-only, chained, on disk before any weight of the step is visible.
 
-One JSON object a line. The first holds the plan and what it was bound to; then come the looks at
-the users' data that were paid for before training, then one row for each step. A row's hash covers
-its content and the hash before it, so an edited or reordered row, or one removed from the middle,
-is found; rows cut off at the end are not. Everything in a ledger is public: no loss, no norm, no
-cohort ever enters it.
+One JSON object a line. The first holds the plan and what it was bound to; then come the runs behind
+the initial weights and the looks at the users' data that were paid for before training, then one
+row for each step, and at the end of a finished run a closing row with the digests of what came out.
+A record without a closing row is unfinished: nothing is promised from it.
+
+Rows are chained (`chain.py`): every edited byte is found, a cut tail lacks the closing row, and
+only who holds the run's key can write rows that pass as its own. Everything in a ledger is public:
+no loss, no norm, no cohort ever enters it, and what it says of the data is keyed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
+import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from userdp import chain
 from userdp.accounting import events
+from userdp.chain import Row
+from userdp.chain import chained as _chained
+from userdp.earlier import Earlier
 from userdp.errors import InputError, LedgerError
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.statement import Statement
 
-FORMAT = 1
+__all__ = ["FORMAT", "Ledger", "_chained"]
+
+FORMAT = 2
+
+UNVERIFIED = (
+    "who wrote this record is not verified: the run's key is not here, and anyone can write rows "
+    "that fit together"
+)
 
 
 class Ledger:
-    """The record of one run, on disk or (without a path) in memory."""
+    """The record of one run, on disk or (without a path) in memory.
 
-    def __init__(self, rows: list[dict[str, Any]], file: IO[str] | None) -> None:
+    Made by `create` (a new run), `open` (to go on with one) or `read` (to look: it cannot be
+    charged).
+    """
+
+    def __init__(
+        self, rows: list[Row], *, key: bytes | None, file: IO[str] | None, writable: bool
+    ) -> None:
         self._rows = rows
+        self._key = key
         self._file = file
+        self._writable = writable
+        # Read back, not made here: then only a closing row says that nothing is missing.
+        self._from_disk = bool(rows)
+        self._plan = _recorded_plan(rows[0]) if rows else None
+        self._steps = sum(row["kind"] == "step" for row in rows)
 
     @staticmethod
     def create(
-        plan: Plan, *, path: Path | None = None, bound_to: dict[str, str], fixed_seed: bool
+        plan: Plan,
+        *,
+        path: Path | None = None,
+        bound_to: dict[str, str],
+        fixed_seed: bool,
+        model_check: str = "",
+        data_cautions: Sequence[str] = (),
+        key: bytes | None = None,
     ) -> Ledger:
         """A new ledger; refuses to overwrite one.
 
-        `bound_to` names what the run depends on (data fingerprint, configuration, model).
+        `bound_to` names what the run depends on (data, initial weights, configuration, ...);
+        `model_check` says how the model was shown to keep users apart; `data_cautions` are those of
+        the store, and every statement repeats them. The `key` marks the rows as
+        written by its holder; by default a new one, kept beside the ledger in `secret/`.
         """
         file = None
+        if key is None:
+            # Under a fixed seed everything repeats, this too. `train` gives one from the seed.
+            fixed = hashlib.sha256(b"userdp fixed seed").digest()
+            key = fixed if fixed_seed else chain.new_key()
         if path is not None:
             try:
                 file = path.open("x", encoding="utf-8")
@@ -47,7 +88,14 @@ class Ledger:
                 raise LedgerError(
                     f"{path} already holds a run: choose another output directory."
                 ) from None
-        ledger = Ledger([], file)
+            try:
+                chain.write_key(path, key)
+            except LedgerError:
+                file.close()
+                path.unlink()
+                raise
+        ledger = Ledger([], key=key, file=file, writable=True)
+        ledger._plan = plan
         ledger._append(
             {
                 "kind": "run",
@@ -57,51 +105,50 @@ class Ledger:
                 "step_event": None if plan.non_private else events.to_json(plan.step_event()),
                 "bound_to": bound_to,
                 "fixed_seed": fixed_seed,
+                "model_check": model_check,
+                "data_cautions": list(data_cautions),
+                # No two runs share a first row, nor the noise that is bound to it.
+                "nonce": "" if fixed_seed else secrets.token_hex(16),
             }
         )
         return ledger
 
     @staticmethod
     def read(path: Path) -> Ledger:
-        """The ledger at `path`, its chain checked."""
-        if not path.is_file():
-            raise LedgerError(f"{path} is not there: is this the directory of a run?")
-        rows: list[dict[str, Any]] = []
-        before = ""
-        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-            try:
-                row: dict[str, Any] = json.loads(line)
-                claimed = row.pop("hash")
-            except (ValueError, KeyError, AttributeError, TypeError):
-                raise LedgerError(f"{path}, line {number}: not a ledger row.") from None
-            if claimed != _chained(before, row):
-                raise LedgerError(
-                    f"{path}, line {number}: the hash chain breaks here; a row was edited or "
-                    "removed."
-                )
-            before = row["hash"] = claimed
-            rows.append(row)
-        ledger = Ledger(rows, None)
-        ledger._check_content(path)
+        """The ledger at `path`, to look at: charging it raises. Its chain is checked.
+
+        With the run's key beside it, so is who wrote it.
+        """
+        key = chain.read_key(path)
+        rows = chain.read_rows(path, key)
+        _check_content(rows, path)
+        ledger = Ledger(rows, key=key, file=None, writable=False)
+        ledger._check_events(path)
         return ledger
 
-    def _check_content(self, path: Path) -> None:
-        if not self._rows or self._rows[0].get("kind") != "run":
-            raise LedgerError(f"{path}: the first row must describe the run.")
-        if self._rows[0].get("format") != FORMAT:
-            raise LedgerError(f"{path}: written in a format this version does not read.")
-        kinds = [row.get("kind") for row in self._rows[1:]]
-        num_paid = kinds.count("paid")
-        if kinds != ["paid"] * num_paid + ["step"] * (len(kinds) - num_paid):
+    @staticmethod
+    def open(path: Path) -> Ledger:
+        """The unfinished ledger at `path`, to go on with: rows are appended on disk.
+
+        Needs the run's key; refuses a ledger that has its closing row.
+        """
+        found = Ledger.read(path)
+        if found._key is None:
             raise LedgerError(
-                f"{path}: after the run come the paid rows and then the steps, and nothing else."
+                f"{chain.key_path(path)} is not there: without the run's key no row can be added."
             )
-        steps = [row.get("step") for row in self._rows[1 + num_paid :]]
-        if steps != list(range(len(steps))):
-            raise LedgerError(f"{path}: the steps are not consecutive.")
+        if found.is_finished:
+            raise LedgerError(f"{path} is closed: a finished run takes no further step.")
+        found._file = path.open("a", encoding="utf-8")
+        found._writable = True
+        # Whoever appends sees every row: the record is as complete as one that was begun here.
+        found._from_disk = False
+        return found
+
+    def _check_events(self, path: Path) -> None:
         plan = self.plan
         try:
-            plan.check_paid(self.paid)
+            plan.check_paid(self.paid, earlier=self.earlier)
         except InputError as error:
             raise LedgerError(f"{path}: {error}") from None
         if not plan.non_private and self._rows[0]["step_event"] != events.to_json(
@@ -112,7 +159,8 @@ class Ledger:
     @property
     def plan(self) -> Plan:
         """The plan that ran."""
-        return Plan.from_json(self._rows[0]["plan"])
+        assert self._plan is not None
+        return self._plan
 
     @property
     def fixed_seed(self) -> bool:
@@ -120,19 +168,66 @@ class Ledger:
         return self._rows[0]["fixed_seed"]
 
     @property
+    def bound_to(self) -> dict[str, str]:
+        """What the run depends on, by name."""
+        return dict(self._rows[0]["bound_to"])
+
+    @property
+    def model_check(self) -> str:
+        """How the model was shown to keep users apart."""
+        return self._rows[0]["model_check"]
+
+    @property
     def steps(self) -> int:
         """How many steps were charged."""
-        return sum(row["kind"] == "step" for row in self._rows)
+        return self._steps
 
     @property
     def paid(self) -> tuple[Paid, ...]:
         """The looks at the users' data that were charged before the first step."""
-        return tuple(Paid.from_json(row) for row in self._rows if row["kind"] == "paid")
+        return tuple(Paid.from_json(row) for row in self._before_steps("paid"))
+
+    @property
+    def earlier(self) -> tuple[Earlier, ...]:
+        """The runs behind the weights that this one started from."""
+        return tuple(Earlier.from_json(row) for row in self._before_steps("earlier"))
+
+    def _before_steps(self, kind: str) -> list[Row]:
+        found: list[Row] = []
+        for row in self._rows[1:]:
+            if row["kind"] in ("step", "end"):
+                break
+            if row["kind"] == kind:
+                found.append(row)
+        return found
 
     @property
     def run_digest(self) -> str:
         """The hash of the first row: names the plan and what the run was bound to."""
         return self._rows[0]["hash"]
+
+    @property
+    def end(self) -> dict[str, Any] | None:
+        """The closing row; None while there is none."""
+        return self._rows[-1] if self._rows[-1]["kind"] == "end" else None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the closing row is there."""
+        return self.end is not None
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether the rows were checked with the key of the run, or written here."""
+        return self._key is not None
+
+    def check_open(self) -> None:
+        """Refuse to go on with a ledger that cannot be charged."""
+        if not self._writable or self._key is None:
+            raise LedgerError(
+                "this ledger was read back or closed: what it is charged would not be on disk. "
+                "Use Ledger.open to go on with a run."
+            )
 
     def charge(self, event: events.DpEvent, *, what: str) -> None:
         """Record a look at the users' data beside the steps; returns once it is on disk.
@@ -148,37 +243,133 @@ class Ledger:
         >>> ledger.steps, ledger.statement().paid
         (0, ('group size: alone epsilon=0.259, included in the total',))
         """
-        if self.steps:
-            raise LedgerError(
-                f"{self.steps:,} steps are recorded: pay for a look at the data before the first."
-            )
+        self._check_unbegun("pay for a look at the data before the first")
         item = Paid(what=what, event=event)
-        self.plan.check_paid([*self.paid, item])
+        self.plan.check_paid([*self.paid, item], earlier=self.earlier)
         self._append({"kind": "paid", **item.to_json()})
+
+    def inherit(self, before: Sequence[Earlier]) -> None:
+        """Record the runs behind the initial weights: their cost is composed with this run's.
+
+        Allowed before the first step only. What cannot be priced together is refused.
+        """
+        if not before:
+            return
+        self._check_unbegun("the runs behind the initial weights are recorded before the first")
+        self.plan.check_paid(self.paid, earlier=[*self.earlier, *before])
+        for item in before:
+            self._append({"kind": "earlier", **item.to_json()})
 
     def charge_step(self) -> None:
         """Record the next step; returns once it is on disk."""
-        self._append({"kind": "step", "step": self.steps})
+        self._append({"kind": "step", "step": self._steps})
+        self._steps += 1
 
-    def statement(self) -> Statement:
-        """What may be said about the model after what is recorded here, paid items included."""
-        return self.plan.statement(steps=self.steps, fixed_seed=self.fixed_seed, paid=self.paid)
+    def finish(self, digests: dict[str, str], *, model_files: dict[str, str] | None = None) -> None:
+        """Write the closing row and close: no row can follow it.
+
+        `digests` name what came out; `model_files` the files of the saved model, by content.
+        """
+        self._append(
+            {
+                "kind": "end",
+                "steps": self._steps,
+                "digests": self.bound_to | digests,
+                "model_files": model_files or {},
+            }
+        )
+        self.close()
+
+    def as_entry(self) -> dict[str, Any] | None:
+        """This run as the next one on the same weights will see it; None if nothing was spent."""
+        if not self._steps and not self.paid:
+            return None
+        return Earlier(
+            run=self.run_digest,
+            data=self._rows[0]["bound_to"].get("data", ""),
+            plan=self.plan.to_json(),
+            step_event=None if self.plan.non_private else self.plan.step_event(),
+            steps=self._steps,
+            adjacency=self.plan.adjacency,
+            fixed_seed=self.fixed_seed,
+            paid=self.paid,
+        ).to_json()
+
+    def statement(self, *, unfinished: bool = False) -> Statement:
+        """What may be said about the model after what is recorded here, paid items included.
+
+        `unfinished` if anything else than a missing closing row shows it not to be whole.
+        """
+        return self.plan.statement(
+            steps=self._steps,
+            fixed_seed=self.fixed_seed,
+            paid=self.paid,
+            earlier=self.earlier,
+            unfinished=unfinished or (self._from_disk and not self.is_finished),
+            model_check=self.model_check,
+            cautions=(
+                *self._rows[0].get("data_cautions", ()),
+                *(() if self.is_verified else (UNVERIFIED,)),
+            ),
+        )
 
     def close(self) -> None:
-        """Close the file; the rows stay readable."""
+        """Close the ledger; the rows stay readable, and it can no longer be charged."""
+        self._writable = False
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _append(self, row: dict[str, Any]) -> None:
+    def _check_unbegun(self, rule: str) -> None:
+        if self._steps:
+            raise LedgerError(f"{self._steps:,} steps are recorded: {rule}.")
+
+    def _append(self, row: Row) -> None:
+        self.check_open()
+        assert self._key is not None
         before = self._rows[-1]["hash"] if self._rows else ""
-        row["hash"] = _chained(before, row)
+        row = chain.sealed(before, row, self._key)
         if self._file is not None:
-            self._file.write(json.dumps(row, sort_keys=True) + "\n")
+            self._file.write(chain.canonical(row) + "\n")
             self._file.flush()
             os.fsync(self._file.fileno())
         self._rows.append(row)
 
 
-def _chained(before: str, row: dict[str, Any]) -> str:
-    return hashlib.sha256((before + json.dumps(row, sort_keys=True)).encode()).hexdigest()
+def _recorded_plan(row: Row) -> Plan:
+    try:
+        return Plan.from_json(row["plan"])
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise LedgerError("the ledger's first row holds no plan this version can read.") from None
+
+
+def _check_content(rows: list[Row], path: Path) -> None:
+    """Refuse rows that make no sense, however well they are chained."""
+    if not rows or rows[0].get("kind") != "run":
+        raise LedgerError(f"{path}: the first row must describe the run.")
+    if rows[0].get("format") != FORMAT:
+        raise LedgerError(f"{path}: written in a format this version does not read.")
+    kinds = [row.get("kind") for row in rows[1:]]
+    is_closed = kinds[-1:] == ["end"]
+    if is_closed:
+        kinds.pop()
+    num_before = sum(kind in ("paid", "earlier") for kind in kinds)
+    if any(kind not in ("paid", "earlier") for kind in kinds[:num_before]) or any(
+        kind != "step" for kind in kinds[num_before:]
+    ):
+        raise LedgerError(
+            f"{path}: after the run come the earlier runs and the paid rows, then the steps, then "
+            "at most one closing row, and nothing else."
+        )
+    steps = [row.get("step") for row in rows[1 + num_before : 1 + len(kinds)]]
+    if steps != list(range(len(steps))):
+        raise LedgerError(f"{path}: the steps are not consecutive.")
+    if is_closed and rows[-1].get("steps") != len(steps):
+        raise LedgerError(f"{path}: the closing row counts other steps than there are.")
+    first = rows[0]
+    if type(first.get("fixed_seed")) is not bool or not isinstance(first.get("bound_to"), dict):
+        raise LedgerError(f"{path}: the first row lacks what the run was bound to.")
+    if not isinstance(first.get("model_check"), str):
+        raise LedgerError(f"{path}: the first row does not say how the model was checked.")

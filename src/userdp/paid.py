@@ -46,7 +46,7 @@ class Paid:
                 f"what was paid for must be one printable line of 1 to {LONGEST_PHRASE} "
                 "characters: it is shown in the statement."
             )
-        _check_numbers(events.to_json(self.event))
+        check_numbers(events.to_json(self.event))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, for a ledger or a file."""
@@ -102,11 +102,11 @@ def all_events(paid: Sequence[Paid]) -> list[events.DpEvent]:
     return [item.event for item in paid]
 
 
-def _check_numbers(data: Any) -> None:
+def check_numbers(data: Any) -> None:
     """Refuse numbers no mechanism has: the accountants would take them, and price too little."""
     if isinstance(data, list):
         for entry in cast("list[Any]", data):
-            _check_numbers(entry)
+            check_numbers(entry)
     elif isinstance(data, dict):
         for name, value in cast("dict[str, Any]", data).items():
             largest = 1.0 if name.startswith("sampling_prob") else math.inf
@@ -114,7 +114,7 @@ def _check_numbers(data: Any) -> None:
             above_zero = name in ("count", "noise_multiplier", "standard_deviation")
             for number in cast("list[Any]", value) if isinstance(value, list) else [value]:
                 if isinstance(number, (dict, list)):
-                    _check_numbers(number)
+                    check_numbers(number)
                 elif name == "shape" and number == "inf":
                     continue  # a Poisson number of runs
                 elif name != "type" and not _is_sound(number, above_zero, largest):

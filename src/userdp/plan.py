@@ -1,8 +1,9 @@
 """The one place that joins parts and states the joint guarantee.
 
 A plan is a choice of sampler, clip and noise, a number of steps, and the public numbers. The event
-that prices it is looked up by the types of sampler and noise and made from the sampler's own public
-parameters, so sampler and accountant cannot disagree; a pair without a rule cannot be built.
+that prices it is looked up by sampler, noise and adjacency (`prices.py`) and made from the
+sampler's own public parameters, so sampler and accountant cannot disagree; a choice without a rule
+cannot be built.
 
 Public: everything in a plan. `num_users` and the divisor are declared, never counted from the data.
 """
@@ -10,7 +11,7 @@ Public: everything in a plan. `num_users` and the divisor are declared, never co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,24 +25,31 @@ from userdp.clipping.rules import (
     NormalisedClip,
     PerLayerClip,
 )
-from userdp.errors import InputError, UnaccountedPlanError
+from userdp.earlier import Earlier, by_people
+from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.noise.gaussian import Gaussian
 from userdp.paid import Paid, all_events
+from userdp.prices import (
+    calibrate,
+    earlier_in_words,
+    paid_in_words,
+    rule_of,
+    step_event,
+    total_events,
+)
 from userdp.sampling import PoissonRecords, PoissonUsers
-from userdp.statement import Statement, round_up
+from userdp.statement import Statement
 from userdp.units import Adjacency
+from userdp.wording import (
+    assumptions,
+    clip_in_words,
+    not_covered,
+    promise_in_words,
+    sampler_in_words,
+    sampling_unit,
+)
 
-# Sampler and noise -> the theorem that prices one step of them.
-_RULES: dict[tuple[type, type], Callable[[Any, Any], events.DpEvent]] = {
-    (PoissonUsers, Gaussian): lambda sampler, noise: events.poisson_users_gaussian(
-        user_sampling_prob=sampler.user_sampling_prob, noise_multiplier=noise.noise_multiplier
-    ),
-    (PoissonRecords, Gaussian): lambda sampler, noise: events.poisson_records_gaussian(
-        record_sampling_prob=sampler.record_sampling_prob,
-        group_size=sampler.group_size,
-        noise_multiplier=noise.noise_multiplier,
-    ),
-}
+__all__ = ["Plan", "calibrate", "step_event"]
 
 _CLIP_RULES: dict[str, type[ClipRule]] = {
     kind.__name__: kind
@@ -72,7 +80,7 @@ class Plan:
     non_private: bool = False
 
     def __post_init__(self) -> None:
-        _check_rule(self.sampler, self.noise)
+        rule_of(self.sampler, self.noise, self.adjacency)
         _check_counts(num_users=self.num_users, steps=self.steps)
         accountant.check_delta(self.delta)
         if not 1 <= self.divisor < math.inf:
@@ -115,12 +123,14 @@ class Plan:
         adjacency: Adjacency = Adjacency.ADD_REMOVE,
         non_private: bool = False,
         paid: Sequence[Paid] = (),
+        earlier: Sequence[Earlier] = (),
     ) -> Plan:
         """User-level sampling (ULS): one clipped mean gradient per sampled user.
 
         Each of `num_users` takes part with probability expected_cohort_size / num_users, with at
         most `group_size` records. Exactly one of `epsilon` and `noise_multiplier` is given;
-        `epsilon` is the target of the steps and of what was `paid` before them together.
+        `epsilon` is the target of the steps, what was `paid` before them and `earlier` runs
+        together.
         Reference: Charles et al. 2024, Alg. 2.
         """
         _check_counts(num_users=num_users, steps=steps)
@@ -140,6 +150,7 @@ class Plan:
             adjacency=adjacency,
             non_private=non_private,
             paid=paid,
+            earlier=earlier,
         )
 
     @staticmethod
@@ -158,13 +169,14 @@ class Plan:
         adjacency: Adjacency = Adjacency.ADD_REMOVE,
         non_private: bool = False,
         paid: Sequence[Paid] = (),
+        earlier: Sequence[Earlier] = (),
     ) -> Plan:
         """Example-level sampling (ELS): one clipped gradient per sampled record.
 
         Every user keeps at most `group_size` records; each takes part with probability
         expected_batch_size / num_records, where `num_records` is a public estimate of how many are
         kept (by default num_users * group_size, the most there can be). `epsilon` is the target of
-        the steps and of what was `paid` before them together.
+        the steps, what was `paid` before them and `earlier` runs together.
         Reference: Charles et al. 2024, Alg. 1.
         """
         _check_counts(num_users=num_users, steps=steps)
@@ -186,6 +198,7 @@ class Plan:
             adjacency=adjacency,
             non_private=non_private,
             paid=paid,
+            earlier=earlier,
         )
 
     @staticmethod
@@ -199,6 +212,7 @@ class Plan:
         steps: int,
         adjacency: Adjacency,
         paid: Sequence[Paid],
+        earlier: Sequence[Earlier],
         **public: Any,
     ) -> Plan:
         """The plan with the given noise, or with the least noise that meets `epsilon`."""
@@ -209,7 +223,13 @@ class Plan:
         if noise_multiplier is None:
             assert epsilon is not None
             noise_multiplier = calibrate(
-                sampler, steps=steps, epsilon=epsilon, delta=delta, adjacency=adjacency, paid=paid
+                sampler,
+                steps=steps,
+                epsilon=epsilon,
+                delta=delta,
+                adjacency=adjacency,
+                paid=paid,
+                earlier=earlier,
             )
         return Plan(
             sampler=sampler,
@@ -243,55 +263,91 @@ class Plan:
 
     def step_event(self) -> events.DpEvent:
         """The cost of one step."""
-        return step_event(self.sampler, self.noise)
+        return step_event(self.sampler, self.noise, self.adjacency)
 
-    def epsilon(self, steps: int | None = None, *, paid: Sequence[Paid] = ()) -> float:
+    def epsilon(
+        self,
+        steps: int | None = None,
+        *,
+        paid: Sequence[Paid] = (),
+        earlier: Sequence[Earlier] = (),
+    ) -> float:
         """Epsilon after `steps` steps, by default all of them; infinite if nothing is promised.
 
-        The price of the steps alone, or with what else was `paid` for on the same users.
+        The price of the steps alone, or with what else was `paid` for on the same users, and with
+        the `earlier` runs behind the weights.
         """
-        return self._evaluation(self.steps if steps is None else steps, paid).epsilon
+        return self._evaluation(self.steps if steps is None else steps, paid, earlier).epsilon
 
-    def _evaluation(self, steps: int, paid: Sequence[Paid]) -> Evaluation:
-        """Epsilon after `steps` steps and what was paid for, and who vouches for it."""
-        if steps > 0 and self.non_private:
+    def _evaluation(
+        self, steps: int, paid: Sequence[Paid], earlier: Sequence[Earlier]
+    ) -> Evaluation:
+        """Epsilon of everything together, and who vouches for it."""
+        if (steps > 0 and self.non_private) or any(item.non_private for item in earlier):
             return Evaluation(epsilon=math.inf, certified_by="nobody", error_bound=0.0)
-        event = self._total_event(steps, paid)
-        if event is None:
-            return Evaluation(epsilon=0.0, certified_by="nobody", error_bound=0.0)
-        return accountant.evaluate(event, delta=self.delta, adjacency=self.adjacency)
+        found = [
+            accountant.evaluate(event, delta=self.delta, adjacency=self.adjacency)
+            for event in total_events(self._taken(steps), paid, earlier)
+        ]
+        nothing = Evaluation(epsilon=0.0, certified_by="nobody", error_bound=0.0)
+        return max(found, key=lambda one: one.epsilon, default=nothing)
 
-    def _total_event(self, steps: int, paid: Sequence[Paid]) -> events.DpEvent | None:
-        """Everything the users' data was used for; None if for nothing."""
-        parts = all_events(paid)
-        if steps > 0:
-            parts.append(events.repeated(self.step_event(), steps))
-        return events.combined(parts) if parts else None
+    def _taken(self, steps: int) -> list[events.DpEvent]:
+        return [events.repeated(self.step_event(), steps)] if steps > 0 else []
 
     def run_event(self) -> events.DpEvent:
         """The cost of all steps: what one run of a sweep costs (`accounting.selection`)."""
         return events.repeated(self.step_event(), self.steps)
 
-    def check_paid(self, paid: Sequence[Paid]) -> None:
-        """Refuse paid items that cannot be priced together with this plan's steps."""
-        parts = all_events(paid) if self.non_private else [*all_events(paid), self.step_event()]
+    def check_paid(self, paid: Sequence[Paid], *, earlier: Sequence[Earlier] = ()) -> None:
+        """Refuse paid items and earlier runs that cannot be priced together with these steps."""
+        for item in earlier:
+            self._check_earlier(item)
+        shared = by_people(earlier)[0]
+        parts = [*all_events(paid), *shared, *([] if self.non_private else [self.step_event()])]
         if parts and not accountant.can_price(events.combined(parts), self.adjacency):
+            kinds = {type(event).__name__ for event in [*all_events(paid), *shared]}
             raise UnaccountedPlanError(
-                f"{', '.join(sorted({type(item.event).__name__ for item in paid}))} cannot be "
+                f"{', '.join(sorted(kinds))} cannot be "
                 f"priced together with these steps under {self.adjacency.value} adjacency. Pay "
                 "with an event that has a privacy loss distribution, such as a Gaussian one, or "
                 "with a tuning of runs that sample users."
             )
 
+    def _check_earlier(self, item: Earlier) -> None:
+        plan = Plan.from_json(item.plan)
+        event = None if plan.non_private else plan.step_event()
+        if (event, plan.adjacency) != (item.step_event, item.adjacency):
+            raise LedgerError(
+                "an earlier run's event is not the one of its own plan: it was edited."
+            )
+        if item.non_private and not self.non_private:
+            raise UnaccountedPlanError(
+                "the weights come from a run without privacy: nothing can be promised for what is "
+                "trained on from them. Start from other weights, or set non_private."
+            )
+        if item.adjacency is not self.adjacency:
+            raise UnaccountedPlanError(
+                f"the weights come from a run under {item.adjacency.value} adjacency and this plan "
+                f"is under {self.adjacency.value}: they cannot be priced together. Plan with "
+                f"adjacency={item.adjacency.value!r}, or start from other weights."
+            )
+
     def deltas(
-        self, epsilons: list[float], steps: int, *, paid: Sequence[Paid] = ()
+        self,
+        epsilons: list[float],
+        steps: int,
+        *,
+        paid: Sequence[Paid] = (),
+        earlier: Sequence[Earlier] = (),
     ) -> list[float]:
         """The delta that goes with each epsilon after `steps` steps: the whole curve."""
-        event = self._total_event(steps, paid)
-        assert event is not None
-        return accountant.deltas(
-            event, epsilons=epsilons, delta=self.delta, adjacency=self.adjacency
-        )
+        curves = [
+            accountant.deltas(event, epsilons=epsilons, delta=self.delta, adjacency=self.adjacency)
+            for event in total_events(self._taken(steps), paid, earlier)
+        ]
+        assert curves
+        return [max(values) for values in zip(*curves, strict=True)]
 
     def cautions(self) -> list[str]:
         """What a careful reader would ask about, in words."""
@@ -304,83 +360,55 @@ class Plan:
         return found
 
     def statement(
-        self, *, steps: int | None = None, fixed_seed: bool = False, paid: Sequence[Paid] = ()
+        self,
+        *,
+        steps: int | None = None,
+        fixed_seed: bool = False,
+        paid: Sequence[Paid] = (),
+        earlier: Sequence[Earlier] = (),
+        unfinished: bool = False,
+        model_check: str = "",
+        cautions: Sequence[str] = (),
     ) -> Statement:
-        """What may be said about a model after `steps` steps of this plan and what was `paid`."""
+        """What may be said about a model after `steps` steps of this plan, `paid` and `earlier`.
+
+        An `unfinished` record and a `fixed_seed` promise nothing, and so does an earlier run's.
+        """
         steps = self.steps if steps is None else steps
-        found = self._evaluation(steps, paid)
+        found = self._evaluation(steps, paid, earlier)
+        fixed_seed = fixed_seed or any(item.fixed_seed for item in earlier)
+        promised = not fixed_seed and not unfinished
         return Statement(
             epsilon=found.epsilon,
             delta=self.delta,
             adjacency=self.adjacency.value,
             neighbours=self.adjacency.meaning,
-            promise=self.adjacency.promise,
-            sampler=self._sampler_in_words(),
+            promise=promise_in_words(self.adjacency, found.epsilon) if promised else "",
+            sampler=sampler_in_words(self.sampler),
+            sampling=sampling_unit(self.sampler).value,
             mechanism=(
-                f"{self._clip_in_words()}, noise_multiplier="
+                f"{clip_in_words(self.clip)}, noise_multiplier="
                 f"{self.noise.noise_multiplier:.4g}, divisor={self.divisor:g}"
             ),
             steps=steps,
             num_users=self.num_users,
             certified_by=found.certified_by,
-            paid=tuple(self._paid_in_words(item) for item in paid),
+            paid=tuple(paid_in_words(item, self.delta, self.adjacency) for item in paid),
+            earlier=tuple(earlier_in_words(item, self.delta, self.adjacency) for item in earlier),
+            model_check=model_check,
+            fixed_seed=fixed_seed,
+            unfinished=unfinished,
             cautions=(
                 *self.cautions(),
                 *(("a fixed seed was used: whoever knows it can remove the noise",) * fixed_seed),
+                *(("unfinished: the record has no closing row",) * unfinished),
+                *cautions,
             ),
-            assumptions=(
-                f"num_users={self.num_users:,} and every setting named here are public, chosen "
-                "without looking at these users' data"
-                + (" except as listed under paid for" if paid else ""),
-                "the initial weights, the tokenizer and the training code do not depend on these "
-                "users",
-                "who owns which record is public"
-                if self.adjacency.fixed_graph
-                else "a record's owner is the only person it is about",
-                "every intermediate model may be seen; the sampled cohorts may not",
+            assumptions=assumptions(
+                self.num_users, self.adjacency, paid=bool(paid), earlier=earlier
             ),
-            not_covered=(
-                "hyper-parameters tuned on the same users"
-                + (", except as listed under paid for" if paid else ""),
-                "what others wrote about a user, and copies of a user's text under another id",
-                "attacks on floating-point noise (Mironov 2012) and on timing",
-                "anything released beside the model, such as losses on the training users",
-            ),
+            not_covered=not_covered(paid=bool(paid)),
         )
-
-    def _paid_in_words(self, item: Paid) -> str:
-        alone = accountant.epsilon(item.event, delta=self.delta, adjacency=self.adjacency)
-        return f"{item.what}: alone epsilon={round_up(alone):g}, included in the total"
-
-    def _clip_in_words(self) -> str:
-        match self.clip:
-            case AutomaticClip() as rule:
-                return f"automatic clipping to norm 1, stability={rule.stability:g}"
-            case AdaptiveClip() as rule:
-                return (
-                    f"clip_norm={rule.clip_norm:g} at first, then the {rule.target_quantile:g} "
-                    f"quantile of norms by counts with noise {rule.count_noise:g}, paid for in "
-                    "every step"
-                )
-            case PerLayerClip() as rule:
-                return f"clip_norm={rule.clip_norm:g} split evenly over the layers"
-            case NormalisedClip() as rule:
-                return f"clip_norm={rule.clip_norm:g}, divided by it"
-            case rule:
-                return f"clip_norm={rule.clip_norm:g}"
-
-    def _sampler_in_words(self) -> str:
-        match self.sampler:
-            case PoissonUsers() as users:
-                return (
-                    f"Poisson sampling of users, rate={users.user_sampling_prob:.6g}, at most "
-                    f"{users.group_size} records a user and step"
-                )
-            case PoissonRecords() as records:
-                return (
-                    f"Poisson sampling of records, rate={records.record_sampling_prob:.6g}, at "
-                    f"most {records.group_size} records a user"
-                )
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, for the ledger."""
@@ -418,59 +446,6 @@ class Plan:
             adjacency=Adjacency(data["adjacency"]),
             non_private=data["non_private"],
         )
-
-
-def step_event(sampler: PoissonUsers | PoissonRecords, noise: Gaussian) -> events.DpEvent:
-    """The cost of one step of these parts."""
-    return _check_rule(sampler, noise)(sampler, noise)
-
-
-def calibrate(
-    sampler: PoissonUsers | PoissonRecords,
-    *,
-    steps: int,
-    epsilon: float,
-    delta: float,
-    adjacency: Adjacency,
-    paid: Sequence[Paid] = (),
-) -> float:
-    """The least noise multiplier at which `steps` steps and what was `paid` cost at most `epsilon`.
-
-    Only the noise of the steps is free: what was paid for has been looked at already.
-    """
-    if paid:
-        accountant.check_epsilon(epsilon)
-        looks = events.combined(all_events(paid))
-        spent = accountant.epsilon(looks, delta=delta, adjacency=adjacency)
-        if not spent < epsilon:
-            raise InputError(
-                f"epsilon={epsilon:g} leaves nothing for the steps: what was paid for costs "
-                f"{round_up(spent):g} alone at delta={delta:g}. Use a larger epsilon."
-            )
-    return accountant.calibrate(
-        lambda noise_multiplier: events.combined(
-            [
-                *all_events(paid),
-                events.repeated(
-                    step_event(sampler, Gaussian(noise_multiplier=noise_multiplier)), steps
-                ),
-            ]
-        ),
-        target=epsilon,
-        delta=delta,
-        adjacency=adjacency,
-    )
-
-
-def _check_rule(sampler: object, noise: object) -> Callable[[Any, Any], events.DpEvent]:
-    rule = _RULES.get((type(sampler), type(noise)))
-    if rule is None:
-        known = ", ".join(f"{s.__name__} + {n.__name__}" for s, n in _RULES)
-        raise UnaccountedPlanError(
-            f"{type(sampler).__name__} + {type(noise).__name__} has no accounting rule here. "
-            f"Known: {known}."
-        )
-    return rule
 
 
 def _one_clip_rule(clip_norm: float | None, clip: ClipRule | None) -> ClipRule:

@@ -1,6 +1,7 @@
 """A run's directory: made from a configuration, read back by evaluation and report.
 
     config.toml  ledger.jsonl  statement.json  model/  report.html  MODEL_CARD.md
+    secret/    for the owner alone, never to be published
 
 Nothing else leaves a run: no loss on its training users, no norm, no cohort.
 """
@@ -35,16 +36,8 @@ def train_from_config(
     paid = config.load_paid()
     plan.check_paid(paid)
     store = UserStore.open(config.data.store)
-    # The ledger will name this data by its fingerprint: make sure that it still is this data.
-    store.verify()
     settings = config.training
-    model, tokenizer = load_model(
-        config.model.path,
-        lora=Lora(**config.model.lora.model_dump()) if config.model.lora else None,
-        gguf_file=config.model.gguf_file,
-        dtype=getattr(torch, config.model.dtype),
-        device=settings.device,
-    )
+    model, tokenizer = load_configured_model(config)
     optimizer = make_optimizer(model, settings.optimizer, settings.learning_rate)
     out.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(config_path, out / "config.toml")
@@ -59,17 +52,12 @@ def train_from_config(
             sequence_length=config.data.sequence_length,
             selection=config.load_selection(),
             clipping=settings.clipping,
-            settings=FastSettings(
-                microbatch_tokens=settings.microbatch_tokens,
-                compute_dtype=torch.bfloat16 if settings.autocast_dtype == "bfloat16" else None,
-                merge_lora=settings.merge_lora,
-                checkpoint_blocks=settings.checkpoint_blocks,
-                join_records=settings.join_records,
-            ),
+            settings=fast_settings(config),
             microbatch_records=settings.microbatch_records,
             out=out,
             bound_to={"config": hashlib.sha256(config_path.read_bytes()).hexdigest()},
             paid=paid,
+            other_people=config.privacy.other_people,
             secret=None
             if settings.fixed_seed is None
             else RunSecret.fixed_for_tests(settings.fixed_seed),
@@ -82,6 +70,29 @@ def train_from_config(
     return run
 
 
+def load_configured_model(config: Config) -> tuple[nn.Module, Any]:
+    """The model to train, with its adapters if they are asked for, and its tokenizer."""
+    return load_model(
+        config.model.path,
+        lora=Lora(**config.model.lora.model_dump()) if config.model.lora else None,
+        gguf_file=config.model.gguf_file,
+        dtype=getattr(torch, config.model.dtype),
+        device=config.training.device,
+    )
+
+
+def fast_settings(config: Config) -> FastSettings:
+    """How the fast path is to run."""
+    settings = config.training
+    return FastSettings(
+        microbatch_tokens=settings.microbatch_tokens,
+        compute_dtype=torch.bfloat16 if settings.autocast_dtype == "bfloat16" else None,
+        merge_lora=settings.merge_lora,
+        checkpoint_blocks=settings.checkpoint_blocks,
+        join_records=settings.join_records,
+    )
+
+
 def _clear_if_unbegun(out: Path) -> None:
     """A run that was refused before its first step has released nothing: leave nothing of it."""
     ledger = out / "ledger.jsonl"
@@ -90,6 +101,7 @@ def _clear_if_unbegun(out: Path) -> None:
         return
     for file in (ledger, out / "config.toml"):
         file.unlink(missing_ok=True)
+    shutil.rmtree(out / "secret", ignore_errors=True)
     out.rmdir()
 
 

@@ -28,11 +28,23 @@ def round_up(epsilon: float) -> float:
     return float(Decimal(repr(epsilon)).quantize(step, rounding=ROUND_CEILING))
 
 
+def epsilon_text(epsilon: float) -> str:
+    """Epsilon as a person reads it: the one way to print it anywhere, so it never reads lower.
+
+    >>> epsilon_text(3.000157), epsilon_text(8.0)
+    ('3.01', '8')
+    """
+    return f"{round_up(epsilon):g}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """What may be said about a model. `epsilon` is infinite when nothing is promised.
+    """What may be said about a model. `epsilon` is infinite when nothing was protected.
 
-    `paid` lists every look at the users' data beside the steps; `epsilon` includes them.
+    `paid` lists every look at the users' data beside the steps, and `earlier` every run behind the
+    weights this one started from; `epsilon` includes both. `unit` is who is protected, `sampling`
+    what one coin decides. `epsilon` is what the record prices: it is promised only if `guarantee`
+    holds. `promise` is empty where no reassuring words go with it.
     """
 
     epsilon: float
@@ -46,36 +58,59 @@ class Statement:
     certified_by: str
     promise: str
     unit: str = "user"
+    sampling: str = "user"
     paid: tuple[str, ...] = ()
+    earlier: tuple[str, ...] = ()
+    model_check: str = ""
+    fixed_seed: bool = False
+    unfinished: bool = False
     assumptions: tuple[str, ...] = ()
     not_covered: tuple[str, ...] = ()
     cautions: tuple[str, ...] = ()
 
     @property
     def is_private(self) -> bool:
-        """Whether anything is promised at all."""
+        """Whether what is recorded has a finite price."""
         return math.isfinite(self.epsilon)
 
     @property
+    def guarantee(self) -> bool:
+        """Whether anything is promised: not if the noise can be repeated or the record is cut."""
+        return self.is_private and not self.fixed_seed and not self.unfinished
+
+    @property
     def sentence(self) -> str:
-        """The guarantee in one sentence."""
+        """The guarantee in one sentence, or that there is none and why."""
+        priced = (
+            f"(epsilon={epsilon_text(self.epsilon)}, delta={self.delta:g}) differential privacy at "
+            f"{self.unit} level, {self.adjacency}: {self.neighbours}."
+        )
+        if self.guarantee:
+            return priced
         if not self.is_private:
             return "No privacy guarantee."
-        return (
-            f"(epsilon={round_up(self.epsilon):g}, delta={self.delta:g}) differential privacy at "
-            f"user level, {self.adjacency}: {self.neighbours}."
-        )
+        reasons = ["a fixed seed was used, and whoever knows it can remove the noise"] * (
+            self.fixed_seed
+        ) + ["the record is unfinished, and what it leaves out is not counted"] * self.unfinished
+        return f"No privacy guarantee: {'; '.join(reasons)}. Only planned: {priced}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; epsilon rounded up, or null when nothing is promised."""
+        """Plain data; `epsilon` is null when nothing is promised, `planned_epsilon` what is priced.
+
+        Both are rounded up.
+        """
         data = dataclasses.asdict(self)
-        data["epsilon"] = round_up(self.epsilon) if self.is_private else None
-        return {"guarantee": self.is_private, "sentence": self.sentence} | data
+        priced = round_up(self.epsilon) if self.is_private else None
+        data["epsilon"] = priced if self.guarantee else None
+        data["planned_epsilon"] = priced
+        return {"guarantee": self.guarantee, "sentence": self.sentence} | data
 
     def __str__(self) -> str:
         lines = [self.sentence, f"{self.steps:,} steps, {self.sampler}, {self.mechanism}"]
         lines += [f"certified by {self.certified_by}"] if self.is_private else []
+        lines += [f"model: {self.model_check}"] if self.model_check else []
         for title, entries in (
+            ("includes", self.earlier),
             ("paid for", self.paid),
             ("caution", self.cautions),
             ("assumes", self.assumptions),

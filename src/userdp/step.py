@@ -9,31 +9,40 @@ post-processing and costs nothing. Every paper's step is this one with other par
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import nn
 
 from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.flat import ClippedSum
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import AdaptiveClip
-from userdp.clipping.sums import ClippedSum
-from userdp.errors import BudgetExhaustedError, InputError
+from userdp.digests import (
+    code_version,
+    index_digest,
+    optimizer_digest,
+    trained_digest,
+    weights_digest,
+)
+from userdp.errors import BudgetExhaustedError, InputError, MixedExamplesError
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
-from userdp.models.checks import (
-    BufferGuard,
-    check_optimizer,
-    refuse_mixing,
-    trainable_parameters,
-)
+from userdp.lineage import begin_run, check_current
+from userdp.models.checks import check_optimizer, refuse_mixing, trainable_parameters
+from userdp.models.proven import model_check
 from userdp.noise.draw import add_gaussian_, noisy_number
 from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
-from userdp.sampling import Cohort
+from userdp.probe import check_model, vocabulary_of
+from userdp.sampling import Cohort, PoissonUsers
 from userdp.statement import Statement
 from userdp.updates import Batch, RecordLoss, causal_lm_loss
+
+# Groups whose rows are taken for an example until one of them can be read.
+_EXAMPLES = 3
 
 
 class PrivateStep:
@@ -53,6 +62,9 @@ class PrivateStep:
     ...     step.apply({"x": x[rows], "y": y[rows]} for rows in cohort)
     >>> step.statement().steps
     5
+
+    `sequence_length` is the most tokens a record may have, a public number: the model is tried with
+    made-up records of that length before the first step.
     """
 
     def __init__(
@@ -66,6 +78,7 @@ class PrivateStep:
         clipping: Literal["fast", "plain"] = "fast",
         settings: FastSettings | None = None,
         microbatch_records: int | None = None,
+        sequence_length: int | None = None,
         ledger: Ledger | None = None,
         secret: RunSecret | None = None,
     ) -> None:
@@ -76,15 +89,33 @@ class PrivateStep:
         self.optimizer = optimizer
         self.plan = plan
         secret = secret or RunSecret.from_system()
-        self.ledger = ledger or Ledger.create(plan, bound_to={}, fixed_seed=secret.fixed_seed)
+        settings = settings or FastSettings()
+        self.ledger = ledger or Ledger.create(
+            plan,
+            bound_to={
+                "initial_weights": weights_digest(model),
+                "optimizer": optimizer_digest(optimizer),
+                "code": code_version(),
+            },
+            fixed_seed=secret.fixed_seed,
+            model_check=model_check(model, checked=clipping == "plain" or settings.check),
+        )
         if self.ledger.plan != plan or self.ledger.fixed_seed != secret.fixed_seed:
             raise InputError("the ledger was opened for another plan or another kind of seed.")
+        # What was spent on these weights before is composed, or refused, before the first step.
+        begin_run(model, self.ledger)
         self._secret = secret.bound_to(self.ledger.run_digest)
-        settings = settings or FastSettings()
+        for unnamed in _unnamed(self.ledger, model, optimizer, index):
+            self._secret = self._secret.bound_to(unnamed)
         self._clipping: FastClipping | PlainClipping
         if clipping == "fast":
             self._clipping = FastClipping(
-                model, self._parameters, plan.clip, record_loss=record_loss, settings=settings
+                model,
+                self._parameters,
+                plan.clip,
+                record_loss=record_loss,
+                settings=settings,
+                sequence_length=sequence_length,
             )
         else:
             self._clipping = PlainClipping(
@@ -94,6 +125,19 @@ class PrivateStep:
                 microbatch_records=microbatch_records,
                 compute_dtype=settings.compute_dtype,
             )
+        self._check = partial(
+            check_model,
+            model,
+            sequence_length=sequence_length,
+            group_size=plan.sampler.group_size if isinstance(plan.sampler, PoissonUsers) else 1,
+            record_loss=record_loss,
+            rule=plan.clip,
+            path=clipping,
+            settings=settings,
+        )
+        self._is_checked = False
+        self._sequence_length = sequence_length
+        self._vocabulary = vocabulary_of(model)
         self._clip = plan.clip
         self._index = plan.sampler.limit_contributions(
             index, self._secret.rng("limit contributions", 0)
@@ -117,6 +161,7 @@ class PrivateStep:
                 f"all {self.plan.steps:,} planned steps are taken: another would cost more than "
                 "the plan allows. Plan more steps before training."
             )
+        check_current(self.model, self.ledger)
         if self._drawn is not None:
             raise InputError(
                 "a cohort was drawn and not applied: leaving steps out makes the sampling other "
@@ -135,10 +180,60 @@ class PrivateStep:
         if self._drawn is None:
             raise InputError("no cohort is drawn: call draw() first, once for every step.")
         cohort, self._drawn = self._drawn, None
-        guard = BufferGuard(self.model)
-        total = self._clipping.clipped_sum(_counted(batches, len(cohort)), self._clip)
-        guard.check()
+        groups = list(_counted(batches, len(cohort)))
+        self._check_like([group for group in groups if len(next(iter(group.values())))])
+        groups = self._readable(groups)
+        total = self._clipping.clipped_sum(groups, self._clip)
         self._release(total)
+
+    def check_model(self, example: Batch | None = None) -> None:
+        """Raise if one user can move the clipped sum by more than the clip norm (`probe`).
+
+        Runs once, with made-up rows; `apply` runs it before the first step unless it has run. Rows
+        are token ids for a Hugging Face model, else like those of `example`.
+        """
+        if not self._is_checked:
+            self._check(example)
+            self._is_checked = True
+            # From here on a group that fails does so because of its own data.
+            self._clipping.skip_failing = True
+
+    def _check_like(self, examples: Sequence[Batch]) -> None:
+        """Check the model with rows like those of a group; another group if that one is odd."""
+        if self._is_checked:
+            return
+        for number, example in enumerate(examples[:_EXAMPLES], 1):
+            try:
+                self.check_model(example)
+                return
+            except MixedExamplesError:
+                # One user's data must not decide: a group may hold what no model reads.
+                if number == min(_EXAMPLES, len(examples)):
+                    raise
+
+    def _readable(self, groups: list[Batch]) -> list[Batch]:
+        """The groups; those that the model cannot read without their rows, so that they count zero.
+
+        On a GPU a token beyond the vocabulary would end the process.
+        """
+        kept = [
+            group if self._reads(group) else {n: t[:0] for n, t in group.items()}
+            for group in groups
+        ]
+        if len(groups) > 1 and not any(map(self._reads, groups)):
+            raise InputError(
+                "no group can be read: all have tokens that the model does not know, or rows "
+                f"longer than sequence_length={self._sequence_length}."
+            )
+        return kept
+
+    def _reads(self, group: Batch) -> bool:
+        ids = group.get("input_ids")
+        if ids is None or not ids.numel():
+            return True
+        if self._sequence_length is not None and ids.shape[1] > self._sequence_length:
+            return False
+        return self._vocabulary is None or 0 <= int(ids.min()) <= int(ids.max()) < self._vocabulary
 
     def _release(self, total: ClippedSum) -> None:
         """Noise the clipped sum, divide, step: everything that leaves the private side."""
@@ -177,6 +272,24 @@ class PrivateStep:
     def statement(self) -> Statement:
         """What may be said about the model after the steps taken so far."""
         return self.ledger.statement()
+
+    def finish(self) -> None:
+        """Close the ledger with the digest of the weights as they are: no step can follow."""
+        self.ledger.finish({"final_weights": trained_digest(self.model)})
+
+
+def _unnamed(
+    ledger: Ledger, model: nn.Module, optimizer: torch.optim.Optimizer, index: UserIndex
+) -> list[str]:
+    """What the noise depends on beside what the ledger names already. Secret."""
+    named = ledger.bound_to
+    found: list[str] = []
+    if "initial_weights" not in named:
+        found += [weights_digest(model), optimizer_digest(optimizer)]
+    # Under a fixed seed there is nothing to protect, and tests compare neighbours by equal noise.
+    if "data" not in named and not ledger.fixed_seed:
+        found.append(index_digest(index))
+    return found
 
 
 def _counted(batches: Iterable[Batch], expected: int) -> Iterator[Batch]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +16,27 @@ from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
 from userdp.clipping.fast import FastSettings
 from userdp.data.store import UserStore
-from userdp.data.tokens import TokenRows, tokenise, tokenise_selected
+from userdp.data.tokens import TokenRows, tokenise, tokenise_selected, tokenizer_digest
+from userdp.digests import (
+    code_version,
+    model_digest,
+    optimizer_digest,
+    scheduler_digest,
+    trained_digest,
+    weights_digest,
+)
 from userdp.errors import InputError
+from userdp.history import ATTRIBUTE, carry, history_of, write_history
 from userdp.ledger import Ledger
+from userdp.lineage import earlier_runs
 from userdp.models.checks import trainable_parameters
 from userdp.models.load import save_model
+from userdp.models.proven import model_check
 from userdp.noise.secret import RunSecret
 from userdp.paid import Paid
 from userdp.plan import Plan
+from userdp.probe import check_positions
+from userdp.run_files import model_files, write_training_users
 from userdp.sampling import Cohort
 from userdp.statement import Statement
 from userdp.step import PrivateStep
@@ -62,6 +76,7 @@ def train(
     out: str | Path | None = None,
     bound_to: dict[str, str] | None = None,
     paid: Sequence[Paid] = (),
+    other_people: bool = False,
     secret: RunSecret | None = None,
     on_step: OnStep | None = None,
 ) -> Run:
@@ -77,24 +92,54 @@ def train(
     and at the end the model. Looks at the data that were `paid` for are charged before the first
     step. `on_step` is told how many steps are done, and nothing else: losses,
     norms and cohorts are secret.
+
+    A model that was trained privately before carries what was spent on it, and that is composed
+    with this run. `other_people` declares that nobody in this store was in those runs: then each
+    person is in one of them, and the statement gives the largest epsilon.
     """
-    plan.check_paid(paid)
+    # The ledger will name this data: make sure that it still is this data.
+    store.verify()
+    before = earlier_runs(model, other_people=other_people, data=store.fingerprint)
+    plan.check_paid(paid, earlier=before)
+    check_positions(model, sequence_length)
     rows = _rows(store, tokenizer, plan, selection, sequence_length)
     secret = secret or RunSecret.from_system()
+    settings = settings or FastSettings()
+    if optimizer is None:
+        optimizer = make_optimizer(model, "adamw", learning_rate)
     path = Path(out) if out is not None else None
     if path is not None:
         path.mkdir(parents=True, exist_ok=True)
+    homes = history_of(model).homes
     ledger = Ledger.create(
         plan,
         path=path / "ledger.jsonl" if path is not None else None,
-        bound_to={"data": store.fingerprint} | (bound_to or {}),
+        bound_to={
+            "data": store.fingerprint,
+            "selection": _selection_name(store, selection),
+            "sequence_length": str(sequence_length),
+            "tokenizer": tokenizer_digest(tokenizer),
+            "model": model_digest(model),
+            "initial_weights": weights_digest(model),
+            "optimizer": optimizer_digest(optimizer),
+            "schedule": scheduler_digest(scheduler),
+            "clipping": f"{clipping}, {settings}, microbatch_records={microbatch_records}",
+            "device": next(model.parameters()).device.type,
+            "code": code_version(),
+        }
+        | (bound_to or {}),
         fixed_seed=secret.fixed_seed,
+        data_cautions=store.cautions,
+        # Under a fixed seed the whole record repeats; otherwise no two runs share a key.
+        key=secret.ledger_key() if secret.fixed_seed else None,
+        model_check=model_check(model, checked=clipping == "plain" or settings.check),
     )
     with contextlib.closing(ledger):
+        ledger.inherit(before)
         for item in paid:
             ledger.charge(item.event, what=item.what)
-        if optimizer is None:
-            optimizer = make_optimizer(model, "adamw", learning_rate)
+        if path is not None:
+            write_training_users(path, ledger.run_digest, store, homes)
         # Dropout off: the noise regularises enough, and a group's update is then a function of its
         # rows.
         model.eval()
@@ -106,18 +151,33 @@ def train(
             clipping=clipping,
             settings=settings,
             microbatch_records=microbatch_records,
+            sequence_length=sequence_length,
             ledger=ledger,
             secret=secret,
         )
+        step.check_model()
         for cohort in step.cohorts():
             step.apply(cohort_batches(rows, cohort, pad_token=tokenizer.pad_token_id))
             if scheduler is not None:
                 scheduler.step()
             if on_step is not None:
                 on_step(ledger.steps)
-    if path is not None:
-        save_model(model, tokenizer, path / "model")
+        files: dict[str, str] = {}
+        if path is not None:
+            save_model(model, tokenizer, path / "model")
+            history = vars(model)[ATTRIBUTE]
+            carry(model, dataclasses.replace(history, homes=(*homes, path.resolve())))
+            write_history(path / "model", history)
+            files = model_files(path / "model")
+        ledger.finish({"final_weights": trained_digest(model)}, model_files=files)
     return Run(model=model, ledger=ledger, path=path)
+
+
+def _selection_name(store: UserStore, selection: Selection | None) -> str:
+    """A keyed name: who owns how much of what is private."""
+    if selection is None:
+        return ""
+    return store.keyed_digest(f"selection {selection.sha256()}".encode())
 
 
 def make_optimizer(model: nn.Module, name: str, learning_rate: float) -> torch.optim.Optimizer:
@@ -140,7 +200,7 @@ def _rows(
             raise InputError(
                 f"adjacency {plan.adjacency.value!r} needs a selection: bound contributions first."
             )
-        return tokenise(store, tokenizer, sequence_length=sequence_length)
+        return tokenise(store, tokenizer, sequence_length=sequence_length, verify=True)
     edges = Edges.load(store.path)
     selection.check(edges)
     if not plan.adjacency.fixed_graph:
@@ -152,6 +212,7 @@ def _rows(
             selection.records(),
             sequence_length=sequence_length,
             owners=store.sole_owners(),
+            verify=True,
         )
     if plan.sampler.group_size < selection.realised_bound:
         raise InputError(
@@ -159,7 +220,9 @@ def _rows(
             f"{plan.sampler.group_size} under {plan.adjacency.value}. Plan for the selection, "
             "under fixed-graph adjacency."
         )
-    return tokenise_selected(store, tokenizer, selection.records(), sequence_length=sequence_length)
+    return tokenise_selected(
+        store, tokenizer, selection.records(), sequence_length=sequence_length, verify=True
+    )
 
 
 def cohort_batches(rows: TokenRows, cohort: Cohort, *, pad_token: int) -> Iterator[Batch]:

@@ -87,7 +87,11 @@ class Adjacency(StrEnum):
 
     @property
     def promise(self) -> str:
-        """The guarantee as a curator may put it to the users, without its numbers.
+        """The guarantee as a curator may put it to the users where epsilon is small."""
+        return self.promised("is protected", "would learn nearly the same")
+
+    def promised(self, degree: str, learns: str) -> str:
+        """The promise in words: the information `degree`, whoever has the model `learns` if ...
 
         Reference: Ganesh et al. 2025, Sec. 1.1, for records with several owners.
         """
@@ -99,14 +103,14 @@ class Adjacency(StrEnum):
             )
             return (
                 "Even if every message you sent or received contained the same private information "
-                "about you, that information is protected: whoever has the model would learn "
-                "nearly the same if the text of every message you sent or received had been "
-                f"{changed} before training. Who wrote to whom is not protected by this promise."
+                f"about you, that information {degree}: whoever has the model {learns} if the text "
+                f"of every message you sent or received had been {changed} before training. Who "
+                "wrote to whom is not protected by this promise."
             )
         changed = "replaced with other text" if self is Adjacency.REPLACE else "left out"
         return (
             "Even if everything you wrote contained the same private information about you, that "
-            "information is protected: whoever has the model would learn nearly the same if all "
-            f"your records had been {changed} before training. What others wrote about you is not "
-            "protected by this promise."
+            f"information {degree}: whoever has the model {learns} if all your records had been "
+            f"{changed} before training. What others wrote about you is not protected by this "
+            "promise."
         )

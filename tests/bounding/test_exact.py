@@ -73,10 +73,11 @@ def test_exact_proves_random_graphs_that_no_rule_reduces_away(bound: int) -> Non
 def test_out_of_time_gives_a_bounded_selection_no_worse_than_greedy_and_a_gap(solve) -> None:
     rng = np.random.default_rng(1)
     graph = generators.regular_graph(num_records=40_000, mean_owners=4.0, mean_records=8.0, rng=rng)
-    start = time.monotonic()
+    start = time.process_time()
     best = solve(graph, 2, time_limit=0.2)
-    # HiGHS looks at the clock between its phases, not within them.
-    assert time.monotonic() - start < 15
+    # HiGHS looks at the clock between its phases, not within them. Processor time: others may share
+    # the machine.
+    assert time.process_time() - start < 15
     assert graph.contributions(best.multiplicity).max() <= 2
     baseline = greedy.greedy if solve is exact.exact else greedy.greedy_duplicates
     assert baseline(graph, 2).sum() <= best.value <= best.upper_bound

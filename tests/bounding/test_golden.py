@@ -18,12 +18,12 @@ from userdp.cli import app
 GRAPHS = (
     "acl_abstracts",
     "acl_all_papers",
-    "gitml_from_to_cc",
+    pytest.param("gitml_from_to_cc", marks=pytest.mark.slow),
     "qemu_commits",
     "scholp_congress_bills",
     "scholp_email_enron",
     "scholp_email_eu",
-    "scholp_threads_math_sx",
+    pytest.param("scholp_threads_math_sx", marks=pytest.mark.slow),
 )
 
 

@@ -69,7 +69,7 @@ def test_priorities_with_gaps_are_finished_as_well(tmp_path) -> None:
             assert done.refused.tolist() == [1 << 50]
 
 
-@pytest.mark.parametrize("join_range", [1, 7, 399, 400, None])
+@pytest.mark.parametrize("join_range", [pytest.param(1, marks=pytest.mark.slow), 7, 399, 400, None])
 def test_joining_range_by_range_changes_nothing(
     join_range: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

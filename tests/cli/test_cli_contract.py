@@ -44,6 +44,7 @@ OPTIONS = {
         "--accountant",
         "--noise",
         "--participations",
+        "--unfinished",
         "--json",
     },
     "bound": {
@@ -84,6 +85,7 @@ OPTIONS = {
     "duplicates": {
         "store",
         "--against",
+        "--across-users",
         "--text",
         "--threshold",
         "--out",
@@ -95,6 +97,7 @@ OPTIONS = {
         "store",
         "--sequence-length",
         "--allow-overlap",
+        "--unfinished",
         "--json",
     },
     "import": {
@@ -155,6 +158,7 @@ OPTIONS = {
     },
     "report": {
         "run",
+        "--unfinished",
         "--json",
     },
     "split": {
@@ -175,6 +179,7 @@ OPTIONS = {
         "--verify",
         "--json",
     },
+    "verify": {"config", "--json"},
     "train": {
         "config",
         "--out",

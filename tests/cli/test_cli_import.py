@@ -304,7 +304,15 @@ def test_gzip_and_plain_give_the_same_fingerprint(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(GOOD)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(GOOD))
     prints = {
-        userdp("import", tmp_path / name, "--out", tmp_path / name[0], "--json").json["fingerprint"]
+        userdp(
+            "import",
+            tmp_path / name,
+            "--out",
+            tmp_path / name[0],
+            "--key",
+            tmp_path / "k",
+            "--json",
+        ).json["fingerprint"]
         for name in ("a.jsonl", "b.jsonl.gz")
     }
     assert len(prints) == 1

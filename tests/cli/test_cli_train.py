@@ -21,7 +21,7 @@ from userdp.ledger import Ledger
 WriteConfig = Callable[..., Path]
 
 # The allow-list: all that may leave a run.
-RUN_FILES = {"config.toml", "ledger.jsonl", "statement.json", "model"}
+RUN_FILES = {"config.toml", "ledger.jsonl", "statement.json", "model", "secret"}
 REPORT_FILES = {"report.html", "MODEL_CARD.md"}
 MODEL_FILES = {
     "config.json",
@@ -33,6 +33,7 @@ MODEL_FILES = {
     "adapter_config.json",
     "adapter_model.safetensors",
     "README.md",
+    "userdp_ancestry.json",
 }
 
 
@@ -82,7 +83,8 @@ def test_run_directory_holds_the_allow_list_and_nothing_else(run: Path) -> None:
 
 def test_ledger_and_statement_hold_no_loss_norm_or_cohort(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
-    assert [set(row) for row in rows[1:]] == [{"kind", "step", "hash"}] * 4
+    assert [set(row) for row in rows[1:-1]] == [{"kind", "step", "tag", "hash"}] * 4
+    assert set(rows[-1]) == {"kind", "steps", "digests", "model_files", "tag", "hash"}
     statement = json.loads((run / "statement.json").read_text())
     assert set(statement) == {
         "guarantee",
@@ -102,8 +104,17 @@ def test_ledger_and_statement_hold_no_loss_norm_or_cohort(run: Path) -> None:
         "not_covered",
         "paid",
         "cautions",
+        "planned_epsilon",
+        "sampling",
+        "earlier",
+        "model_check",
+        "fixed_seed",
+        "unfinished",
     }
-    assert statement["epsilon"] <= 8.0
+    # The run has a fixed seed: what was planned is told, and nothing is promised.
+    assert statement["guarantee"] is False
+    assert statement["epsilon"] is None
+    assert 7.9 < statement["planned_epsilon"] <= 8.0
 
 
 def test_nothing_private_is_printed(config_file: WriteConfig, tmp_path: Path) -> None:

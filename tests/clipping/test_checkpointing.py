@@ -455,7 +455,7 @@ def compiler(backend: str) -> Iterator[None]:
     ("backend", "name"),
     [
         ("aot_eager", "gpt2 tied"),
-        ("aot_eager", "llama tied + lora"),
+        pytest.param("aot_eager", "llama tied + lora", marks=pytest.mark.slow),
         pytest.param("inductor", "gpt2 tied", marks=pytest.mark.slow),
     ],
 )
@@ -471,6 +471,7 @@ def test_compiled_and_checkpointed_blocks_give_the_plain_loops_sum(backend: str,
         assert_untouched(model, lambda: fast_sum(model, groups, RULE, settings=settings))
 
 
+@pytest.mark.slow
 @ignoring_torchs_warnings
 def test_peak_of_allocated_bytes_falls_when_compiled() -> None:
     groups = cohort(WIDE)

@@ -75,7 +75,7 @@ def test_compiled_blocks_give_the_plain_loops_sum_without_graph_breaks(
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("mix_sizes", [False, True])
+@pytest.mark.parametrize("mix_sizes", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_products_that_give_their_norms_need_no_graph_break(
     mix_sizes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,15 +87,24 @@ def test_compiled_products_that_give_their_norms_need_no_graph_break(
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("name", ["gpt2 tied", "llama tied + lora"])
-def test_compiled_blocks_give_the_plain_loops_sum_of_joined_records(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [
+        ("gpt2 tied", [[5, 3, 4], [4], [6, 2]]),
+        pytest.param("gpt2 tied", RAGGED, marks=pytest.mark.slow),
+        pytest.param("llama tied + lora", RAGGED, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_blocks_give_the_plain_loops_sum_of_joined_records(
+    name: str, lengths: list[list[int]]
+) -> None:
     model = shake(models_zoo.build(name))
     settings = FastSettings(compile_blocks=True, join_records=True)
-    assert_same_as_plain(model, cohort(RAGGED), settings=settings)
+    assert_same_as_plain(model, cohort(lengths), settings=settings)
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("name", ["gemma", "opt", "bert"])
+@pytest.mark.parametrize("name", ["gemma", pytest.param("opt", marks=pytest.mark.slow), "bert"])
 def test_compiled_blocks_give_the_plain_loops_sum_for_layers_without_a_rule_and_others(
     name: str,
 ) -> None:

@@ -186,7 +186,7 @@ def test_short_records_beside_a_long_one_take_far_fewer_tokens() -> None:
     assert tokens[None] < 0.5 * tokens[False]
 
 
-def test_records_stay_apart_where_joining_saves_little_until_it_saves_much() -> None:
+def test_each_user_is_joined_if_that_saves_this_user_much_whoever_else_is_there() -> None:
     fast, rule = clipping_of("llama"), FlatClip(clip_norm=0.5)
     even, uneven = cohort([[9, 9], [12], [5, 5, 5]]), cohort([[14, 2, 2, 2], [2, 13, 3]])
     assert not worth_joining(even, "cpu")
@@ -194,10 +194,11 @@ def test_records_stay_apart_where_joining_saves_little_until_it_saves_much() -> 
     # 70% full: on CUDA a mask costs more than that.
     assert worth_joining(cohort([[10, 4]]), "cpu")
     assert not worth_joining(cohort([[10, 4]]), "cuda")
+    for groups, joined_rows in ((even, {False}), (uneven, {True}), (even + uneven, {False, True})):
+        batches = tokens_run(fast, groups, rule)
+        assert {is_joined(users.batch) for users in batches} == joined_rows
+    # Nothing of the uneven users is remembered.
     assert not any(is_joined(users.batch) for users in tokens_run(fast, even, rule))
-    # From then on always: shapes are to settle.
-    assert all(is_joined(users.batch) for users in tokens_run(fast, uneven, rule))
-    assert all(is_joined(users.batch) for users in tokens_run(fast, even, rule))
 
 
 @pytest.mark.parametrize("name", ["bert", "lstm", "own parameter", "used twice"])
@@ -305,22 +306,26 @@ def test_models_in_which_records_would_meet_are_not_joined(name: str, dtype: tor
     assert not can_join(model, causal_lm_loss, 32)
 
 
-def test_records_longer_than_a_window_end_the_joining_of_shorter_ones() -> None:
+def test_whether_records_are_joined_follows_from_their_declared_length() -> None:
     torch.manual_seed(0)
     config = transformers.MistralConfig(**TINY, sliding_window=16)
     model = shake(transformers.MistralForCausalLM(config).double().eval())
     rule = FlatClip(clip_norm=0.5)
     short, long = cohort([[14, 2, 2, 2], [2, 13, 3]]), cohort([[30, 2, 2, 2]])
-    fast = FastClipping(model, trainable(model), rule, record_loss=causal_lm_loss)
-    for groups, are_joined in ((short, True), (long, False), (short, False)):
-        batches = tokens_run(fast, groups, rule)
-        assert all(is_joined(users.batch) is are_joined for users in batches)
-        found = fast.clipped_sum(groups, rule).total.views
-        assert difference(found, plain_sum(model, groups, rule)) <= 1e-10
-    fast = FastClipping(model, trainable(model), rule, record_loss=causal_lm_loss, settings=JOINED)
-    fast.clipped_sum(short, rule)
-    with pytest.raises(InputError, match="records of length 32 were tried"):
-        fast.clipped_sum(long, rule)
+    # Without a declared length they could be as long as the model has positions: beyond the window.
+    for declared, short_ones_are in ((None, False), (32, False), (16, True)):
+        fast = FastClipping(
+            model,
+            trainable(model),
+            rule,
+            record_loss=causal_lm_loss,
+            sequence_length=declared,
+        )
+        for groups, are_joined in ((short, short_ones_are), (long, False), (short, short_ones_are)):
+            batches = tokens_run(fast, groups, rule)
+            assert all(is_joined(users.batch) is are_joined for users in batches)
+            found = fast.clipped_sum(groups, rule).total.views
+            assert difference(found, plain_sum(model, groups, rule)) < 1e-10
 
 
 def test_model_inside_another_module_and_tiny_vocabularies_are_run_as_before() -> None:

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from cli_runner import python
 from shared import SHARED, needs_shared
 from userdp.cli import app
+from userdp.data import split
+from userdp.data.store import UserStore
 from userdp.errors import InputError
 
 # The tables of the data folder: records, users, then min/median/mean/max of both directions.
@@ -46,8 +48,17 @@ def as_table(summary: dict[str, Any]) -> str:
     )
 
 
+# Of the largest, those that others in the table are like take long and say little more.
+SLOW_TABLES = frozenset(
+    "acl_to2022 gitml_2022_2023 books_by_author_chunks scotus_turns_2006_2010".split()
+)
+
+
 @needs_shared
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(t, marks=pytest.mark.slow) if t in SLOW_TABLES else t for t in TABLES],
+)
 def test_stats_give_the_table_of_the_data_folder(tmp_path: Path, name: str) -> None:
     records, users, per_user, per_record, text_bytes = TABLES[name]
     run("import", SHARED / "data" / f"{name}.jsonl.gz", "--out", tmp_path / "store")
@@ -75,12 +86,95 @@ def test_import_split_duplicates_and_stats_work_together(tmp_path: Path) -> None
         *("split", tmp_path / "store", "--share", 0.2),
         *("--train", tmp_path / "train", "--held-out", tmp_path / "held"),
     )
-    assert (halves["train"]["users"], halves["held_out"]["users"]) == (8, 2)
+    assert halves["train"]["users"] + halves["held_out"]["users"] == 10
     found = run("duplicates", tmp_path / "store", "--out", tmp_path / "unique")
-    assert (found["copies"], found["kept"]) == (40, 40)
+    assert (found["copies"], found["kept"], found["cautions"]) == (40, 40, [])
     against = run("duplicates", tmp_path / "store", "--against", source)
     assert against["public_in_store"] == 80
     assert run("stats", tmp_path / "unique", "--verify")["records"] == 40
+
+
+def test_a_split_into_one_directory_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    run("import", write(tmp_path / "data.jsonl"), "--out", tmp_path / "store")
+    before = sorted(tmp_path.iterdir())
+    (tmp_path / "link").symlink_to(tmp_path)
+    for train, held_out in (("a", "a"), ("a", "link/a"), ("a/b", "a"), ("a", "a/b")):
+        sides = ("--train", tmp_path / train, "--held-out", tmp_path / held_out)
+        with pytest.raises(InputError, match="two directories"):
+            run("split", tmp_path / "store", "--share", 0.5, *sides)
+    (tmp_path / "link").unlink()
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_half_a_split_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("import", write(tmp_path / "data.jsonl"), "--out", tmp_path / "store")
+    whole = split.write_subset
+
+    def fails_at_the_second(store: UserStore, records: Any, out: Path, **options: Any) -> Any:
+        if out.name == "b":
+            raise OSError("no space left")
+        return whole(store, records, out, **options)
+
+    monkeypatch.setattr(split, "write_subset", fails_at_the_second)
+    with pytest.raises(OSError, match="no space"):
+        run(
+            *("split", tmp_path / "store", "--share", 0.5),
+            *("--train", tmp_path / "a", "--held-out", tmp_path / "b"),
+        )
+    assert not (tmp_path / "a").exists()
+
+
+def test_split_says_which_users_are_lost(tmp_path: Path) -> None:
+    lines = [{"user": [f"u{i}", f"u{i + 1}", f"u{i + 2}"], "text": f"text {i}"} for i in range(200)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run("import", tmp_path / "data.jsonl", "--out", tmp_path / "store", "--key", tmp_path / "key")
+    (tmp_path / "key").unlink()
+    paths = ("--train", str(tmp_path / "a"), "--held-out", str(tmp_path / "b"))
+    result = CliRunner().invoke(app, ["split", str(tmp_path / "store"), "--share", "0.4", *paths])
+    table = re.findall(
+        r"^(training|held out|in neither) +(\d+) +(\d+)", result.stdout, re.MULTILINE
+    )
+    told = {name: (int(records), int(users)) for name, records, users in table}
+    stores = {name: UserStore.open(tmp_path / name) for name in "ab"}
+    assert told["training"] == (stores["a"].num_records, stores["a"].num_users)
+    assert told["held out"] == (stores["b"].num_records, stores["b"].num_users)
+    assert sum(records for records, _ in told.values()) == 200
+    assert sum(users for _, users in told.values()) == 202
+    assert told["in neither"][1] > 0
+
+
+def test_removal_across_users_leaves_its_caution_in_every_store_made_from_it(
+    tmp_path: Path,
+) -> None:
+    run("import", write(tmp_path / "data.jsonl"), "--out", tmp_path / "store")
+    found = run("duplicates", tmp_path / "store", "--across-users", "--out", tmp_path / "unique")
+    assert (found["clusters"], found["copies"]) == (40, 40)
+    assert ["other users had like ones" in caution for caution in found["cautions"]] == [True]
+    parts = ("--train", tmp_path / "train", "--held-out", tmp_path / "held")
+    run("split", tmp_path / "unique", "--share", 0.5, *parts)
+    run("duplicates", tmp_path / "train", "--out", tmp_path / "again")
+    for name in ("train", "held", "again"):
+        assert list(UserStore.open(tmp_path / name).cautions) == found["cautions"]
+    assert run("stats", tmp_path / "again")["cautions"] == found["cautions"]
+    look = run("quantile", tmp_path / "again", "--epsilon", 1)
+    assert look["cautions"] == found["cautions"]
+    for command in (["stats"], ["quantile", "--epsilon", "1"]):
+        words = CliRunner().invoke(app, [*command, str(tmp_path / "again")]).stdout
+        assert f"caution: {found['cautions'][0]}" in words
+
+
+def test_records_of_several_owners_are_removed_only_with_a_caution(tmp_path: Path) -> None:
+    lines = [{"user": ["a", "b"], "text": "one two three"}] * 3 + [{"user": ["c"], "text": "four"}]
+    source = tmp_path / "data.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run("import", source, "--out", tmp_path / "store")
+    assert run("duplicates", tmp_path / "store")["copies"] == 2
+    for options in ((), ("--against", source)):
+        with pytest.raises(InputError, match="several owners"):
+            run("duplicates", tmp_path / "store", *options, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    run("duplicates", tmp_path / "store", "--across-users", "--out", tmp_path / "out")
+    assert any("of several owners" in text for text in UserStore.open(tmp_path / "out").cautions)
 
 
 def test_sharing_users_must_be_asked_for(tmp_path: Path) -> None:
@@ -114,7 +208,5 @@ def test_opening_a_store_loads_neither_torch_nor_engines(tmp_path: Path) -> None
         "import sys; from userdp.data.store import UserStore; UserStore.open('store').text(0);"
         "print([name for name in ('torch', 'duckdb', 'ibis', 'pyspark') if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    done = python(script, cwd=tmp_path)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

@@ -56,7 +56,7 @@ def store(tmp_path: Path) -> UserStore:
 @pytest.mark.statistical
 def test_planted_copies_are_found_and_nothing_else(store: UserStore, tmp_path: Path) -> None:
     """Fixed hashes: similarity 0.96 and more is missed with probability below 1e-10 a pair."""
-    clusters = duplicates.within(store, tmp_path / "scratch")
+    clusters = duplicates.across_users(store, tmp_path / "scratch")
     groups = [
         np.flatnonzero(clusters.cluster == number).tolist()
         for number in range(clusters.num_clusters)
@@ -68,7 +68,7 @@ def test_planted_copies_are_found_and_nothing_else(store: UserStore, tmp_path: P
 
 def test_similarity_below_the_threshold_does_not_count(store: UserStore, tmp_path: Path) -> None:
     """One new word at the end of 60 changes 1 of 57 grams; one in front 1 of 56."""
-    exact = duplicates.within(store, tmp_path / "scratch", threshold=1.0)
+    exact = duplicates.across_users(store, tmp_path / "scratch", threshold=1.0)
     assert exact.copies.tolist() == [200, 201]
 
 
@@ -78,3 +78,58 @@ def test_public_texts_in_the_store_are_named(store: UserStore, tmp_path: Path) -
     shared, private = duplicates.between(public, store, tmp_path / "scratch")
     assert shared.tolist() == [1, 3]
     assert private.tolist() == [0, 7, 200, 203]
+
+
+def test_records_are_compared_with_public_texts_and_not_with_each_other(tmp_path: Path) -> None:
+    """A chain public - a - b, of similarity 0.88 and 0.84; b is 0.78 like the public text.
+
+    Without a, b stays; so it must stay with a.
+    """
+    rng = np.random.default_rng(13)
+    text = words(rng, 200)
+    public = " ".join(text)
+    first = " ".join(["one"] * 20 + text[20:])
+    second = " ".join(["two"] * 40 + text[40:])
+    chain = [Record(first, ("a",), "1"), Record(second, ("b",), "2")]
+    write_store(chain, tmp_path / "store", key=KEY)
+    store = UserStore.open(tmp_path / "store")
+    linked = duplicates.across_users(store, tmp_path / "scratch")
+    assert linked.copies.tolist() == [1]
+    shared, private = duplicates.between([public, public.upper()], store, tmp_path / "scratch")
+    assert shared.tolist() == [0, 1]
+    assert private.tolist() == [0]
+
+
+def plain_copies(items: list[Record]) -> set[str]:
+    """Where the later of equal texts of the same owners are, by comparing all pairs."""
+    return {
+        later.where
+        for i, later in enumerate(items)
+        if any(set(later.owners) == set(one.owners) and later.text == one.text for one in items[:i])
+    }
+
+
+def some_records() -> list[Record]:
+    """Five texts, users a to f, one to three owners in any order."""
+    rng = np.random.default_rng(14)
+    texts = [" ".join(words(rng, 20)) for _ in range(5)]
+    return [
+        Record(
+            texts[int(rng.integers(5))],
+            tuple(rng.permutation(list("abcdef"))[: int(rng.integers(1, 4))].tolist()),
+            f"{number}",
+        )
+        for number in range(120)
+    ]
+
+
+@pytest.mark.parametrize("leaves", [None, *"abcdef"])
+def test_copies_inside_users_are_those_of_the_same_owners_whoever_leaves(
+    tmp_path: Path, leaves: str | None
+) -> None:
+    items = [record for record in some_records() if leaves not in record.owners]
+    write_store(items, tmp_path / "store", key=KEY)
+    found = duplicates.inside_users(UserStore.open(tmp_path / "store"), tmp_path / "scratch")
+    removed = {items[record].where for record in found.copies.tolist()}
+    assert removed == plain_copies(items) == plain_copies(some_records()) & {r.where for r in items}
+    assert removed

@@ -53,7 +53,7 @@ def test_both_engines_agree_on_merging_dropping_and_first_owners(
     same_files(tmp_path / "duckdb", tmp_path / "spark")
     store = UserStore.open(tmp_path / "spark")
     clusters = [
-        duplicates.within(store, tmp_path / f"scratch {engine}", threshold=0.2, engine=engine)
+        duplicates.across_users(store, tmp_path / f"scratch {engine}", threshold=0.2, engine=engine)
         for engine in EngineName
     ]
     assert np.array_equal(clusters[0].cluster, clusters[1].cluster)

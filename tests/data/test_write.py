@@ -75,12 +75,13 @@ def test_relational_grouping_equals_plain_dictionaries(
     ]
 
 
-def test_fingerprint_depends_on_content_and_not_on_batches_or_key(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_content_and_key_and_not_on_batches(tmp_path: Path) -> None:
     items = [Record(f"text {i}", (f"user {i % 7}",), "here") for i in range(100)]
     whole = write_store(items, tmp_path / "a", key=KEY)
     pieces = (batch for item in items for batch in batches_of([item]))
-    cut = write_batches(pieces, tmp_path / "b", pseudonyms=Pseudonyms.under(b"x" * 32))
+    cut = write_batches(pieces, tmp_path / "b", pseudonyms=Pseudonyms.under(KEY))
     assert whole.fingerprint == cut.fingerprint
+    assert write_store(items, tmp_path / "e", key=b"x" * 32).fingerprint != whole.fingerprint
     moved = write_store([*items[1:], items[0]], tmp_path / "c", key=KEY)
     assert moved.fingerprint != whole.fingerprint
     regrouped = [Record(item.text, ("one",), "here") for item in items]

@@ -201,6 +201,7 @@ def test_row_19_records_of_several_owners_are_refused(
             models_zoo.word_tokenizer(),
             store,
             plan(users=4),
+            sequence_length=16,
             out=tmp_path / "run",
         )
     assert not (tmp_path / "run").exists()

@@ -39,8 +39,9 @@ def private_quantile(
 ) -> PaidQuantile:
     """The first threshold below which about a share `quantile` of the users lies.
 
-    Each user has one value and falls into one bin, so adding or removing a user moves the histogram
-    by 1 in L2: N(0, noise_multiplier^2) on every count is a Gaussian event. Everything after is
+    Each user has one value, which must depend on that user's data alone: not on who else owns a
+    record. Each falls into one bin, so adding or removing a user moves the histogram by 1 in L2:
+    N(0, noise_multiplier^2) on every count is a Gaussian event. Everything after is
     post-processing. Replacing a user moves it by sqrt(2): the accountant's replace adjacency covers
     2.
 

@@ -24,6 +24,7 @@ from userdp.cli import (
     split,
     stats,
     train,
+    verify,
 )
 from userdp.errors import BudgetExhaustedError, InputError
 
@@ -47,6 +48,7 @@ app.command("report")(report.report)
 app.command("split")(split.split)
 app.command("stats")(stats.stats)
 app.command("train")(train.train)
+app.command("verify")(verify.verify)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import typer
 from userdp.cli import common, mechanism
 from userdp.cli.mechanism import AccountantName, Mechanism, NoiseKind
 from userdp.errors import InputError
-from userdp.ledger import Ledger
+from userdp.run_files import read_run
 from userdp.units import Adjacency, SamplingUnit
 
 
@@ -31,13 +31,14 @@ def account(
     accountant: mechanism.Accountant = AccountantName.PLD,
     noise: mechanism.Noise = NoiseKind.GAUSSIAN,
     participations: mechanism.Participations = None,
+    unfinished: common.Unfinished = False,
     json: common.Json = False,
 ) -> None:
     """Say what a run costs: epsilon at delta, for one user's whole data."""
     if run is not None:
         if any(value is not None for value in (rate, steps, noise_multiplier, delta)):
             raise InputError("give either a run's directory or numbers, not both.")
-        _account_run(run, json)
+        _account_run(run, json, unfinished=unfinished)
         return
     if noise_multiplier is None or delta is None:
         raise InputError(
@@ -68,20 +69,18 @@ def account(
     common.emit(json, payload, text)
 
 
-def _account_run(run: Path, as_json: bool) -> None:
-    ledger = Ledger.read(run / "ledger.jsonl")
-    statement = ledger.statement()
-    unit = SamplingUnit.USER if "users" in statement.sampler else SamplingUnit.RECORD
+def _account_run(run: Path, as_json: bool, *, unfinished: bool) -> None:
+    statement = read_run(run, unfinished=unfinished).statement()
     common.emit(
         as_json,
         {
-            "epsilon": statement.epsilon if statement.is_private else None,
-            "delta": statement.delta,
+            **common.promised(statement),
             "adjacency": statement.adjacency,
-            "unit": unit.value,
-            "protects": "user",
+            "unit": statement.sampling,
+            "protects": statement.unit,
             "steps": statement.steps,
             "paid": list(statement.paid),
+            "earlier": list(statement.earlier),
             "accountant": AccountantName.PLD.value,
             "certified_by": statement.certified_by,
         },

@@ -22,14 +22,19 @@ from rich.progress import (
 )
 
 from userdp.data.store import UserStore
+from userdp.earlier import Earlier
 from userdp.errors import InputError
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.sampling import PoissonRecords, PoissonUsers
-from userdp.statement import round_up
+from userdp.statement import Statement, epsilon_text
 from userdp.units import Adjacency, SamplingUnit
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Unfinished = Annotated[
+    bool,
+    typer.Option("--unfinished", help="Read a run that is not closed, or not of these weights."),
+]
 Unit = Annotated[
     SamplingUnit,
     typer.Option(help="What is sampled: whole users (ULS), or single records (ELS)."),
@@ -62,6 +67,21 @@ def check_steps(steps: int) -> None:
 def emit(as_json: bool, payload: dict[str, Any], text: str) -> None:
     """Print the result: one JSON object, or `text` for a person."""
     print(json.dumps(payload, allow_nan=False) if as_json else text)
+
+
+def promised(statement: Statement) -> dict[str, Any]:
+    """What every JSON says of a run's privacy: the number, and whether it is promised at all.
+
+    `epsilon` is what the record prices, even where `guarantee` is false and it is only planned.
+    """
+    priced = statement.epsilon if statement.is_private else None
+    return {
+        "epsilon": priced,
+        "delta": statement.delta,
+        "guarantee": statement.guarantee,
+        "planned_epsilon": priced,
+        "cautions": list(statement.cautions),
+    }
 
 
 def say(message: str) -> None:
@@ -99,7 +119,11 @@ EPSILON_MILESTONES = 8
 
 @contextmanager
 def training_progress(
-    plan: Plan, title: str = "training", *, paid: Sequence[Paid] = ()
+    plan: Plan,
+    title: str = "training",
+    *,
+    paid: Sequence[Paid] = (),
+    earlier: Sequence[Earlier] = (),
 ) -> Iterator[Callable[[int], None]]:
     """A bar with time left and epsilon spent, `paid` looks included; told how many steps are done.
 
@@ -127,8 +151,9 @@ def training_progress(
         def on_step(done: int) -> None:
             milestone = next(step for step in milestones if step >= done)
             if milestone not in shown and console.is_terminal:
-                spent, all_of_it = plan.epsilon(milestone, paid=paid), plan.epsilon(paid=paid)
-                shown[milestone] = f"epsilon <= {round_up(spent):g} of {round_up(all_of_it):g}"
+                spent = plan.epsilon(milestone, paid=paid, earlier=earlier)
+                in_all = plan.epsilon(paid=paid, earlier=earlier)
+                shown[milestone] = f"epsilon <= {epsilon_text(spent)} of {epsilon_text(in_all)}"
             progress.update(task, completed=done, spent=shown.get(milestone, ""))
 
         yield on_step
@@ -151,15 +176,15 @@ def stage_progress(title: str, steps: int | None) -> Iterator[Callable[[int], No
         yield lambda done: progress.update(task, completed=done)
 
 
-def refuse_overlap(train: UserStore, held_out: UserStore) -> None:
-    """Raise if users are on both sides; say so if that cannot be known."""
-    shared = train.shares_users_with(held_out)
-    if shared is None:
-        say(
-            "note: the two stores hide ids under different keys, so overlap of users cannot be "
-            "checked. Import both with the same --key to check it."
-        )
-    elif shared:
+UNCHECKED_OVERLAP = (
+    "overlap of users cannot be checked: the stores hide ids under different keys, or the run's "
+    "list of training users is not there. Import all stores with the same --key to check it."
+)
+
+
+def refuse_overlap(shared: int | None, held_out: UserStore) -> None:
+    """Raise if users of `held_out` were trained on; None: not known."""
+    if shared:
         raise InputError(
             f"{held_out.path}: {shared:,} of its users are training users too. Evaluate on others, "
             "or say --allow-overlap."

@@ -9,6 +9,9 @@ import typer
 
 from userdp.cli import common
 from userdp.data.store import UserStore
+from userdp.errors import InputError
+from userdp.history import read_history
+from userdp.run_files import read_run, run_of, shared_users
 
 
 def evaluate(
@@ -18,24 +21,36 @@ def evaluate(
         int | None, typer.Option(help="Tokens a row; by default what the run trained with, or 128.")
     ] = None,
     allow_overlap: Annotated[
-        bool, typer.Option("--allow-overlap", help="Measure on training users all the same.")
+        bool,
+        typer.Option(
+            "--allow-overlap",
+            help="Measure on training users, or where that cannot be known: no guarantee covers "
+            "such a number.",
+        ),
     ] = False,
+    unfinished: common.Unfinished = False,
     json: common.Json = False,
 ) -> None:
     """Measure loss, perplexity and next-token accuracy on a store."""
     held_out = UserStore.open(store)
+    run = run_of(Path(model))
+    record = None
+    if run is not None:
+        record = read_run(run, unfinished=unfinished)
+        for problem in record.problems:
+            common.say(f"unfinished: {problem}")
+    if not allow_overlap:
+        _refuse_training_users(Path(model), run, held_out)
     common.quiet_transformers()
     from userdp import evaluation, runs
     from userdp.data.tokens import tokenise
     from userdp.models.load import load_model
 
-    if (Path(model) / "ledger.jsonl").is_file():
-        loaded, tokenizer, config = runs.load_run(Path(model))
+    if run is not None and (run / "config.toml").is_file():
+        loaded, tokenizer, config = runs.load_run(run)
         sequence_length = sequence_length or config.data.sequence_length
-        if not allow_overlap and (config.data.store / "manifest.json").is_file():
-            common.refuse_overlap(UserStore.open(config.data.store), held_out)
     else:
-        loaded, tokenizer = load_model(model)
+        loaded, tokenizer = load_model(model if run is None else run / "model")
     rows = tokenise(held_out, tokenizer, sequence_length=sequence_length or 128)
     result = evaluation.evaluate(loaded, rows, pad_token=tokenizer.pad_token_id)
     common.emit(
@@ -46,9 +61,28 @@ def evaluate(
             "accuracy_top1": result.accuracy_top1,
             "tokens": result.tokens,
             "users": result.users,
+            "overlap_checked": not allow_overlap,
+            "unfinished": record is not None and bool(record.problems),
         },
         f"loss {result.loss:.4f}, perplexity {result.perplexity:.2f}, "
         f"next token right {result.accuracy_top1:.1%}\n"
         f"over {result.tokens:,} tokens of {result.users:,} users\n"
         "these users' numbers are not covered by any privacy statement.",
     )
+
+
+def _refuse_training_users(model: Path, run: Path | None, held_out: UserStore) -> None:
+    """Refuse users who were trained on, and a model of which that cannot be known."""
+    if run is not None:
+        shared = shared_users(run, held_out)
+    elif model.is_dir() and read_history(model) is not None:
+        shared = None
+    else:
+        # A model that no run of ours made: there are no training users to speak of.
+        return
+    if shared is None:
+        raise InputError(
+            f"{model}: {common.UNCHECKED_OVERLAP} Or say --allow-overlap: a loss on training users "
+            "is covered by no guarantee."
+        )
+    common.refuse_overlap(shared, held_out)

@@ -135,7 +135,7 @@ class Mechanism:
             )
         else:
             sampler = common.sampler_of(self.unit, self.rate, group_size)
-            step = step_event(sampler, Gaussian(noise_multiplier=noise_multiplier))
+            step = step_event(sampler, Gaussian(noise_multiplier=noise_multiplier), self.adjacency)
         return events.repeated(step, self.steps)
 
     def evaluate(self, noise_multiplier: float, delta: float) -> Evaluation:

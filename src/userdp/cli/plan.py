@@ -17,6 +17,7 @@ from userdp.cli import charts, common
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.planner import Candidate, Norms, Recommendation, Setting
+from userdp.statement import epsilon_text
 from userdp.units import Adjacency
 
 
@@ -257,8 +258,8 @@ def _in_words(
         f"step, group size {best.group_size}",
         f"noise_multiplier={noise_multiplier:.5g}, noise on the mean gradient {stddev:.4g} "
         f"(gradient norms: {source})",
-        f"(epsilon={reached:.4g}, delta={setting.delta:g}), user-level, {setting.adjacency.value}, "
-        f"{setting.steps:,} steps, {setting.num_users:,} users",
+        f"(epsilon={epsilon_text(reached)}, delta={setting.delta:g}), user-level, "
+        f"{setting.adjacency.value}, {setting.steps:,} steps, {setting.num_users:,} users",
         f"certified by {by}",
         *(f"because {reason}" for reason in found.reasons),
         "",

@@ -17,7 +17,7 @@ from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.noise.secret import RunSecret
 from userdp.paid import Paid, write_paid
-from userdp.statement import round_up
+from userdp.statement import epsilon_text
 from userdp.units import Adjacency
 
 
@@ -51,6 +51,7 @@ def quantile(
         raise InputError(f"--quantile {quantile} must lie strictly between 0 and 1.")
     thresholds = answers(largest)
     opened = UserStore.open(store)
+    refuse_several_owners(opened)
     noise_multiplier = accountant.calibrate(
         dp_event.GaussianDpEvent, target=epsilon, delta=delta, adjacency=adjacency
     )
@@ -80,14 +81,33 @@ def quantile(
             "delta": delta,
             "adjacency": adjacency.value,
             "certified_by": told.certified_by,
+            "cautions": list(opened.cautions),
             **paid.to_json(),
         },
         f"{paid.what}: at most {found.value:g}\n"
-        f"cost alone: (epsilon={round_up(told.epsilon):g}, delta={delta:g}), user-level, "
+        f"cost alone: (epsilon={epsilon_text(told.epsilon)}, delta={delta:g}), user-level, "
         f"{adjacency.value}; noise_multiplier={noise_multiplier:.5g}\n"
         f"certified by {told.certified_by}"
+        + "".join(f"\ncaution: {caution}" for caution in opened.cautions)
         + ("" if out else "\nnot written down: with --out FILE a run's ledger can be charged"),
     )
+
+
+def refuse_several_owners(store: UserStore) -> None:
+    """Raise if some record has several owners: a look at counts is then not one user's change.
+
+    The price is that of a histogram in which one user moves one entry. A user who owns records
+    with everybody moves everybody's.
+    """
+    shared = int((store.users_per_record() > 1).sum())
+    if shared:
+        raise InputError(
+            f"{store.path}: {shared:,} of {store.num_records:,} records have several owners, so "
+            "one user's absence changes the counts of others, and no price of one user's change "
+            "covers that. Under a fixed-graph adjacency who owns which record is public, and "
+            "`userdp stats` says the quantiles for nothing. Otherwise import with --owners first, "
+            "if one owner is the whole truth."
+        )
 
 
 def answers(largest: int) -> list[float]:

@@ -83,7 +83,7 @@ def _picture(outcome: object) -> str:
             *(f"  {name:>8} | {bar(n / planted, 40)} {n} of {planted}" for name, n in leaks),
             "",
             f"the private model closes {values['gap_closed']:.0%} of the loss gap with "
-            f"(epsilon={common.round_up(values['epsilon']):g}, delta={values['delta']:g}) "
+            f"(epsilon={common.epsilon_text(values['epsilon'])}, delta={values['delta']:g}) "
             "user-level differential privacy",
             f"report: {values['report']}",
         ]

@@ -13,10 +13,11 @@ from userdp.report import write
 
 def report(
     run: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    unfinished: common.Unfinished = False,
     json: common.Json = False,
 ) -> None:
     """Write report.html, MODEL_CARD.md and statement.json from a run's ledger."""
-    files = write.write_report(run)
+    files = write.write_report(run, unfinished=unfinished)
     common.emit(
         json,
         {"html": str(files.html), "card": str(files.card), "statement": str(files.statement)},

@@ -42,6 +42,7 @@ def stats(
         "bytes_per_record": _summary(sizes),
         "share_of_top_percent": _share_of_top_percent(per_user),
         "fingerprint": opened.fingerprint,
+        "cautions": list(opened.cautions),
     }
     words = [
         f"{opened.num_records:,} records, {opened.num_users:,} users, "
@@ -55,6 +56,7 @@ def stats(
         tokens = _tokens_per_record(opened, tokenizer)
         result["tokens_per_record"] = _summary(tokens)
         words.append(_section("tokens per record", tokens))
+    words += [f"caution: {caution}" for caution in opened.cautions]
     words.append("private: these numbers describe the users themselves; do not publish them.")
     common.emit(json, result, "\n\n".join(words))
 

@@ -20,7 +20,13 @@ def train(
     settings = load_config(config)
     plan = settings.plan()
     paid = settings.load_paid()
-    plan.check_paid(paid)
+    earlier = settings.load_earlier()
+    plan.check_paid(paid, earlier=earlier)
+    if earlier:
+        common.say(
+            f"note: the model carries {sum(item.steps for item in earlier):,} steps of "
+            f"{len(earlier)} earlier private runs; their cost is composed with this one's"
+        )
     for caution in plan.cautions():
         common.say(f"caution: {caution}")
 
@@ -30,13 +36,17 @@ def train(
     from userdp.data.store import UserStore
     from userdp.data.tokens import tokenise
 
-    held_out = None
+    held_out, unchecked = None, False
     if settings.data.evaluation is not None:
         held_out = UserStore.open(settings.data.evaluation)
-        common.refuse_overlap(UserStore.open(settings.data.store), held_out)
+        shared = UserStore.open(settings.data.store).shares_users_with(held_out)
+        common.refuse_overlap(shared, held_out)
+        unchecked = shared is None
+        if unchecked:
+            common.say(f"note: {common.UNCHECKED_OVERLAP}")
     if settings.training.on_cuda and settings.training.clipping == "fast":
         common.say("the first steps compile the model for its batches: a minute or two")
-    with common.training_progress(plan, paid=paid) as on_step:
+    with common.training_progress(plan, paid=paid, earlier=earlier) as on_step:
         run = runs.train_from_config(config, settings, plan, out, on_step=on_step)
     loss = None
     if held_out is not None:
@@ -47,9 +57,10 @@ def train(
     common.emit(
         json,
         {
+            **common.promised(statement),
             "steps": statement.steps,
-            "epsilon": statement.epsilon if statement.is_private else None,
-            "delta": statement.delta,
+            "earlier": list(statement.earlier),
+            "overlap_checked": None if held_out is None else not unchecked,
             "loss": loss,
             "run": str(out),
         },

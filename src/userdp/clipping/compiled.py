@@ -167,10 +167,19 @@ def has_aligned_head(model: nn.Module, record_loss: RecordLoss) -> bool:
     )
 
 
+# What configurations call the longest row they have positions for.
+_POSITIONS = "max_position_embeddings n_positions max_seq_len max_sequence_length n_ctx".split()
+
+
 def most_positions(model: nn.Module) -> int | None:
     """The longest row that a Hugging Face model has positions for; None if it does not say."""
     inner = pretrained(model)
-    return getattr(inner.config, "max_position_embeddings", None) if inner is not None else None
+    if inner is None:
+        return None
+    # A model of text and images has the text's settings one level down.
+    settings = (inner.config, inner.config.get_text_config())
+    said = [getattr(one, name, None) for one in settings for name in _POSITIONS]
+    return next((value for value in said if isinstance(value, int) and value > 0), None)
 
 
 def vocabulary_size(model: nn.Module) -> int:

@@ -12,6 +12,9 @@ from userdp.clipping.rules import AutomaticClip, ClipRule, NormalisedClip, PerLa
 # Scaled updates aim this many roundings below the bound, so that rounding cannot carry them over:
 # one part in a million in float32.
 ROUNDING_MARGIN = 8
+# Updates of a larger norm count as zero on both paths: its square nears the largest float32, where
+# one path would still clip what the other no longer can.
+LARGEST_NORM = 2.0**60
 # In `rounding_factors`: factors that are tried, and roundings to expect, in eps, of the first; and
 # how much more than expected is allowed for.
 _CANDIDATES = 32
@@ -30,7 +33,8 @@ def clip_factors(
     there.
 
     Guarantee: the scaled updates have norm at most (1 - margin) times the rule's bound, all layers
-    together. A user with a norm that is not finite gets zero everywhere: nobody can poison the sum.
+    together. A user with a norm that is not finite, or above `LARGEST_NORM`, gets zero everywhere:
+    nobody can poison the sum.
     """
     norms = squared_norms.clamp(min=0).sqrt()
     if isinstance(rule, AutomaticClip):
@@ -42,8 +46,9 @@ def clip_factors(
         factors = torch.where(norms <= bound, 1.0, bound / norms)
         if isinstance(rule, NormalisedClip):
             factors = factors / norm_bound
-    finite = torch.isfinite(squared_norms).all(0, keepdim=True)
-    return torch.where(finite, factors, 0.0)
+    # Not a number is not below anything.
+    counts = (squared_norms <= LARGEST_NORM**2).all(0, keepdim=True)
+    return torch.where(counts, factors, 0.0)
 
 
 def power_of_two_below(factors: Tensor) -> Tensor:

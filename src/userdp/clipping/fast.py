@@ -4,9 +4,13 @@ Everything adds up in one flat float32 buffer (float64 for float64 models) that 
 to; of a cohort of one batch, that sets it, which saves clearing and reading it. On CUDA the model's
 blocks are compiled and each batch shape is captured as a graph, so that no step waits for the host.
 
-The first batch of a shape is compared with the plain loop before its result counts: of every shape
-that is compiled or captured, which are few. Elsewhere ragged cohorts bring new shapes at every
-step, and the same code runs them all: there the 1st, 2nd, 4th, 8th, ... new shape is compared.
+Before the first batch of a shape counts, a batch of made-up values in that shape is compared with
+the plain loop. Shapes that are compiled or captured are few, and each is compared. Elsewhere ragged
+cohorts bring new shapes at every step, and the same code runs them all: there the 1st, 2nd, 4th,
+8th, ... new shape is compared.
+
+What one user's data decides concerns that user alone: whether its own records are joined into fewer
+rows, or that it counts as zero because the model cannot read it.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,17 +27,19 @@ from torch import Tensor, nn
 from userdp.clipping.any_layer import AnyLayer
 from userdp.clipping.checkpointed import blocks_of
 from userdp.clipping.compiled import Execution, Graph, has_aligned_head, most_positions, padded_rows
-from userdp.clipping.flat import FlatBuffer
+from userdp.clipping.flat import ClippedSum, FlatBuffer
 from userdp.clipping.joined import USUAL_ROW, can_join, is_joined, joined, worth_joining
+from userdp.clipping.made_up import disguised, own_groups
 from userdp.clipping.mixed import Sizes, pack_runs
+from userdp.clipping.module_state import ModuleState
 from userdp.clipping.one_pass import OnePass, look_at
 from userdp.clipping.one_user import OneUser
 from userdp.clipping.pack import Users, has_tokens, pack, power_of_two, size_of
+from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.recurrent import Lstm
-from userdp.clipping.rules import ClipRule, FlatClip
-from userdp.clipping.sums import ClippedSum
+from userdp.clipping.rules import ClipRule
 from userdp.clipping.survey import Survey, find_layers
-from userdp.clipping.verify import FastPathError, compare_with_plain, refuse_dropout
+from userdp.clipping.verify import NothingFiniteError, compare_with_plain, refuse_dropout
 from userdp.errors import InputError
 from userdp.updates import Batch, RecordLoss, Update, joined_lm_loss
 
@@ -42,11 +48,12 @@ Step = Callable[[Users], Any]
 # Padded tokens in one backward pass: enough to fill the device, few enough to fit.
 CUDA_TOKENS = 16_384
 CPU_TOKENS = 2_048
+# The longest records that may share a row where nobody declared how long records are.
+USUAL_LENGTH = 1_024
+# Sets of made-up values to try until one has a finite gradient.
+DISGUISES = 8
 # Batch shapes remembered where remembering saves little.
 EAGER_STEPS = 64
-# Clip norms, in parts of the step's, at which it is compared with the plain loop until they agree,
-# in half precision; elsewhere the first alone.
-COMPARED_AT = (1.0, 0.83, 0.69)
 # Stored per-user gradients in one backward pass: bytes on the CPU, a share of the memory on CUDA.
 CPU_STORED_BYTES = 1 << 29
 CUDA_STORED_SHARE = 0.3
@@ -64,8 +71,8 @@ class FastSettings:
     puts users of unlike size into batches of few shapes (`mixed`), as captured steps want them;
     otherwise users of like size share a batch (`pack`). `checkpoint_blocks` keeps only the input of
     every block and runs the block again in the backward pass: less memory, more time
-    (`checkpointed`). `join_records` puts several records of a user into one row (`joined`), as is
-    done where it saves much.
+    (`checkpointed`). `join_records` puts several records of a user into one row (`joined`); None
+    does so for those users for whom it saves much.
     """
 
     microbatch_tokens: int | None = None
@@ -79,7 +86,11 @@ class FastSettings:
 
 
 class FastClipping:
-    """Clipped sums of cohorts, as the plain loop would give them."""
+    """Clipped sums of cohorts, as the plain loop would give them.
+
+    `sequence_length` is how long records may be, a public number; `skip_failing` as in
+    `PlainClipping`.
+    """
 
     def __init__(
         self,
@@ -89,9 +100,12 @@ class FastClipping:
         *,
         record_loss: RecordLoss,
         settings: FastSettings | None = None,
+        sequence_length: int | None = None,
     ) -> None:
         settings = settings or FastSettings()
+        self.skip_failing = False
         self._model = model
+        self._state = ModuleState(model)
         self._parameters = list(parameters)
         self._rule = rule
         self._record_loss = record_loss
@@ -114,20 +128,19 @@ class FastClipping:
         self._mix = mixes if settings.mix_sizes is None else settings.mix_sizes
         self._mix_anything = settings.mix_sizes is True
         self._max_length = most_positions(model)
-        # Records of up to so many tokens were seen to stay apart in one row.
-        self._longest_tried = 0
         self._sizes = Sizes(
             max_tokens=self._max_tokens,
             max_users=self._stored_users(),
             max_short_users=None if on_cuda else self._stored_users(),
             max_length=self._max_length,
         )
-        # None: not seen to be worth it.
-        self._joins = settings.join_records
-        self._must_join = settings.join_records is True
-        if self._must_join:
+        self._sequence_length = sequence_length
+        self._join_all = settings.join_records is True
+        # None: not tried yet.
+        self._can_join = False if settings.join_records is False else None
+        if self._join_all:
             refuse_dropout(model)
-            self._try_joining(1)
+            self._refuse_if_it_cannot_join()
         self._total = FlatBuffer(self._parameters, padded_rows(model) if self._compile else None)
         # Whether the cohort is one batch, which then sets the total, whatever lies there.
         self._sets = False
@@ -160,52 +173,89 @@ class FastClipping:
         self._num_within.zero_()
         # A group without a record adds nothing, neither to the sum nor to the counts.
         listed = [group for group in groups if size_of(group).rows]
-        if any(group.keys() != listed[0].keys() for group in listed):
-            raise InputError(
-                "some groups of the cohort have tensors that others lack: give every group's batch "
-                "the same ones (attention_mask for all, for one)."
-            )
-        listed = self._with_records_joined(listed)
-        mix = self._mix and (self._mix_anything or has_tokens(listed))
-        self._sizes.see(listed)
-        large = [group for group in listed if not self._fits(group, mix)]
-        small = [group for group in listed if self._fits(group, mix)]
-        batches = iter(self._packed(small, mix))
+        failures = Failures(self.skip_failing)
+        large: list[Batch] = []
+        packed: list[Iterable[Users]] = []
+        for kind in _by_names(self._joined_where_worth_it(group) for group in listed):
+            mix = self._mix and (self._mix_anything or has_tokens(kind))
+            self._sizes.see(kind)
+            large += [group for group in kind if not self._fits(group, mix)]
+            packed.append(self._packed([group for group in kind if self._fits(group, mix)], mix))
+        batches = itertools.chain.from_iterable(packed)
         ahead = list(itertools.islice(batches, 2))
         # Batches of a larger cohort are added to zeros: one captured step serves all of a shape.
         self._sets = len(ahead) == 1 and not large
         if not self._sets:
             self._total.zero_()
         for users in itertools.chain(ahead, batches):
-            self._run(self._sent(users), self._alone if users.count == 1 else self._together)
+            self._add_batch(users, rule)
         for group in large:
-            self._add_large(group)
+            with failures.of_one_group():
+                self._add_large(group)
+        failures.raise_if_all_failed(len(listed))
         return ClippedSum(total=self._total, num_within=self._num_within, num_updates=len(listed))
 
-    def _with_records_joined(self, groups: list[Batch]) -> list[Batch]:
-        """The groups with several records to a row, from the first time that this saves much."""
-        if self._joins is None and worth_joining(groups, self._device.type):
-            self._joins = True
-        longest = max((size_of(group).length for group in groups), default=1)
-        if self._joins and longest > self._longest_tried:
-            self._try_joining(longest)
-        if not self._joins:
-            return groups
-        row = max(longest, min(USUAL_ROW, self._max_tokens, self._max_length or USUAL_ROW))
-        return [joined(group, row, ladder=self._graphs or self._mix) for group in groups]
+    def _add_batch(self, users: Users, rule: ClipRule) -> None:
+        """Add a batch of users; if it cannot be run, each of them alone."""
+        try:
+            self._run(self._sent(users), self._alone if users.count == 1 else self._together)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception:
+            if not self.skip_failing:
+                raise
+            self._add_one_by_one(users, rule)
 
-    def _try_joining(self, longest: int) -> None:
-        """See whether records of such length can be joined: windows of attention may be shorter."""
-        # Rounded up, so that it is rarely asked again, but not beyond the model's positions.
-        rounded = power_of_two(longest)
-        longest = max(longest, min(rounded, self._max_length or rounded))
-        self._longest_tried = longest
-        self._joins = can_join(self._model, self._record_loss, longest)
-        if self._must_join and not self._joins:
+    def _add_one_by_one(self, users: Users, rule: ClipRule) -> None:
+        """Add those users of a batch that the model can read; the others count as zero."""
+        if self._sets:
+            self._total.zero_()
+            self._sets = False
+        plain = PlainClipping(
+            self._model,
+            self._parameters,
+            record_loss=self._record_loss,
+            compute_dtype=self._dtype,
+        )
+        plain.skip_failing = True
+        found = plain.clipped_sum(own_groups(users, range(users.count)), rule)
+        for running, tensor in zip(self._total.views, found.total.views, strict=True):
+            running += tensor
+        self._num_within += found.num_within.to(self._device)
+
+    def _joined_where_worth_it(self, group: Batch) -> Batch:
+        """The group with several records to a row, if that is asked for or saves it much.
+
+        Decided by the group's own records and by public numbers: nobody's rounding depends on
+        whether others have short records.
+        """
+        if self._can_join is False or not (
+            self._join_all or worth_joining([group], self._device.type)
+        ):
+            return group
+        if self._can_join is None:
+            self._can_join = can_join(self._model, self._record_loss, self._join_length)
+        longest = size_of(group).length
+        if not self._can_join or longest > self._join_length:
+            return group
+        row = max(longest, min(USUAL_ROW, self._max_tokens, self._max_length or USUAL_ROW))
+        if self._sequence_length is not None:
+            row = max(row, min(self._sequence_length, self._max_tokens))
+        return joined(group, row, ladder=self._graphs or self._mix)
+
+    @property
+    def _join_length(self) -> int:
+        """How long records may be that share a row: windows of attention may be shorter."""
+        limit = self._sequence_length or min(self._max_length or USUAL_LENGTH, USUAL_LENGTH)
+        return max(limit, min(power_of_two(limit), self._max_length or power_of_two(limit)))
+
+    def _refuse_if_it_cannot_join(self) -> None:
+        self._can_join = can_join(self._model, self._record_loss, self._join_length)
+        if not self._can_join:
             raise InputError(
                 "join_records: this model does not keep records apart in one row (records of "
-                f"length {longest} were tried). It takes a decoder of the transformers library "
-                "with SDPA attention, position_ids, and no window shorter than a record."
+                f"length {self._join_length} were tried). It takes a decoder of the transformers "
+                "library with SDPA attention, position_ids, and no window shorter than a record."
             )
 
     def _fits(self, group: Batch, mix: bool) -> bool:
@@ -315,18 +365,25 @@ class FastClipping:
     def _run(self, users: Users, make: Callable[[Users], Step]) -> None:
         # A captured step sets or adds as it did when it was captured.
         key = (make.__name__, users.shape, self._graphs and self._sets)
-        if key not in self._steps:
-            step = make(users)
-            if self._graphs:
-                step = self._captured(step, users)
-            if users.count > 1:
-                self._num_shapes += 1
-                if self._check and (self._compile or _is_power_of_two(self._num_shapes)):
-                    self._compare(step, users)
-            if not self._graphs and len(self._steps) >= EAGER_STEPS:
-                self._steps.clear()
-            self._steps[key] = step
-        self._steps[key](users)
+        is_new = key not in self._steps
+        try:
+            if is_new:
+                step = make(users)
+                if self._graphs:
+                    step = self._captured(step, users)
+                if users.count > 1:
+                    self._num_shapes += 1
+                    if self._check and (self._compile or _is_power_of_two(self._num_shapes)):
+                        self._compare(step, users)
+                if not self._graphs and len(self._steps) >= EAGER_STEPS:
+                    self._steps.clear()
+                self._steps[key] = step
+            self._steps[key](users)
+        finally:
+            # What the model keeps of these users must not reach the next. A captured step runs no
+            # Python, so it keeps nothing.
+            if is_new or not self._graphs:
+                self._state.restore()
 
     def _captured(self, step: Step, users: Users) -> Step:
         """The step as a CUDA graph; what its trial runs changed is put back."""
@@ -342,42 +399,32 @@ class FastClipping:
         return lambda given: graph(given.tensors)
 
     def _compare(self, step: Step, users: Users) -> None:
-        """Raise if the step and the plain loop differ on the first users of a batch."""
-        clip_norm = float(self._clip_norm)
+        """Raise if the step and the plain loop differ on made-up users in a batch of this shape."""
 
-        def run(few: Users) -> Update:
+        def run(few: Users, rule: ClipRule) -> Update:
+            self._state.restore()
             # A step that sets the sum must set every value.
             self._total.values.fill_(torch.nan if self._sets else 0.0)
+            self._clip_norm.fill_(rule.clip_norm)
             step(few)
             return [view.clone() for view in self._total.views]
 
-        def compare(rule: ClipRule) -> None:
-            compare_with_plain(
-                self._model,
-                self._parameters,
-                rule,
-                users,
-                run,
-                record_loss=self._record_loss,
-                compute_dtype=self._dtype,
-            )
-
         with put_back(self._total.values, self._num_within, self._clip_norm):
-            if not isinstance(self._rule, FlatClip):
-                compare(self._rule)
-                return
-            # In half precision a user may be scaled by a power of two instead (`sums`), and is then
-            # up to half as large. By other factors it is another, if any.
-            half = any((self._dtype or p.dtype).itemsize < 4 for p in self._parameters)
-            shares = COMPARED_AT if half else COMPARED_AT[:1]
-            for number, share in enumerate(shares, 1):
-                self._clip_norm.fill_(share * clip_norm)
+            for seed in range(DISGUISES):
                 try:
-                    compare(replace(self._rule, clip_norm=share * clip_norm))
+                    compare_with_plain(
+                        self._model,
+                        self._parameters,
+                        self._rule,
+                        disguised(users, seed=seed),
+                        run,
+                        record_loss=self._record_loss,
+                        compute_dtype=self._dtype,
+                    )
                     return
-                except FastPathError:
-                    if number == len(shares):
-                        raise
+                except NothingFiniteError:
+                    # Updates that are not finite count as zero: there is nothing to get wrong.
+                    continue
 
 
 @contextlib.contextmanager
@@ -395,6 +442,14 @@ def _stores_little_by_row(model: nn.Module) -> bool:
     """Whether layers that have only stored gradients are small enough to store them by row."""
     layers = [layer for layer in find_layers(model) if layer.rule in (AnyLayer, Lstm)]
     return sum(p.numel() for layer in layers for p in layer.parameters.values()) <= MOST_BY_ROW
+
+
+def _by_names(groups: Iterable[Batch]) -> list[list[Batch]]:
+    """The groups by the names of their tensors: only those with the same ones share a batch."""
+    found: dict[frozenset[str], list[Batch]] = {}
+    for group in groups:
+        found.setdefault(frozenset(group), []).append(group)
+    return list(found.values())
 
 
 def _is_power_of_two(number: int) -> bool:

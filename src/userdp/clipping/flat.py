@@ -1,9 +1,13 @@
-"""One contiguous buffer for all parameters: sums and noise need not go from tensor to tensor."""
+"""The clipped sum of a cohort, in one contiguous buffer for all parameters.
+
+Sums and noise then need not go from tensor to tensor.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -50,3 +54,16 @@ class FlatBuffer:
     def zero_(self) -> None:
         """All values to zero."""
         self.values.zero_()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedSum:
+    """A cohort's clipped updates added up; how many they were, and how many were not clipped.
+
+    A group without a record is not counted: its user moves no number by being there.
+    Secret until noised.
+    """
+
+    total: FlatBuffer
+    num_within: Tensor
+    num_updates: int

@@ -15,10 +15,10 @@ from userdp.clipping import kernels
 from userdp.clipping.compiled import Execution
 from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors, largest_norm
 from userdp.clipping.forms import Stored
+from userdp.clipping.layer_groups import clip_groups
 from userdp.clipping.pack import Users
 from userdp.clipping.rules import ClipRule, PerLayerClip
 from userdp.clipping.sums import Sums
-from userdp.clipping.survey import clip_groups, find_layers
 from userdp.updates import Update, at_least_float32
 
 
@@ -31,7 +31,7 @@ class OneUser:
         self._model = model
         self._parameters = list(parameters)
         self._rule = rule
-        groups = clip_groups(find_layers(model))
+        groups = clip_groups(model)
         self._groups = [groups[id(parameter)] for parameter in parameters]
         self._sums = Sums(max(self._groups) + 1 if isinstance(rule, PerLayerClip) else 1)
 

@@ -40,6 +40,11 @@ PADDING = {
 }
 
 
+def is_padded(name: str, tensor: Tensor) -> bool:
+    """Whether the tensor counts tokens in its second dimension; one label a record does not."""
+    return name in PADDING and tensor.dim() > 1
+
+
 # Padded tokens for each of a group's own, where groups of unlike size share a batch.
 MOST_PADDING = 1.5
 
@@ -139,16 +144,18 @@ class Size:
 
 def size_of(group: Batch) -> Size:
     """A group's own size."""
-    lengths = [tensor.shape[1] for name, tensor in group.items() if name in PADDING]
+    lengths = [tensor.shape[1] for name, tensor in group.items() if is_padded(name, tensor)]
     rest = tuple(
-        (name, tuple(tensor.shape[1:])) for name, tensor in group.items() if name not in PADDING
+        (name, tuple(tensor.shape[1:]))
+        for name, tensor in group.items()
+        if not is_padded(name, tensor)
     )
     return Size(rows=len(next(iter(group.values()))), length=max(lengths, default=1), rest=rest)
 
 
 def has_tokens(groups: Sequence[Batch]) -> bool:
     """Whether the groups' rows are sequences, whose cost their length tells."""
-    return any(name in PADDING for group in groups[:1] for name in group)
+    return any(is_padded(name, tensor) for group in groups[:1] for name, tensor in group.items())
 
 
 def pack(
@@ -221,15 +228,18 @@ def laid_out(
     first = groups[0]
     batch: dict[str, Tensor] = {}
     for name, tensor in first.items():
-        if name in PADDING:
+        if is_padded(name, tensor):
             whole = tensor.new_full((rows, length, *tensor.shape[2:]), PADDING[name])
         else:
-            # A padded row must be one that the model can read: a copy, with weight zero.
-            whole = tensor[:1].expand(rows, *tensor.shape[1:]).clone()
-        for start, group in zip(starts, groups, strict=True):
+            whole = tensor.new_empty((rows, *tensor.shape[1:]))
+        for start, stop, group in zip(starts, [*starts[1:], rows], groups, strict=True):
             part = group[name]
-            where = whole[start : start + len(part)]
-            (where[:, : part.shape[1]] if name in PADDING else where).copy_(part)
+            own = whole[start : start + len(part)]
+            (own[:, : part.shape[1]] if is_padded(name, part) else own).copy_(part)
+            if not is_padded(name, part):
+                # A padded row must be one that the model can read: a copy, with weight zero. A
+                # copy of the user's own: what is not finite stays so, times zero, too.
+                whole[start + len(part) : stop] = part[:1]
         batch[name] = whole
     device = next(iter(first.values())).device
     weights = torch.zeros(rows, dtype=torch.float64, device=device)

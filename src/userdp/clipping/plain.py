@@ -1,21 +1,27 @@
 """Clip one update at a time and sum: the plain loop, the oracle of every faster path.
 
+Each user goes through the model alone, padded to its own length only, and what the model kept of it
+is put back before the next. So whatever a model does with padding, company or memory, a user's
+update depends on that user alone. Nothing here is shared with the fast path but the equations
+(`rules`, `factors`) and the buffer.
+
 Norms are taken in float64 and values kept in float32 at least: a bf16 norm can exceed its bound by
 one part in 128. The sum, not the mean, is what has a sensitivity; dividing comes after the noise.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
-from userdp.clipping.flat import FlatBuffer
+from userdp.clipping.flat import ClippedSum, FlatBuffer
+from userdp.clipping.layer_groups import clip_groups
+from userdp.clipping.module_state import ModuleState
 from userdp.clipping.rules import ClipRule, PerLayerClip
-from userdp.clipping.sums import ClippedSum
-from userdp.clipping.survey import clip_groups, find_layers
 from userdp.updates import Batch, RecordLoss, Update, at_least_float32, mean_gradient
 
 
@@ -82,7 +88,12 @@ def clipped_sum(
 
 
 class PlainClipping:
-    """Clipped sums of cohorts, one group at a time."""
+    """Clipped sums of cohorts, one group at a time.
+
+    With `skip_failing`, a group whose update cannot be computed counts as zero. That is for steps
+    after the model was probed: then it is this group's data that fails, and whether a run goes on
+    must not depend on one user's data.
+    """
 
     def __init__(
         self,
@@ -98,40 +109,72 @@ class PlainClipping:
         self._record_loss = record_loss
         self._microbatch_records = microbatch_records
         self._compute_dtype = compute_dtype
-        groups = clip_groups(find_layers(model))
+        self._state = ModuleState(model)
+        self.skip_failing = False
+        groups = clip_groups(model)
         self._layers = [groups[id(parameter)] for parameter in parameters]
 
     def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
         """The sum over the groups, and how many were within the clip norm. Secret."""
-        device = self._parameters[0].device
-        count, within = 0, 0
-
-        def updates() -> Iterator[Update]:
-            nonlocal count, within
-            for group in groups:
-                # A group without a record adds nothing, neither to the sum nor to the counts.
-                if not len(next(iter(group.values()))):
-                    continue
-                count += 1
-                update = self._update({name: t.to(device) for name, t in group.items()})
-                squares = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in update]
-                within += int(torch.stack(squares).norm() <= rule.clip_norm)
-                yield update
-
         total = FlatBuffer(self._parameters)
-        for update in updates():
-            clipped = clip_update(update, rule, layers=self._layers)
-            for running, tensor in zip(total.views, clipped, strict=True):
-                running += tensor
+        count, within, failures = 0, 0, Failures(self.skip_failing)
+        for group in groups:
+            # A group without a record adds nothing, neither to the sum nor to the counts.
+            if not len(next(iter(group.values()))):
+                continue
+            count += 1
+            with failures.of_one_group():
+                update = self.update(group)
+                norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in update]
+                within += int(torch.stack(norms).norm() <= rule.clip_norm)
+                clipped = clip_update(update, rule, layers=self._layers)
+                for running, tensor in zip(total.views, clipped, strict=True):
+                    running += tensor
+        failures.raise_if_all_failed(count)
         return ClippedSum(total=total, num_within=torch.tensor(within), num_updates=count)
 
-    def _update(self, group: Batch) -> Update:
-        dtype, device = self._compute_dtype, self._parameters[0].device.type
-        with torch.autocast(device, dtype, enabled=dtype is not None):
-            return mean_gradient(
-                self._model,
-                self._parameters,
-                group,
-                record_loss=self._record_loss,
-                microbatch_records=self._microbatch_records,
-            )
+    def update(self, group: Batch) -> Update:
+        """The group's update before clipping. Secret."""
+        device, dtype = self._parameters[0].device, self._compute_dtype
+        try:
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                return mean_gradient(
+                    self._model,
+                    self._parameters,
+                    {name: tensor.to(device) for name, tensor in group.items()},
+                    record_loss=self._record_loss,
+                    microbatch_records=self._microbatch_records,
+                )
+        finally:
+            self._state.restore()
+
+
+class Failures:
+    """Groups whose update could not be computed: counted as zero, or raised.
+
+    If every one of two or more groups fails, the fault is not one user's data: that is raised.
+    """
+
+    def __init__(self, skip: bool) -> None:
+        self._skip = skip
+        self._count = 0
+        self._last: Exception | None = None
+
+    @contextlib.contextmanager
+    def of_one_group(self) -> Iterator[None]:
+        """Runs one group; passes over its failure if asked to."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError):
+            # Says how large the machine is, not what is wrong with the data.
+            raise
+        except Exception as error:
+            if not self._skip:
+                raise
+            self._count += 1
+            self._last = error
+
+    def raise_if_all_failed(self, num_groups: int) -> None:
+        """Raise the last failure if there were two groups or more and none went through."""
+        if self._last is not None and self._count == num_groups > 1:
+            raise self._last

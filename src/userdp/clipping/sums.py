@@ -11,7 +11,6 @@ from torch import Tensor
 
 from userdp.clipping import kernels
 from userdp.clipping.factors import power_of_two_below, rounding_factors
-from userdp.clipping.flat import FlatBuffer
 from userdp.clipping.formed import Entry, FormedBatch, Grouped, alike, entries_of
 from userdp.clipping.forms import Pair, Rows, Stored
 from userdp.clipping.pack import Runs
@@ -24,19 +23,6 @@ if TYPE_CHECKING:
 
 # Roundings of the check itself; less than clipping aims below the bound by.
 CHECK_MARGIN = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClippedSum:
-    """A cohort's clipped updates added up; how many they were, and how many were not clipped.
-
-    A group without a record is not counted: its user moves no number by being there.
-    Secret until noised.
-    """
-
-    total: FlatBuffer
-    num_within: Tensor
-    num_updates: int
 
 
 class Sums:

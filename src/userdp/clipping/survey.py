@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from transformers.pytorch_utils import Conv1D
 
 from userdp.clipping.any_layer import AnyLayer
+from userdp.clipping.layer_groups import clip_groups
 from userdp.clipping.layers import Embedding, LayerNorm, Product, RmsNorm
 from userdp.clipping.merged_lora import MergedLora
 from userdp.clipping.recurrent import Lstm
@@ -85,8 +86,7 @@ def survey(
         layers=layers,
         called=called,
         called_on_more=more,
-        # Merging must not change what is clipped with what.
-        groups=clip_groups(find_layers(model)),
+        groups=clip_groups(model),
     )
 
 
@@ -149,16 +149,6 @@ def find_layers(model: nn.Module, *, merge_lora: bool = False) -> list[Layer]:
     visit("", model)
     # A module that sits in two places is one layer.
     return list({id(layer.module): layer for layer in reversed(found)}.values())[::-1]
-
-
-def clip_groups(layers: list[Layer]) -> dict[int, int]:
-    """Parameter (by id) -> the number of the layer it is clipped with; shared ones the first's."""
-    group: dict[int, int] = {}
-    for layer in layers:
-        number = max(group.values(), default=-1) + 1
-        for parameter in layer.parameters.values():
-            group.setdefault(id(parameter), number)
-    return group
 
 
 def _rule_for(module: nn.Module) -> LayerRule:

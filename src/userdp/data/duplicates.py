@@ -7,6 +7,10 @@ work, so it is the same on DuckDB and Spark.
 
 With 20 bands of 6 hashes a pair of similarity 0.8 becomes a candidate with probability
 1 - (1 - 0.8^6)^20 = 0.998, and one of 0.5 with 0.27.
+
+What may be compared with what decides whether users are coupled. Inside one user's records, and of
+each record with public texts alone, one user's absence changes nothing for the others. Across users
+it does: whoever quotes everybody would remove everybody's records.
 """
 
 from __future__ import annotations
@@ -41,7 +45,18 @@ _BASE_INVERSE = np.uint64(pow(int(_BASE), -1, 2**64))
 
 PIECE_BYTES = 4 * 2**20
 
-BUCKET_SCHEMA = pa.schema([("text", pa.int64()), ("band", pa.int32()), ("bucket", pa.int64())])
+BUCKET_SCHEMA = pa.schema(
+    [("text", pa.int64()), ("party", pa.int64()), ("band", pa.int32()), ("bucket", pa.int64())]
+)
+
+ACROSS_USERS_CAUTION = (
+    "records were removed because other users had like ones: what this tells of one user through "
+    "the records of others is not covered by the guarantee"
+)
+SHARED_RECORDS_CAUTION = (
+    "records of several owners were removed because of their text: who owns which record then "
+    "depends on the text, and what this tells of one user is not covered by the guarantee"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +88,59 @@ class Clusters:
         return np.bincount(np.unique(pairs, axis=0)[:, 0], minlength=self.num_clusters)
 
 
-def within(
+def inside_users(
     store: UserStore,
     scratch: Path,
     *,
     threshold: float = THRESHOLD,
     engine: EngineName = EngineName.DUCKDB,
 ) -> Clusters:
-    """The near-duplicates in a store."""
-    pairs = _similar_pairs(store.texts.chunks, scratch, threshold, engine, store.num_records, 0)
+    """The near-duplicates among the records of the same owners, all of them.
+
+    Guarantee: which records are in a cluster together follows from these records alone.
+    """
+    return _within(store, owner_sets(store), scratch, threshold, engine)
+
+
+def across_users(
+    store: UserStore,
+    scratch: Path,
+    *,
+    threshold: float = THRESHOLD,
+    engine: EngineName = EngineName.DUCKDB,
+) -> Clusters:
+    """The near-duplicates in a store, whoever owns them. Removing copies then couples users."""
+    everybody = np.zeros(store.num_records, np.int64)
+    return _within(store, everybody, scratch, threshold, engine)
+
+
+def _within(
+    store: UserStore,
+    party: NDArray[np.int64],
+    scratch: Path,
+    threshold: float,
+    engine: EngineName,
+) -> Clusters:
+    pairs = _similar_pairs(store.texts.chunks, party, scratch, threshold, engine)
     return _clusters(pairs, store.num_records)
+
+
+def owner_sets(store: UserStore) -> NDArray[np.int64]:
+    """A number for each record that two records share exactly if the same users own them."""
+    counts = store.users_per_record()
+    if (counts == 1).all():
+        return np.asarray(store.record_users)
+    record = np.repeat(np.arange(store.num_records), counts)
+    sorted_owners = store.record_users[np.lexsort((store.record_users, record))]
+    numbers: dict[bytes, int] = {}
+    return np.fromiter(
+        (
+            numbers.setdefault(owners.tobytes(), len(numbers))
+            for owners in np.split(sorted_owners, store.record_users_indptr[1:-1])
+        ),
+        np.int64,
+        count=store.num_records,
+    )
 
 
 def between(
@@ -95,29 +153,38 @@ def between(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Public texts that are near-duplicates of private records, and those records.
 
-    Train the public model without the public ones, or its knowledge of them is not private
-    (Charles et al. 2024, App. D).
+    Guarantee: whether a record is among them follows from its own text and the public ones. Train
+    the public model without the public ones, or its knowledge of them is not private (Charles et
+    al. 2024, App. D).
     """
     chunks = [pa.array(public, pa.large_string()), *store.texts.chunks]
-    total = len(public) + store.num_records
-    pairs = _similar_pairs(chunks, scratch, threshold, engine, total, len(public))
-    cluster = _clusters(pairs, total).cluster
-    is_public = np.arange(total) < len(public)
-    mixed = np.intersect1d(cluster[is_public], cluster[~is_public])
-    found = np.isin(cluster, mixed[mixed >= 0])
-    return np.flatnonzero(found & is_public), np.flatnonzero(found & ~is_public) - len(public)
+    num_public = len(public)
+    party = np.zeros(num_public + store.num_records, np.int64)
+    # Public texts come first, so a bucket that holds one is led by one: a record is compared with
+    # public texts there. Elsewhere records would be compared with each other; these pairs go.
+    pairs = _similar_pairs(chunks, party, scratch, threshold, engine)
+    pairs = pairs[pairs[:, 1] < num_public]
+    records = np.unique(pairs[pairs[:, 0] >= num_public, 0]) - num_public
+    # A public text is also named if one that it resembles is.
+    named = pairs[pairs[:, 0] >= num_public, 1]
+    cluster = _clusters(pairs[pairs[:, 0] < num_public], num_public).cluster
+    alike = cluster[named]
+    is_named = np.isin(cluster, alike[alike >= 0])
+    is_named[named] = True
+    return np.flatnonzero(is_named), records
 
 
 def candidate_pairs(buckets: Any) -> Any:
-    """Pairs (text, leader) that share a bucket, `leader` being the bucket's first text.
+    """Pairs (text, leader) of one party that share a bucket, `leader` being its first text there.
 
-    Linking to the first alone keeps a bucket of n texts at n - 1 pairs instead of n squared.
+    Linking to the first alone keeps a bucket of n texts at n - 1 pairs instead of n squared. The
+    leader is chosen inside the party: another's text would hide two like texts from each other.
     """
-    groups = buckets.group_by("band", "bucket").agg(
+    groups = buckets.group_by("party", "band", "bucket").agg(
         leader=buckets.text.min(), size=buckets.text.count()
     )
     groups = groups.filter(groups["size"] > 1)
-    joined = buckets.join(groups, ["band", "bucket"])
+    joined = buckets.join(groups, ["party", "band", "bucket"])
     pairs = joined.filter(joined.text != joined.leader).select("text", "leader").distinct()
     return pairs.order_by("text", "leader")
 
@@ -206,13 +273,12 @@ def _pieces(chunks: Iterable[Any]) -> Iterator[tuple[int, Any]]:
 
 def _similar_pairs(
     chunks: list[Any],
+    party: NDArray[np.int64],
     scratch: Path,
     threshold: float,
     engine_name: EngineName,
-    num_texts: int,
-    num_public: int,
 ) -> NDArray[np.int64]:
-    """Pairs of texts whose Jaccard similarity is at least `threshold`: shape (pairs, 2)."""
+    """Pairs (text, earlier text) of one party with similarity `threshold` or more: (pairs, 2)."""
     scratch.mkdir(parents=True, exist_ok=True)
     staged = scratch / "buckets.parquet"
     with pq.ParquetWriter(staged, BUCKET_SCHEMA, compression="none") as writer:
@@ -222,6 +288,7 @@ def _similar_pairs(
                 pa.record_batch(
                     [
                         np.repeat(np.arange(start, start + len(piece)), BANDS),
+                        np.repeat(party[start : start + len(piece)], BANDS),
                         np.tile(np.arange(BANDS, dtype=np.int32), len(piece)),
                         buckets.ravel(),
                     ],

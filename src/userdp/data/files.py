@@ -7,6 +7,7 @@ fingerprint depends on its content only.
 from __future__ import annotations
 
 import hashlib
+import hmac
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -44,10 +45,21 @@ class TextDigest:
         return self._bytes.digest() + self._lengths.digest()
 
 
-def fingerprint(texts: bytes, record_users_indptr: bytes, record_users: bytes) -> str:
-    """The name of a store's content, from the digests of texts and edges."""
-    content = b"userdp store 2" + texts + record_users_indptr + record_users
-    return hashlib.sha256(content).hexdigest()
+def fingerprint(
+    texts: bytes, record_users_indptr: bytes, record_users: bytes, *, key: bytes
+) -> str:
+    """The name of a store's content, from the digests of texts and edges and a secret key.
+
+    The name is public: it stands in ledgers. Without the key nobody can compute it from a guess at
+    one record, even with all the others in hand.
+    """
+    content = b"userdp store 3" + texts + record_users_indptr + record_users
+    return keyed_digest(content, key=key)
+
+
+def keyed_digest(content: bytes, *, key: bytes) -> str:
+    """HMAC-SHA256 of `content`, in hexadecimal."""
+    return hmac.digest(key, content, "sha256").hex()
 
 
 class TextWriter:

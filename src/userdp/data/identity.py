@@ -87,16 +87,28 @@ class Pseudonyms:
 
     key_name: str
     of: Callable[[str], bytes]
+    fingerprint_key: bytes
 
     @staticmethod
     def under(key: bytes) -> Pseudonyms:
         """Keyed hashes: 128 bits of BLAKE2b."""
-        return Pseudonyms(key_name=key_name(key), of=lambda compared: pseudonym(compared, key))
+        return Pseudonyms(
+            key_name=key_name(key),
+            of=lambda compared: pseudonym(compared, key),
+            fingerprint_key=fingerprint_key(key),
+        )
 
     @staticmethod
-    def kept(name: str) -> Pseudonyms:
-        """For users of a store whose key is called `name`: their ids are pseudonyms in hex."""
-        return Pseudonyms(key_name=name, of=bytes.fromhex)
+    def kept(name: str, fingerprint_key: bytes | None = None) -> Pseudonyms:
+        """For users of a store whose key is called `name`: their ids are pseudonyms in hex.
+
+        `fingerprint_key` is that store's; without it the new store gets one of its own.
+        """
+        return Pseudonyms(
+            key_name=name,
+            of=bytes.fromhex,
+            fingerprint_key=fingerprint_key or secrets.token_bytes(32),
+        )
 
 
 def as_is(cell: str) -> str:
@@ -216,6 +228,11 @@ def pseudonym(compared_id: str, key: bytes) -> bytes:
 def key_name(key: bytes) -> str:
     """A public name of a key: stores whose names agree can be compared user by user."""
     return hashlib.blake2b(b"userdp key name", key=key, digest_size=8).hexdigest()
+
+
+def fingerprint_key(key: bytes) -> bytes:
+    """The key of fingerprints, from the key of pseudonyms: it names data and finds no user's id."""
+    return hashlib.blake2b(b"userdp fingerprint", key=key, digest_size=32).digest()
 
 
 def load_or_create_key(path: Path) -> bytes:

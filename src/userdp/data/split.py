@@ -4,11 +4,15 @@ Three splits of the papers: by user (a share of the users is held out with all t
 beginning of every user's data (Charles et al. 2024, App. D: the first 10%, at most 32 records),
 and by time (ibid.: before and after a date). Only the first keeps users apart; the others put one
 user on both sides, and whoever asks for them must say so.
+
+No split couples users: where a record goes follows from its own owners, each on their own, and from
+its own time. A user who leaves takes only the records they own, and moves nobody else's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,50 +31,87 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Record numbers on either side; the rest is in neither, and counted."""
+    """Record numbers on either side; the rest is in neither, and counted.
+
+    `users_left_out` have no record on either side; `users_cut` have lost some of theirs.
+    `made_by` says how whole users were divided, and is kept in the stores that are written.
+    """
 
     train: Numbers
     held_out: Numbers
     left_out: int
+    users_left_out: int
+    users_cut: int
     shares_users: bool
+    made_by: str | None = None
 
     def __repr__(self) -> str:
         return "Split(<secret>)"
 
 
-def by_user(store: UserStore, *, share: float, rng: np.random.Generator) -> Split:
-    """Hold out `share` of the users, drawn by `rng`, with all their records.
+def by_user(store: UserStore, *, share: float, seed: int = 0) -> Split:
+    """Hold out each user, with all their records, with probability `share`.
 
-    Guarantee: no user is on both sides. A record whose owners are on both sides is in neither.
+    The number held out is binomial: `share` is met on average. A keyed hash of the user alone
+    decides. A user's pseudonym is a hash of the id under the store's secret key, so nobody without
+    the key can choose an id for its side, whatever they know of `seed`. In all stores imported
+    under one key a user is on the same side. A store that is itself a part of such a split is
+    divided afresh, as if by another seed: otherwise its users would all be on one side already.
+
+    Guarantee: no user is on both sides, and one user's absence moves no other user. A record whose
+    owners are on both sides is in neither.
     """
     if not 0.0 < share < 1.0:
         raise InputError(f"share={share}: hold out more than none and less than all users.")
-    num_held_out = round(share * store.num_users)
-    if num_held_out in (0, store.num_users):
-        raise InputError(
-            f"share={share} of {store.num_users:,} users is {num_held_out}: one side is empty."
-        )
-    is_held_out = np.zeros(store.num_users, dtype=bool)
-    is_held_out[rng.permutation(store.num_users)[:num_held_out]] = True
+    is_held_out = _coins(store.pseudonyms.to_pylist(), seed, store.user_splits) < share
     held_out_owners = np.add.reduceat(
         is_held_out[store.record_users].astype(np.int64), store.record_users_indptr[:-1]
     )
     train = held_out_owners == 0
     held_out = held_out_owners == store.users_per_record()
-    return _split(train, held_out, shares_users=False)
+    if not train.any() or not held_out.any():
+        raise InputError(
+            f"share={share} of {store.num_users:,} users leaves one side without a record: each "
+            "user is held out by chance. Choose a share nearer to one half, or another seed."
+        )
+    return _split(
+        store, train, held_out, shares_users=False, made_by=f"seed {seed}, share {share!r}"
+    )
+
+
+def _coins(pseudonyms: list[bytes], seed: int, earlier: Sequence[str]) -> NDArray[np.float64]:
+    """A number in [0, 1) for each user, from the user's pseudonym and public numbers alone."""
+    key = hashlib.blake2b(repr((seed, *earlier)).encode(), digest_size=32).digest()
+    coins = [
+        hashlib.blake2b(pseudonym, key=key, person=b"userdp split", digest_size=8).digest()
+        for pseudonym in pseudonyms
+    ]
+    # The upper 53 bits: a float64 holds them exactly, and stays below 1.
+    return np.ldexp(
+        (np.frombuffer(b"".join(coins), "<u8") >> np.uint64(11)).astype(np.float64), -53
+    )
 
 
 def beginning_of_each_user(store: UserStore, *, share: float = 0.1, at_most: int = 32) -> Split:
     """Hold out the first `share` of every user's records, rounded up, but at most `at_most`.
 
-    Users with a single record are in neither side. A record of several owners counts as its first
-    owner's. Reference: Charles et al. 2024, App. D (CC-News).
+    Users with a single record are in neither side. Records of several owners are refused: the place
+    of a record among its owner's would depend on the other owners of the records before it.
+    Reference: Charles et al. 2024, App. D (CC-News).
     """
     if not 0.0 < share < 1.0 or at_most < 1:
         raise InputError(
             f"share={share}, at_most={at_most}: give a share below 1 and a positive cap."
         )
-    owner = np.asarray(store.record_users[store.record_users_indptr[:-1]])
+    shared = int((store.users_per_record() > 1).sum())
+    if shared:
+        raise InputError(
+            f"{store.path}: {shared:,} of {store.num_records:,} records have several owners. Which "
+            "records come first would then depend on other users, and one user's absence would "
+            "move theirs. Split by user or by time, or import with --owners first if one owner is "
+            "the whole truth."
+        )
+    owner = np.asarray(store.record_users)
     order = np.argsort(owner, kind="stable")
     counts = np.bincount(owner, minlength=store.num_users)
     begins = np.concatenate([[0], np.cumsum(counts)[:-1]])
@@ -79,7 +120,7 @@ def beginning_of_each_user(store: UserStore, *, share: float = 0.1, at_most: int
     quota = np.minimum(np.ceil(share * counts).astype(np.int64), at_most)
     usable = (counts > 1)[owner]
     held_out = usable & (rank < quota[owner])
-    return _split(usable & ~held_out, held_out, shares_users=True)
+    return _split(store, usable & ~held_out, held_out, shares_users=True)
 
 
 def by_time(store: UserStore, *, cutoff: int) -> Split:
@@ -91,27 +132,53 @@ def by_time(store: UserStore, *, cutoff: int) -> Split:
         raise InputError(f"{store.path}: holds no times. Import with --time COLUMN.")
     times = np.asarray(store.times)
     known = times != NO_TIME
-    return _split(known & (times < cutoff), known & (times >= cutoff), shares_users=True)
+    return _split(store, known & (times < cutoff), known & (times >= cutoff), shares_users=True)
 
 
-def _split(train: NDArray[np.bool_], held_out: NDArray[np.bool_], *, shares_users: bool) -> Split:
+def _split(
+    store: UserStore,
+    train: NDArray[np.bool_],
+    held_out: NDArray[np.bool_],
+    *,
+    shares_users: bool,
+    made_by: str | None = None,
+) -> Split:
     if not train.any() or not held_out.any():
         raise InputError("one side of the split would be empty.")
+    kept = train | held_out
+    records_kept = np.bincount(
+        store.record_users[np.repeat(kept, store.users_per_record())], minlength=store.num_users
+    )
     return Split(
         train=np.flatnonzero(train),
         held_out=np.flatnonzero(held_out),
-        left_out=int((~(train | held_out)).sum()),
+        left_out=int((~kept).sum()),
+        users_left_out=int((records_kept == 0).sum()),
+        users_cut=int(((records_kept > 0) & (records_kept < store.records_per_user())).sum()),
         shares_users=shares_users,
+        made_by=made_by,
     )
 
 
-def write_subset(store: UserStore, records: Numbers, out: Path) -> ImportResult:
-    """A store of some of another's records, in their order, under the same pseudonyms."""
+def write_subset(
+    store: UserStore,
+    records: Numbers,
+    out: Path,
+    *,
+    made_by: str | None = None,
+    cautions: Sequence[str] = (),
+) -> ImportResult:
+    """A store of some of another's records, in their order, under the same pseudonyms.
+
+    It inherits the other's cautions and adds `cautions`. `made_by` is that of a `Split`.
+    """
     return write_batches(
         _batches(store, np.sort(records)),
         out,
-        pseudonyms=Pseudonyms.kept(store.manifest["key_name"]),
+        pseudonyms=Pseudonyms.kept(store.manifest["key_name"], store.fingerprint_key),
         id_rule=IdRule.EXACT,
+        cautions=tuple(dict.fromkeys((*store.cautions, *cautions))),
+        user_splits=(*store.user_splits, *([made_by] if made_by is not None else [])),
     )
 
 

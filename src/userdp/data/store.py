@@ -8,9 +8,10 @@ A store is a directory:
     record_users_indptr.npy, record_users.npy    owners of record i, numbers by first appearance
     user_records_indptr.npy, user_records.npy    records of user i
     times.npy                              when each record was written, where the source says
+    history.json                           cautions, and the splits that it is a part of, if any
 
-Everything in it is private. The fingerprint covers texts and edges, not the pseudonyms: it names
-the data a run was bound to.
+Everything in it is private, but for the fingerprint, which names the data in the ledgers of runs.
+It covers texts and edges, not the pseudonyms, and is keyed: a guess at a record cannot be tried.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from userdp.data.files import (
     array_digest,
     file_digest,
     fingerprint,
+    keyed_digest,
     pc,
     read_column,
     read_texts,
 )
-from userdp.data.write import FORMAT, ImportResult, write_batches, write_store
+from userdp.data.write import FORMAT, HISTORY, ImportResult, write_batches, write_store
 from userdp.errors import InputError
 
 __all__ = ["FORMAT", "ImportResult", "UserStore", "write_batches", "write_store"]
@@ -70,8 +72,17 @@ class UserStore:
 
     @property
     def fingerprint(self) -> str:
-        """Names the texts and edges; a run is bound to it."""
+        """Names the texts and edges; a run is bound to it. Public: it is keyed."""
         return self.manifest["fingerprint"]
+
+    @property
+    def fingerprint_key(self) -> bytes:
+        """What the fingerprint is keyed by. Secret."""
+        return bytes.fromhex(self.manifest["fingerprint_key"])
+
+    def keyed_digest(self, content: bytes) -> str:
+        """A public name for something private about this store, such as a selection."""
+        return keyed_digest(content, key=self.fingerprint_key)
 
     @staticmethod
     def open(path: str | Path) -> UserStore:
@@ -118,7 +129,7 @@ class UserStore:
         for chunk in self.texts.chunks:
             texts.update(chunk)
         edges = array_digest(self.record_users_indptr), array_digest(self.record_users)
-        if fingerprint(texts.digest(), *edges) != self.fingerprint:
+        if fingerprint(texts.digest(), *edges, key=self.fingerprint_key) != self.fingerprint:
             raise InputError(f"{self.path}: texts or owners changed since the import.")
 
     def text(self, record: int) -> str:
@@ -199,3 +210,20 @@ class UserStore:
             return None
         ours = set(self.pseudonyms.to_pylist())
         return len(ours.intersection(other.pseudonyms.to_pylist()))
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """What was done to these records that no guarantee covers; statements must carry it."""
+        return tuple(self._history().get("cautions", ()))
+
+    @property
+    def user_splits(self) -> tuple[str, ...]:
+        """The splits by user that this store is a part of, oldest first: public numbers only."""
+        return tuple(self._history().get("user_splits", ()))
+
+    def _history(self) -> dict[str, list[str]]:
+        if HISTORY not in self.manifest["sizes"]:
+            return {}
+        if file_digest(self.path / HISTORY) != self.manifest["sha256"][HISTORY]:
+            raise InputError(f"{self.path / HISTORY}: changed since the import.")
+        return json.loads((self.path / HISTORY).read_text())

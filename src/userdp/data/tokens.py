@@ -2,7 +2,8 @@
 
 Every record is tokenised, closed with the end-of-text token, and cut into rows of at most
 `sequence_length` tokens. A row is what the samplers count as one record: a long record is several.
-Rows are cached beside the store, one cache per tokenizer and length. Chats are written out by the
+Rows are cached beside the store, one cache per tokenizer and length, with the digests of its files:
+training reads them again and refuses a cache that was changed. Chats are written out by the
 tokenizer's own chat template.
 """
 
@@ -19,13 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from userdp.data.files import ArrayWriter
+from userdp.data.files import ArrayWriter, file_digest
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.index import Rows, UserIndex
 
 IGNORED_LABEL = -100
 ENCODE_BATCH = 2048
+DIGESTS = "digests.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +85,15 @@ def padded(
     )
 
 
-def tokenise(store: UserStore, tokenizer: Any, *, sequence_length: int) -> TokenRows:
-    """The store's rows under a Hugging Face tokenizer, from the cache if they are there."""
+def tokenise(
+    store: UserStore, tokenizer: Any, *, sequence_length: int, verify: bool = False
+) -> TokenRows:
+    """The store's rows under a Hugging Face tokenizer, from the cache if they are there.
+
+    With `verify`, every byte of the cache is checked: what is trained on must be what is named.
+    """
     owners = store.sole_owners()
-    tokens, indptr, record_of_row = _cached_rows(store, tokenizer, sequence_length)
+    tokens, indptr, record_of_row = _cached_rows(store, tokenizer, sequence_length, verify=verify)
     return TokenRows(
         tokens=tokens, indptr=indptr, owners=owners[record_of_row], num_users=store.num_users
     )
@@ -107,6 +114,7 @@ def tokenise_selected(
     *,
     sequence_length: int,
     owners: NDArray[np.int64] | None = None,
+    verify: bool = False,
 ) -> TokenRows:
     """One row for each of `records`, repeated ones repeated: the record's first tokens.
 
@@ -114,7 +122,7 @@ def tokenise_selected(
     each record of the store, rows belong to them. Without, records may have several owners, whose
     contributions were bounded for all of them: every row stands alone (owner i is row i).
     """
-    tokens, indptr, record_of_row = _cached_rows(store, tokenizer, sequence_length)
+    tokens, indptr, record_of_row = _cached_rows(store, tokenizer, sequence_length, verify=verify)
     first_row = np.searchsorted(record_of_row, records)
     # A record without a token to predict has no row; it could only contribute zero.
     has_row = np.append(record_of_row, -1)[first_row] == records
@@ -131,7 +139,7 @@ def tokenise_selected(
 
 
 def _cached_rows(
-    store: UserStore, tokenizer: Any, sequence_length: int
+    store: UserStore, tokenizer: Any, sequence_length: int, *, verify: bool = False
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
     """Tokens, where each row begins and ends in them, and which record each row is from."""
     if sequence_length < 2:
@@ -142,6 +150,8 @@ def _cached_rows(
     cache = store.path / "tokens" / _cache_name(store, tokenizer, sequence_length)
     if not cache.is_dir():
         _write_cache(cache, store, tokenizer, end, sequence_length)
+    elif verify:
+        _verify_cache(cache)
     return (
         np.memmap(cache / "tokens.i32", np.int32, mode="r"),
         np.load(cache / "indptr.npy", mmap_mode="r"),
@@ -199,7 +209,27 @@ def _write_cache(
     if not total:
         shutil.rmtree(partial)
         raise InputError("no record has a token to predict: the store's texts are empty.")
+    (partial / DIGESTS).write_text(json.dumps(_digests(partial)))
     os.replace(partial, cache)
+
+
+def _digests(cache: Path) -> dict[str, str]:
+    return {
+        path.name: file_digest(path) for path in sorted(cache.iterdir()) if path.name != DIGESTS
+    }
+
+
+def _verify_cache(cache: Path) -> None:
+    """Refuse a cache whose files are not those that were written."""
+    try:
+        written = json.loads((cache / DIGESTS).read_text())
+    except (OSError, ValueError):
+        written = None
+    if written != _digests(cache):
+        raise InputError(
+            f"{cache}: this cache of tokens changed since it was written, so what would be trained "
+            "on is not the store's text. Delete the directory; it is made again."
+        )
 
 
 def _cut(
@@ -227,8 +257,14 @@ def _cut(
 
 def _cache_name(store: UserStore, tokenizer: Any, sequence_length: int) -> str:
     """Changes with anything that changes the rows."""
+    identity = f"{store.fingerprint}|{sequence_length}|{tokenizer_digest(tokenizer)}"
+    return hashlib.sha256(identity.encode()).hexdigest()[:32]
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Names everything in a tokenizer that changes the rows: rule, chat template, end of text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rule = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab())
     template = getattr(tokenizer, "chat_template", None)
-    identity = f"{store.fingerprint}|{sequence_length}|{tokenizer.eos_token_id}|{template}|{rule}"
-    return hashlib.sha256(identity.encode()).hexdigest()[:32]
+    identity = f"{tokenizer.eos_token_id}|{template}|{rule}"
+    return hashlib.sha256(identity.encode()).hexdigest()

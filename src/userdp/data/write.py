@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,14 @@ from userdp.data.prefetch import Prefetched
 from userdp.data.record import NO_TIME, Batch, Record, Skipped, batches_of
 from userdp.errors import InputError
 
-FORMAT = 2
+FORMAT = 3
 
 EDGE_SCHEMA = pa.schema([("record", pa.int64()), ("edge", pa.int64()), ("spelling", pa.int32())])
 
 # The fingerprint is a checksum of these already.
 FINGERPRINTED = frozenset({"records.arrow", "record_users_indptr.npy", "record_users.npy"})
+
+HISTORY = "history.json"
 
 EMPTY = "empty text"
 OWNERLESS = "no owner left"
@@ -90,8 +92,13 @@ def write_batches(
     first_owner_only: bool = False,
     drop: DropRule | None = None,
     engine: EngineName = EngineName.DUCKDB,
+    cautions: Sequence[str] = (),
+    user_splits: Sequence[str] = (),
 ) -> ImportResult:
-    """Like `write_store`, from batches, with every choice."""
+    """Like `write_store`, from batches, with every choice.
+
+    `cautions` and `user_splits` are what `UserStore` gives back under these names.
+    """
     if out.exists():
         raise InputError(f"{out} exists: choose another output directory.")
     partial = out.with_name(f".{out.name}.partial")
@@ -100,10 +107,11 @@ def write_batches(
     staging.mkdir(parents=True)
     try:
         spellings = Spellings(rule=id_rule, drop=drop or DropRule())
+        _write_history(partial, cautions, user_splits)
         staged = _stage(batches, partial, spellings)
         result = _finish(staged, partial, spellings, pseudonyms, first_owner_only, engine)
         shutil.rmtree(staging)
-        _write_manifest(partial, result, pseudonyms.key_name, staged.is_chat)
+        _write_manifest(partial, result, pseudonyms, staged.is_chat)
         os.replace(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -180,6 +188,16 @@ def _stage(batches: Iterable[Batch], directory: Path, spellings: Spellings) -> _
         has_times=has_times,
         is_chat=True in kinds,
     )
+
+
+def _write_history(directory: Path, cautions: Sequence[str], user_splits: Sequence[str]) -> None:
+    """Write how the records were chosen from another store's; an imported store has no such file.
+
+    The manifest names it with its checksum: without it the store does not open.
+    """
+    if cautions or user_splits:
+        history = {"cautions": list(cautions), "user_splits": list(user_splits)}
+        (directory / HISTORY).write_text(json.dumps(history, indent=1))
 
 
 def _spelling_numbers(batch: Batch, spellings: Spellings) -> NDArray[np.int32]:
@@ -261,7 +279,7 @@ def _finish(
         users=len(persons),
         edges=int(owner_counts.sum()),
         skipped={reason: count for reason, count in skipped.items() if count},
-        fingerprint=fingerprint(text_digest, *edge_digests),
+        fingerprint=fingerprint(text_digest, *edge_digests, key=pseudonyms.fingerprint_key),
     )
 
 
@@ -334,7 +352,9 @@ def _write_users(directory: Path, pseudonyms: list[bytes]) -> None:
         writer.write_batch(pa.record_batch([column], schema))
 
 
-def _write_manifest(directory: Path, result: ImportResult, key_name: str, is_chat: bool) -> None:
+def _write_manifest(
+    directory: Path, result: ImportResult, pseudonyms: Pseudonyms, is_chat: bool
+) -> None:
     files = sorted(path for path in directory.iterdir() if path.is_file())
     for path in files:
         with path.open("rb") as file:
@@ -345,7 +365,9 @@ def _write_manifest(directory: Path, result: ImportResult, key_name: str, is_cha
         "users": result.users,
         "edges": result.edges,
         "fingerprint": result.fingerprint,
-        "key_name": key_name,
+        "key_name": pseudonyms.key_name,
+        # Lies with the texts, which say more than it can; it never leaves the store.
+        "fingerprint_key": pseudonyms.fingerprint_key.hex(),
         "text_kind": "chat" if is_chat else "plain",
         "sizes": {path.name: path.stat().st_size for path in files},
         "sha256": {

@@ -2,12 +2,15 @@
 
 The guarantee clips each user's update as if it depended on that user alone. Statistics over the
 batch (BatchNorm), routing with a shared capacity or load-balancing loss (mixtures of experts) break
-that, and a buffer written during the forward pass carries data around the noise.
+that, and a tensor written during the forward pass carries data around the noise. What names do not
+show, `userdp.probe` finds by trying.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +18,10 @@ from torch import Tensor, nn
 from userdp.errors import InputError, MixedExamplesError
 
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# How configurations name their number of experts, at any depth.
+_EXPERT_COUNT = re.compile(r"^(moe_)?(num|n)_(\w+_)?experts$|^moe_num_experts$|^ffn_num_experts$")
+# How layers that route tokens to experts are named.
+_EXPERT_LAYER = re.compile(r"(MoE|Moe|Experts|SparseMLP|TopKRouter|TopkRouter)")
 
 
 def refuse_mixing(model: nn.Module) -> None:
@@ -33,14 +39,30 @@ def refuse_mixing(model: nn.Module) -> None:
                 f"{type(module).__name__} at {name!r} tracks running statistics, which would leave "
                 "the run without noise. Set track_running_stats=False."
             )
-    config = getattr(model, "config", None)
-    for key in _EXPERT_COUNTS:
-        experts = getattr(config, key, None)
-        if isinstance(experts, int) and experts > 1:
-            raise MixedExamplesError(
-                f"{type(model).__name__} is a mixture of experts ({key}={experts}): routing and "
-                "its balancing loss couple the records of a batch. Use a dense model."
-            )
+    config: Any = getattr(model, "config", None)
+    settings = config.to_dict() if hasattr(config, "to_dict") else {}
+    for key, experts in _settings(settings):
+        if _EXPERT_COUNT.search(key) and isinstance(experts, int) and experts > 1:
+            raise _mixture_of_experts(model, f"{key}={experts}")
+    for name, module in model.named_modules():
+        if _EXPERT_LAYER.search(type(module).__name__):
+            raise _mixture_of_experts(model, f"{type(module).__name__} at {name!r}")
+
+
+def _settings(settings: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting by its name, however deep."""
+    if isinstance(settings, dict):
+        for name, value in settings.items():
+            yield from _settings(value, str(name))
+    else:
+        yield key, settings
+
+
+def _mixture_of_experts(model: nn.Module, seen: str) -> MixedExamplesError:
+    return MixedExamplesError(
+        f"{type(model).__name__} is a mixture of experts ({seen}): routing and its balancing loss "
+        "couple the records of a batch. Use a dense model."
+    )
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -73,25 +95,30 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trainable: Iterable[Tensor
 
 
 class BufferGuard:
-    """Notices what a forward pass writes into the model: it would be saved, and has seen raw data.
-
-    Watches everything that is saved: buffers, and parameters, frozen ones too.
-    """
+    """Notices writes to what is saved with a model: parameters, frozen ones too, and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         # The tensors themselves are kept: a freed one could give its address to its successor.
         self._before = self._saved()
 
+    def changed(self) -> list[str]:
+        """The names of tensors that were replaced or written to since."""
+        return [
+            name
+            for name, (tensor, version) in self._saved().items()
+            if name not in self._before
+            or self._before[name][0] is not tensor
+            or self._before[name][1] != version
+        ]
+
     def check(self) -> None:
-        """Raise if a saved tensor was replaced or written to since this guard was made."""
-        for name, (tensor, version) in self._saved().items():
-            before, version_before = self._before.get(name, (None, None))
-            if tensor is not before or version != version_before:
-                raise MixedExamplesError(
-                    f"{name!r} is written during the forward pass: it would carry records into the "
-                    "saved model without noise. Freeze or remove it."
-                )
+        """Raise if a saved tensor was replaced or written to."""
+        for name in self.changed():
+            raise MixedExamplesError(
+                f"{name!r} is written during the forward pass: it would carry records into the "
+                "saved model without noise. Freeze or remove it."
+            )
 
     def _saved(self) -> dict[str, tuple[Tensor, int]]:
         return {

@@ -6,6 +6,7 @@ anything to the machine, and remote code anything to the guarantee.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from userdp.errors import InputError
+from userdp.history import carry, history_of, merged, read_history
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,7 @@ def load_model(
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InputError(f"model {source!r} could not be loaded: {_first_line(error)}") from error
     check_vocabulary(model, tokenizer)
+    _remember(model, Path(source))
     if lora is not None:
         model = add_lora(model, lora)
     return _move(model, device), tokenizer
@@ -104,7 +107,21 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
 def load_adapter(model: nn.Module, adapter: Path) -> nn.Module:
     """The base model with a saved adapter."""
     _refuse_pickle(adapter)
-    return peft.PeftModel.from_pretrained(model, adapter)  # pyright: ignore[reportArgumentType]
+    adapted = peft.PeftModel.from_pretrained(model, adapter)  # pyright: ignore[reportArgumentType]
+    _remember(adapted, adapter)
+    return adapted
+
+
+def _remember(model: nn.Module, source: Path) -> None:
+    """Let the model carry what was spent on it, where its directory says so."""
+    settings = source / "adapter_config.json"
+    if settings.is_file():
+        base = Path(json.loads(settings.read_text()).get("base_model_name_or_path") or "")
+        if base.is_dir() and base != source:
+            _remember(model, base)
+    found = read_history(source)
+    if found is not None:
+        carry(model, merged(history_of(model), found))
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:

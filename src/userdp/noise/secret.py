@@ -50,6 +50,10 @@ class RunSecret:
         """128 bits that key the stream of one purpose at one step."""
         return hashlib.blake2b(f"{purpose}:{step}".encode(), key=self.key, digest_size=16).digest()
 
+    def ledger_key(self) -> bytes:
+        """256 bits that mark a ledger's rows: nothing about any stream follows from them."""
+        return hashlib.blake2b(b"userdp ledger key", key=self.key, digest_size=32).digest()
+
     def rng(self, purpose: str, step: int) -> np.random.Generator:
         """The stream of one purpose at one step; asking again gives the same stream.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from userdp.earlier import Earlier
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.report import svg
@@ -13,10 +14,14 @@ POINTS = 10
 PROFILE_POINTS = 40
 
 
-def epsilon_spent(plan: Plan, steps: int, *, paid: Sequence[Paid] = ()) -> str:
+def epsilon_spent(
+    plan: Plan, steps: int, *, paid: Sequence[Paid] = (), earlier: Sequence[Earlier] = ()
+) -> str:
     """Epsilon after a growing number of steps, from what was paid before the first."""
     counts = sorted({max(1, round(steps * part / POINTS)) for part in range(1, POINTS + 1)})
-    points = [(float(count), plan.epsilon(count, paid=paid)) for count in [0, *counts]]
+    points = [
+        (float(count), plan.epsilon(count, paid=paid, earlier=earlier)) for count in [0, *counts]
+    ]
     top = _round_axis(points[-1][1])
     return svg.lines(
         [svg.Line(label="epsilon spent", points=points)],
@@ -28,16 +33,20 @@ def epsilon_spent(plan: Plan, steps: int, *, paid: Sequence[Paid] = ()) -> str:
     )
 
 
-def best_attack(plan: Plan, steps: int, *, paid: Sequence[Paid] = ()) -> str:
+def best_attack(
+    plan: Plan, steps: int, *, paid: Sequence[Paid] = (), earlier: Sequence[Earlier] = ()
+) -> str:
     """The most any test for one user's presence can achieve, whatever the attacker knows.
 
     Each (epsilon, delta) the run satisfies bounds true positives by false positives x as
     min(e^epsilon x + delta, 1 - e^-epsilon (1 - delta - x)) (Kairouz et al. 2015); the least of
     them over the whole curve delta(epsilon) is the bound.
     """
-    top = plan.epsilon(steps, paid=paid)
+    top = plan.epsilon(steps, paid=paid, earlier=earlier)
     epsilons = [top * part / PROFILE_POINTS for part in range(PROFILE_POINTS + 1)]
-    profile = list(zip(epsilons, plan.deltas(epsilons, steps, paid=paid), strict=True))
+    profile = list(
+        zip(epsilons, plan.deltas(epsilons, steps, paid=paid, earlier=earlier), strict=True)
+    )
 
     def bound(x: float) -> float:
         return max(

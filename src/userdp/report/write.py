@@ -6,13 +6,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
 import userdp
 from userdp.config import load_config
-from userdp.ledger import Ledger
 from userdp.report import pictures
+from userdp.run_files import read_run
+from userdp.statement import epsilon_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,31 +41,42 @@ def write_report(
     title: str = "Privacy report",
     story: Sequence[Section] = (),
     html: Path | None = None,
+    unfinished: bool = False,
 ) -> ReportFiles:
-    """Write report.html (or `html`), MODEL_CARD.md and statement.json into the run's directory."""
-    ledger = Ledger.read(run / "ledger.jsonl")
+    """Write report.html (or `html`), MODEL_CARD.md and statement.json into the run's directory.
+
+    A run that is not closed, or not of the weights in `model/`, is refused unless `unfinished` is
+    said; then its report promises nothing.
+    """
+    record = read_run(run, unfinished=unfinished)
+    ledger = record.ledger
     config = load_config(run / "config.toml")
-    statement = ledger.statement()
+    statement = record.statement()
     sections = list(story)
-    if statement.is_private and ledger.steps:
-        sections += [
+    spent: dict[str, Any] = {"paid": ledger.paid, "earlier": ledger.earlier}
+    if statement.guarantee and ledger.steps:
+        sections.append(
             Section(
                 heading="What is left to an attacker",
                 paragraphs=[
                     "No test for whether a given user's records were used, with this model or any "
                     "of its intermediate versions in hand, can lie above the red line."
                 ],
-                picture=pictures.best_attack(ledger.plan, ledger.steps, paid=ledger.paid),
-            ),
+                picture=pictures.best_attack(ledger.plan, ledger.steps, **spent),
+            )
+        )
+    if statement.is_private and ledger.steps:
+        sections.append(
             Section(
-                heading="Epsilon as it was spent",
+                heading="Epsilon as it was spent" if statement.guarantee else "Epsilon as planned",
                 paragraphs=["Each step adds to the cost; the ledger holds one row for each."],
-                picture=pictures.epsilon_spent(ledger.plan, ledger.steps, paid=ledger.paid),
-            ),
-        ]
+                picture=pictures.epsilon_spent(ledger.plan, ledger.steps, **spent),
+            )
+        )
     values = {
         "title": title,
         "statement": statement.to_json(),
+        "epsilon": epsilon_text(statement.epsilon),
         "sections": sections,
         "version": userdp.__version__,
         # A local directory's path is nobody's business; its name will do.

@@ -1,0 +1,115 @@
+"""Rows that hold together: each hashed with all before it, and tagged with a key of its owner.
+
+The hash needs no key: anyone can see that a row was edited, moved or taken from the middle, unless
+whoever did it hashed everything again. The tag needs the key: only its owner can make one. What no
+tag can show is whether the owner told the truth.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from userdp.errors import LedgerError
+
+Row = dict[str, Any]
+
+KEY_BYTES = 32
+
+
+def canonical(row: Row) -> str:
+    """The one way to write a row: any other byte in its place is found."""
+    return json.dumps(row, sort_keys=True, allow_nan=False)
+
+
+def chained(before: str, row: Row) -> str:
+    """The hash of a row (its tag included) that follows the hash `before`."""
+    return hashlib.sha256((before + canonical(row)).encode()).hexdigest()
+
+
+def tag(key: bytes, before: str, row: Row) -> str:
+    """The owner's mark on a row that follows the hash `before`."""
+    return hmac.digest(key, (before + canonical(row)).encode(), "sha256").hex()
+
+
+def sealed(before: str, row: Row, key: bytes) -> Row:
+    """The row with its tag and its hash."""
+    marked = row | {"tag": tag(key, before, row)}
+    return marked | {"hash": chained(before, marked)}
+
+
+def read_rows(path: Path, key: bytes | None) -> list[Row]:
+    """The rows of a file, every byte of it checked; the tags only with the key."""
+    if not path.is_file():
+        raise LedgerError(f"{path} is not there: is this the directory of a run?")
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        raise LedgerError(f"{path}: its last row is cut short.")
+    rows: list[Row] = []
+    before = ""
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        try:
+            row: Row = json.loads(line)
+            claimed = row.pop("hash")
+            exact = canonical(row | {"hash": claimed}).encode() == line
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise LedgerError(f"{path}, line {number}: not a ledger row.") from None
+        if not exact or claimed != chained(before, row):
+            raise LedgerError(
+                f"{path}, line {number}: the hash chain breaks here; a row was edited or removed."
+            )
+        content_alone = {name: value for name, value in row.items() if name != "tag"}
+        if key is not None and row.get("tag") != tag(key, before, content_alone):
+            raise LedgerError(
+                f"{path}, line {number}: this row was not written with the run's key: somebody "
+                "else wrote it, or the key is another run's."
+            )
+        before = row["hash"] = claimed
+        rows.append(row)
+    return rows
+
+
+def key_path(path: Path) -> Path:
+    """Where the key of the rows in `path` lies: beside them, in a directory of its own."""
+    return path.parent / "secret" / f"{path.stem}.key"
+
+
+def write_key(path: Path, key: bytes) -> None:
+    """Leave the key where its owner alone can read it."""
+    place = key_path(path)
+    write_private(place, key.hex().encode() + b"\n")
+
+
+def read_key(path: Path) -> bytes | None:
+    """The key of the rows in `path`; None if it is not here."""
+    place = key_path(path)
+    if not place.is_file():
+        return None
+    try:
+        key = bytes.fromhex(place.read_text(encoding="ascii"))
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise LedgerError(f"{place}: not a key of a ledger; restore it, or take it away.")
+    return key
+
+
+def write_private(place: Path, content: bytes) -> None:
+    """Write a new file, and its directory, for their owner alone."""
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise LedgerError(f"{place} is there already: choose another output directory.") from None
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+
+
+def new_key() -> bytes:
+    """256 bits from the operating system."""
+    return secrets.token_bytes(KEY_BYTES)

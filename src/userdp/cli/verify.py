@@ -1,0 +1,67 @@
+"""`userdp verify`: does one user move the configured model's sum by at most the clip norm?"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from userdp.cli import common
+from userdp.config import load_config
+from userdp.units import SamplingUnit
+
+
+def verify(
+    config: Annotated[Path, typer.Argument(help="A TOML file; see docs/configuration.md.")],
+    json: common.Json = False,
+) -> None:
+    """Probe the configured model with made-up users; the data is not read. Exit code 1: unsafe."""
+    settings = load_config(config)
+    common.quiet_transformers()
+    from userdp import probe, runs
+
+    model, _ = runs.load_configured_model(settings)
+    model.eval()
+    privacy = settings.privacy
+    length = settings.data.sequence_length
+    probe.check_positions(model, length)
+    with common.stage_progress("probing the model with made-up users", None):
+        found = probe.verify(
+            model,
+            sequence_length=length,
+            group_size=1 if privacy.unit is SamplingUnit.RECORD else privacy.group_size or 2,
+            clip=settings.clip_rule(),
+            clipping=settings.training.clipping,
+            settings=runs.fast_settings(settings),
+        )
+    lines = [
+        f"{p.name}: {p.movement:.6f} clip norms, {p.coupling:.1e} of it not the user's own"
+        for p in found.probes
+    ]
+    verdict = (
+        f"safe: one user moves the clipped sum by at most {found.largest_movement:.6f} clip norms "
+        f"in {len(found.probes)} probes"
+        if found.safe
+        else f"unsafe: {found.cause}"
+    )
+    common.emit(
+        json,
+        {
+            # JSON knows no infinity: what is no number moves the sum without bound.
+            "largest_movement": found.largest_movement
+            if math.isfinite(found.largest_movement)
+            else None,
+            "safe": found.safe,
+            "cause": found.cause or None,
+            "probes": len(found.probes),
+            "details": [
+                {"name": p.name, "movement": p.movement, "coupling": p.coupling}
+                for p in found.probes
+            ],
+        },
+        "\n".join([*lines, verdict]),
+    )
+    if not found.safe:
+        raise typer.Exit(1)

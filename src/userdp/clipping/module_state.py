@@ -1,0 +1,154 @@
+"""What a model keeps between two forward passes, beside its weights, and how to put it back.
+
+A user's gradient may depend on that user's records alone. Some models remember: rotary embeddings
+that grow with the longest text seen, caches, counters, buffers outside `state_dict`. So everything
+a module holds is noted once, compared after each pass, and put back.
+
+Not seen: what a model keeps outside its modules, in globals or in objects of its own. The neighbour
+probe looks at behaviour, and so at those, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# What torch itself keeps on a module, and what the fast path puts there while it runs.
+_TORCH_OWN = set(nn.Module().__dict__) | {"_compiled_call_impl", "userdp_tape"}
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_CONTAINERS = (list, tuple, dict, set)
+_WATCHED = (*_PLAIN, *_CONTAINERS, Tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Noted:
+    """One attribute or buffer: where it lives, what it was, and what tells whether it changed."""
+
+    name: str
+    place: dict[str, Any]
+    key: str
+    value: Any
+    mark: Any
+
+    @property
+    def is_changed(self) -> bool:
+        now = self.place.get(self.key, _MISSING)
+        if now is self.value and isinstance(now, _PLAIN):
+            return False
+        return _mark(now) != self.mark
+
+
+class ModuleState:
+    """A note of all buffers and attributes of a model's modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places: list[tuple[str, dict[str, Any]]] = []
+        for name, module in model.named_modules():
+            self._places += [(name, module._buffers), (name, module.__dict__)]
+        self._note()
+
+    def _note(self) -> None:
+        self._noted = [
+            _Noted(
+                name=f"{name}.{key}".lstrip("."),
+                place=place,
+                key=key,
+                value=_copied(value),
+                mark=_mark(value),
+            )
+            for name, place in self._places
+            for key, value in _watched(place)
+        ]
+        # In-place writes are undone from copies.
+        self._values = [
+            (tensor, tensor.detach().clone())
+            for noted in self._noted
+            for tensor in _tensors(noted.value)
+        ]
+        self._sizes = [len(place) for _, place in self._places]
+
+    def changed(self) -> list[str]:
+        """The names of what is not as it was noted."""
+        names = [noted.name for noted in self._noted if noted.is_changed]
+        for (name, place), size in zip(self._places, self._sizes, strict=True):
+            if len(place) != size:
+                names += [f"{name}.{key}".lstrip(".") for key in self._new_keys(place)]
+        return names
+
+    def _new_keys(self, place: dict[str, Any]) -> list[str]:
+        known = {noted.key for noted in self._noted if noted.place is place}
+        return [key for key, _ in _watched(place) if key not in known]
+
+    def restore(self) -> None:
+        """Put everything back as it was noted; what was not there is removed."""
+        if not self.changed():
+            return
+        for _, place in self._places:
+            for key in self._new_keys(place):
+                del place[key]
+        with torch.no_grad():
+            for tensor, value in self._values:
+                tensor.copy_(value)
+        for noted in self._noted:
+            noted.place[noted.key] = _copied(noted.value)
+        self._note()
+
+
+_MISSING = object()
+
+
+def _watched(place: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in place.items():
+        if key not in _TORCH_OWN and isinstance(value, _WATCHED):
+            yield key, value
+
+
+def _copied(value: Any) -> Any:
+    """The value with its containers copied, so that a change in one of them is not one here."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    return set(value) if type(value) is set else value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _mark(value: Any) -> Any:
+    """What tells whether a value was replaced or written to."""
+    if isinstance(value, Tensor):
+        # Tensors made in inference mode count no versions.
+        return _Same(value), -1 if value.is_inference() else value._version
+    if isinstance(value, dict):
+        return dict, [(repr(key), _mark(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), [_mark(item) for item in value]
+    if isinstance(value, set):
+        return set, sorted(map(repr, value))
+    # As text, NaN is equal to itself.
+    return (type(value), repr(value)) if isinstance(value, _PLAIN) else _Same(value)
+
+
+class _Same:
+    """Equal to that of the same object only; holds it, so that its address is not used again."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    __hash__ = object.__hash__

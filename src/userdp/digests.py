@@ -1,0 +1,138 @@
+"""Names for everything that changes what a run releases: weights, optimizer, schedule, code.
+
+Noise is bound to these names. Two runs that share a secret and differ in any of them draw other
+noise; were it the same, the difference of the two models would show the data without any.
+
+Public: a digest of weights, settings or code. The digest of an index is secret, like the index.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import types
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import userdp
+from userdp.index import UserIndex
+
+# Bytes that are hashed at a time: what is on a GPU need not fit beside itself in memory.
+PIECE = 2**26
+# Hashing releases the interpreter's lock, so threads use several cores.
+THREADS = 4
+DEEPEST = 8
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Names every parameter and buffer: names, dtypes, shapes and all bytes.
+
+    >>> first, second = nn.Linear(2, 1), nn.Linear(2, 1)
+    >>> weights_digest(first) == weights_digest(second)
+    False
+    """
+    return _named_digest([*model.named_parameters(), *model.named_buffers()])
+
+
+def trained_digest(model: nn.Module) -> str:
+    """Names the trainable parameters alone: all that a run can have changed."""
+    return _named_digest((n, p) for n, p in model.named_parameters() if p.requires_grad)
+
+
+def _named_digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    pairs = sorted(named, key=lambda pair: pair[0])
+    with ThreadPoolExecutor(THREADS) as pool:
+        digests = list(pool.map(_tensor_digest, [tensor for _, tensor in pairs]))
+    whole = hashlib.sha256()
+    for (name, _), digest in zip(pairs, digests, strict=True):
+        whole.update(f"{name}|{digest}\n".encode())
+    return whole.hexdigest()
+
+
+def _tensor_digest(tensor: Tensor) -> str:
+    hashed = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    for start in range(0, len(raw), PIECE):
+        hashed.update(raw[start : start + PIECE].cpu().numpy().data)
+    return hashed.hexdigest()
+
+
+def optimizer_digest(optimizer: torch.optim.Optimizer) -> str:
+    """Names the optimizer's class, hyper-parameters and state."""
+    return _digest([_kind(optimizer), _described(optimizer.state_dict(), DEEPEST)])
+
+
+def scheduler_digest(scheduler: Any) -> str:
+    """Names a schedule by its class and everything it holds, functions by their code."""
+    return _digest(_described(scheduler, DEEPEST))
+
+
+def model_digest(model: nn.Module) -> str:
+    """Names a model's class and configuration, but not where it was read from."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+    plain = {name: value for name, value in to_dict().items() if name != "_name_or_path"}
+    return _digest([_kind(model), str(model), _described(plain, DEEPEST)])
+
+
+def index_digest(index: UserIndex) -> str:
+    """Names who owns which row. Secret."""
+    hashed = hashlib.sha256()
+    for array in (index.indptr, index.rows):
+        hashed.update(np.ascontiguousarray(array, "<i8").data)
+    return hashed.hexdigest()
+
+
+@functools.cache
+def code_version() -> str:
+    """The version of this package and of torch, and a digest of this package's source."""
+    root = Path(userdp.__file__).parent
+    hashed = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        content = path.read_bytes()
+        hashed.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
+    return f"userdp {userdp.__version__} {hashed.hexdigest()[:16]}, torch {torch.__version__}"
+
+
+def _digest(plain: Any) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _described(value: Any, depth: int) -> Any:
+    """Plain data that changes with the value; what cannot be looked into is its type alone."""
+    if depth == 0:
+        return _kind(value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, Tensor):
+        return _tensor_digest(value)
+    if isinstance(value, Mapping):
+        return [[str(name), _described(entry, depth - 1)] for name, entry in value.items()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_described(entry, depth - 1) for entry in value]
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return [_code(value.__code__), _described([cells, value.__defaults__], depth - 1)]
+    if isinstance(value, torch.optim.Optimizer) or not hasattr(value, "__dict__"):
+        return _kind(value)
+    return [_kind(value), _described(vars(value), depth - 1)]
+
+
+def _code(code: types.CodeType) -> list[Any]:
+    constants = [
+        _code(entry) if isinstance(entry, types.CodeType) else repr(entry)
+        for entry in code.co_consts
+    ]
+    return [code.co_code.hex(), constants, list(code.co_names)]

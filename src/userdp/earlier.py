@@ -1,0 +1,115 @@
+"""A run behind the weights that this run starts from, and what it cost.
+
+A model that was trained privately carries what it cost; training on from it adds to that. What is
+composed is the events of all runs, never their epsilons. People are taken to be the same in every
+run unless the caller declares that they are others: then each person is in one of the runs, and the
+statement gives the largest epsilon of any of them.
+
+Public: everything here. `data` is a keyed digest: it names the data and cannot be computed from it
+without the store's key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from userdp.accounting import events
+from userdp.errors import InputError, LedgerError
+from userdp.paid import Paid, all_events, check_numbers
+from userdp.units import Adjacency
+
+
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """One earlier run: `steps` steps of `step_event` (None: without privacy) and what was `paid`.
+
+    `people` is 0 for the people of the run that inherits this; other numbers are people who were
+    declared to be others, one number for each such declaration.
+    """
+
+    run: str
+    data: str
+    plan: dict[str, Any]
+    step_event: events.DpEvent | None
+    steps: int
+    adjacency: Adjacency
+    fixed_seed: bool
+    paid: tuple[Paid, ...] = ()
+    people: int = 0
+
+    @property
+    def non_private(self) -> bool:
+        """Whether the run released something without noise."""
+        return self.step_event is None and self.steps > 0
+
+    def events(self) -> list[events.DpEvent]:
+        """Everything the run used its people's data for."""
+        parts = all_events(self.paid)
+        if self.step_event is not None and self.steps > 0:
+            parts.append(events.repeated(self.step_event, self.steps))
+        return parts
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, for a ledger or a model's directory."""
+        return {
+            "run": self.run,
+            "data": self.data,
+            "plan": self.plan,
+            "step_event": None if self.step_event is None else events.to_json(self.step_event),
+            "steps": self.steps,
+            "adjacency": self.adjacency.value,
+            "fixed_seed": self.fixed_seed,
+            "paid": [item.to_json() for item in self.paid],
+            "people": self.people,
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Earlier:
+        """What `to_json` wrote; anything else is refused."""
+        try:
+            written = data["step_event"]
+            found = Earlier(
+                run=data["run"],
+                data=data["data"],
+                plan=data["plan"],
+                step_event=None if written is None else events.from_json(written),
+                steps=data["steps"],
+                adjacency=Adjacency(data["adjacency"]),
+                fixed_seed=data["fixed_seed"],
+                paid=tuple(Paid.from_json(item) for item in cast("list[Any]", data["paid"])),
+                people=data["people"],
+            )
+            same = found.to_json() == {name: data[name] for name in found.to_json()}
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise LedgerError("an earlier run's entry lacks a field or has a wrong one.") from None
+        counts = (found.steps, found.people)
+        if not same or any(type(count) is not int or count < 0 for count in counts):
+            raise LedgerError("an earlier run's entry is not as it was written.")
+        if type(found.fixed_seed) is not bool:
+            raise LedgerError("an earlier run's entry does not say whether its seed was fixed.")
+        check_numbers(data["step_event"])
+        return found
+
+
+def inherited(before: Sequence[Earlier], *, other_people: bool) -> tuple[Earlier, ...]:
+    """The runs behind some weights, as a run that starts from them sees them.
+
+    Undeclared, all of them were on the people of this run. Declared, none was; who was whom among
+    them stays as it was declared then.
+    """
+    return tuple(
+        dataclasses.replace(item, people=item.people + 1 if other_people else 0) for item in before
+    )
+
+
+def by_people(earlier: Sequence[Earlier]) -> dict[int, list[events.DpEvent]]:
+    """The events of each group of people; those of this run are group 0, always there."""
+    groups: dict[int, list[events.DpEvent]] = {0: []}
+    for item in earlier:
+        groups.setdefault(item.people, []).extend(item.events())
+    return groups

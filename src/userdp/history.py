@@ -1,0 +1,138 @@
+"""What a model carries: the private runs behind its weights, on disk and in memory.
+
+A run leaves `userdp_ancestry.json` in its model's directory; whoever loads the model gets it as the
+attribute `userdp_ancestry`, and so does a model that is trained in memory. Training on from such a
+model adds to what was spent. Weights that are copied by hand into another model carry nothing: then
+it is for the caller to say what was spent.
+
+The entries are plain data here; `earlier.py` reads them. Public: the entries. Private: where the
+earlier runs keep their own records, which is remembered in memory only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from userdp.errors import LedgerError
+
+ANCESTRY_FILE = "userdp_ancestry.json"
+ATTRIBUTE = "userdp_ancestry"
+FORMAT = 1
+
+Entry = dict[str, Any]
+
+
+class Record(Protocol):
+    """A ledger, as far as a model's history goes."""
+
+    def as_entry(self) -> Entry | None:
+        """What this run has released so far; None for nothing."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class History:
+    """Runs that ended (`entries`), and the one that may still go on (`record`).
+
+    `homes` are the directories of those runs, where they are known.
+    """
+
+    entries: tuple[Entry, ...] = ()
+    record: Record | None = None
+    homes: tuple[Path, ...] = ()
+
+    def all_entries(self) -> tuple[Entry, ...]:
+        """Every run behind the weights as they are now."""
+        latest = self.record.as_entry() if self.record is not None else None
+        return self.entries if latest is None else (*self.entries, latest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> History:
+        # A copy of the model stands where the model stands now; what comes later is not its own.
+        return History(entries=self.all_entries(), homes=self.homes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (self.all_entries(), self.homes)
+
+
+def _rebuilt(entries: tuple[Entry, ...], homes: tuple[Path, ...]) -> History:
+    return History(entries=entries, homes=homes)
+
+
+class Module(Protocol):
+    """A torch module, as far as this file goes."""
+
+    def modules(self) -> Iterable[Any]:
+        """The module itself and everything in it."""
+        ...
+
+
+def history_of(model: Module) -> History:
+    """What the model and every part of it carry, each run once."""
+    found: dict[int, History] = {}
+    for module in model.modules():
+        carried = vars(module).get(ATTRIBUTE)
+        if isinstance(carried, History):
+            found[id(carried)] = carried
+    return merged(*found.values())
+
+
+def merged(*histories: History) -> History:
+    """Several histories as one, each run once."""
+    entries: dict[str, Entry] = {}
+    homes: dict[Path, None] = {}
+    for history in histories:
+        homes.update(dict.fromkeys(history.homes))
+        for entry in history.all_entries():
+            # The same run may be carried twice, by an adapter and its base: the longer one holds.
+            known = entries.get(entry["run"])
+            if known is None or known["steps"] <= entry["steps"]:
+                entries[entry["run"]] = entry
+    return History(entries=tuple(entries.values()), homes=tuple(homes))
+
+
+def carry(model: Module, history: History) -> None:
+    """Let the model and its parts carry `history`: a part may be taken out and trained on."""
+    for module in model.modules():
+        setattr(module, ATTRIBUTE, history)
+
+
+def read_history(directory: Path) -> History | None:
+    """What a saved model says about itself; None if it was not made by a run.
+
+    A model that lies in a run's directory and says nothing is refused.
+    """
+    path = directory / ANCESTRY_FILE
+    home = directory.resolve().parent
+    if not path.is_file():
+        if directory.is_dir() and (home / "ledger.jsonl").is_file():
+            raise LedgerError(
+                f"{directory} is the model of a run and lacks {ANCESTRY_FILE}, which says what was "
+                "spent on it: training on would forget that. Restore the file, or use a model from "
+                "outside the run."
+            )
+        return None
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        entries = cast("list[Entry]", data["runs"])
+        sound = data["format"] == FORMAT and all(type(e["steps"]) is int for e in entries)
+        sound = sound and all(isinstance(e["run"], str) for e in entries)
+    except (OSError, ValueError, KeyError, TypeError):
+        sound, entries = False, []
+    if not sound or not entries:
+        raise LedgerError(
+            f"{path} cannot be read, so what was spent on this model is not known. Restore the "
+            "file, or start from another model."
+        )
+    return History(entries=tuple(entries), homes=(home,))
+
+
+def write_history(directory: Path, history: History) -> None:
+    """Leave with a saved model what was spent on it."""
+    data = {"format": FORMAT, "runs": list(history.all_entries())}
+    (directory / ANCESTRY_FILE).write_text(
+        json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+    )

@@ -1,0 +1,52 @@
+"""How a run takes over what was spent before on the weights it starts from.
+
+Every run on a model goes through here: the loop over a store, and a private step in a loop of the
+caller's own.
+"""
+
+from __future__ import annotations
+
+from userdp.earlier import Earlier, inherited
+from userdp.errors import InputError
+from userdp.history import ATTRIBUTE, History, Module, carry, history_of
+from userdp.ledger import Ledger
+
+
+def earlier_runs(model: Module, *, other_people: bool = False, data: str = "") -> list[Earlier]:
+    """The runs behind the model's weights, as a new run on `data` sees them.
+
+    `other_people` declares that no person of the new run is in one of them. The same data shows the
+    contrary, and is refused.
+    """
+    before = [Earlier.from_json(entry) for entry in history_of(model).entries]
+    if other_people and any(data and item.data == data for item in before):
+        raise InputError(
+            "other_people is declared, and an earlier run behind these weights was on this very "
+            "data. Leave the declaration out: both runs are then composed."
+        )
+    return list(inherited(before, other_people=other_people))
+
+
+def begin_run(model: Module, ledger: Ledger) -> None:
+    """Compose what was spent on the model's weights into `ledger`, and let the model carry both.
+
+    What the ledger has inherited already, and the very run it goes on with, are not counted again.
+    """
+    ledger.check_open()
+    history = history_of(model)
+    known = {item.run: item.steps for item in ledger.earlier}
+    if ledger.steps:
+        known[ledger.run_digest] = ledger.steps
+    ledger.inherit([item for item in earlier_runs(model) if known.get(item.run, -1) < item.steps])
+    entries = tuple(item.to_json() for item in ledger.earlier)
+    carry(model, History(entries=entries, record=ledger, homes=history.homes))
+
+
+def check_current(model: Module, ledger: Ledger) -> None:
+    """Refuse a step of a run when another was begun on the same model since."""
+    carried = vars(model).get(ATTRIBUTE)
+    if not isinstance(carried, History) or carried.record is not ledger:
+        raise InputError(
+            "another private run was begun on this model, and would not count the steps of this "
+            "one. Finish one run before the next, or train a copy of the model."
+        )

@@ -1,0 +1,343 @@
+"""Cohorts with and without one more user, and how far their clipped sums are apart.
+
+The one more user is long or short, has no record, is huge or not finite, and stands at the first,
+the middle or the last place; then the same cohort is summed once more, as at the next step. What
+the sum moves by must be that user's own clipped update, as the plain loop gives it for the user
+alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.layer_groups import clip_groups
+from userdp.clipping.made_up import MadeUp
+from userdp.clipping.module_state import ModuleState
+from userdp.clipping.pack import PADDING, is_padded
+from userdp.clipping.plain import PlainClipping, clip_update
+from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip
+from userdp.clipping.wide_reference import wide_gradient
+from userdp.errors import InputError
+from userdp.models.checks import BufferGuard, trainable_parameters
+from userdp.updates import IGNORED_LABEL, Batch, RecordLoss, Update
+
+Path = Literal["fast", "plain"]
+Group = dict[str, Tensor]
+
+# How far a sum may move beyond the clip norm, and beyond the user's own update, in clip norms:
+# what rounding explains in float32.
+MOST_MOVEMENT = 1 + 1e-4
+MOST_COUPLING = 1e-3
+# In half precision: so many times what rounding moves the plain loop's sum by, and a little.
+_TIMES_ROUNDING = 3.0
+_LITTLE = 0.05
+# In half precision, where the device has no room for a reference in float32.
+_COARSE = 0.5
+# Names the factor of a row's loss, where losses are made huge or not finite.
+_SCALE = "userdp_probe_scale"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """One cohort with and without one user. Both numbers are in clip norms.
+
+    `movement` is how far the sum moves, `coupling` how much of that is not the user's own update.
+    """
+
+    name: str
+    movement: float
+    coupling: float
+    allowed_coupling: float
+
+    @property
+    def safe(self) -> bool:
+        """Whether rounding explains what is not the user's own."""
+        moves_little = self.movement <= MOST_MOVEMENT + max(
+            0.0, self.allowed_coupling - MOST_COUPLING
+        )
+        return moves_little and self.coupling <= self.allowed_coupling
+
+
+class Trial:
+    """The cohorts that are tried, and the sums they give."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        made_up: MadeUp,
+        *,
+        longest: int,
+        group_size: int,
+        record_loss: RecordLoss,
+        rule: ClipRule,
+        path: Path,
+        settings: FastSettings,
+    ) -> None:
+        self._model = model
+        self._made_up = made_up
+        self._longest = longest if made_up.has_tokens else 1
+        self._rows = max(1, min(2, group_size))
+        self._group_size = group_size
+        self._record_loss = record_loss
+        self._path: Path = path
+        self._settings = settings
+        self._parameters = list(trainable_parameters(model).values())
+        layers = clip_groups(model)
+        self._layers = [layers[id(parameter)] for parameter in self._parameters]
+        self._oracle = self._plain(record_loss)
+        self._others = self._cohort(1)
+        self._updates = [self._update(self._oracle, group) for group in self._others]
+        self._rule = _that_clips(rule, self._updates)
+        self._allowed = self._what_rounding_explains()
+
+    # ---- what is tried
+
+    def _group(self, rows: int, length: float, seed: int) -> Group:
+        return self._made_up.group(rows, max(1, min(self._longest, math.ceil(length))), seed=seed)
+
+    def _cohort(self, seed: int) -> list[Group]:
+        """Users of unlike length, one of them hardly a token long."""
+        longest, rows = self._longest, self._rows
+        sizes = [(1, longest / 2), (rows, 3), (1, longest / 4 + 1)]
+        return [self._group(r, length, 10 * seed + i) for i, (r, length) in enumerate(sizes)]
+
+    def _extras(self, thorough: bool) -> Iterator[tuple[str, Group]]:
+        yield "a long user", self._group(self._rows, self._longest, 101)
+        yield "a short user", self._group(1, 2, 102)
+        if not thorough:
+            return
+        yield "a user with as many records as may be", self._group(self._group_size, 5, 103)
+        yield "a user without records", self._group(0, 4, 104)
+        if "labels" in self._made_up.tensors and self._made_up.has_tokens:
+            silent = self._group(1, self._longest, 105)
+            none = torch.full_like(silent["labels"], IGNORED_LABEL)
+            yield "a user without labels", silent | {"labels": none}
+            yield "a user of records of unlike length", self._ragged(self._rows, 108)
+
+    def _ragged(self, rows: int, seed: int) -> Group:
+        """All rows but the first have two tokens."""
+        group = self._group(rows, self._longest, seed)
+        for name, tensor in group.items():
+            if is_padded(name, tensor):
+                tensor[1:, 2:] = PADDING[name]
+        return group
+
+    def probes(self, thorough: bool) -> Iterator[Probe]:
+        """Every cohort with and without one more user, packed in every way."""
+        packings = (True, False) if thorough and self._path == "fast" else (True,)
+        for mix in packings:
+            clipping = self._clipping(self._record_loss, mix)
+            alone = self._sum(clipping, self._others)
+            yield self._probe("each user alone", alone - self._of_oracle(), None)
+            for name, extra in self._extras(thorough):
+                own = self._own(extra)
+                for place, where in self._places(thorough):
+                    cohort = [*self._others[:where], extra, *self._others[where:]]
+                    moved = self._sum(clipping, cohort) - alone
+                    yield self._probe(f"{name}, {place}", moved, own)
+            later = self._sum(clipping, self._others) - alone
+            yield self._probe("the next step, after them", later, None)
+            if thorough:
+                backwards = self._sum(clipping, self._others[::-1]) - alone
+                yield self._probe("another order", backwards, None)
+        if thorough:
+            yield from self._with_scaled_losses()
+
+    def _places(self, thorough: bool) -> list[tuple[str, int]]:
+        last = len(self._others)
+        found = [("first", 0), ("in the middle", last // 2), ("last", last)]
+        return found if thorough else found[::2]
+
+    def _of_oracle(self) -> Tensor:
+        """What the cohort's sum must be: that of its users alone, each padded to its own length."""
+        return torch.stack([self._flat(self._clipped(update)) for update in self._updates]).sum(0)
+
+    def _with_scaled_losses(self) -> Iterator[Probe]:
+        """One user's loss huge or not finite: it may cost that user alone."""
+
+        def scaled_loss(model: nn.Module, batch: Batch) -> Tensor:
+            own = {name: tensor for name, tensor in batch.items() if name != _SCALE}
+            return self._record_loss(model, own) * batch[_SCALE]
+
+        def scaled(group: Group, factor: float) -> Group:
+            rows = len(next(iter(group.values())))
+            return group | {_SCALE: torch.full((rows,), factor, dtype=torch.float64)}
+
+        others = [scaled(group, 1.0) for group in self._others]
+        clipping = self._clipping(scaled_loss, True)
+        alone = self._sum(clipping, others)
+        kinds = {"a huge user": 1e6, "a user beyond float32": 1e30}
+        kinds |= {"a user of infinite loss": math.inf, "a user whose loss is no number": math.nan}
+        for name, factor in kinds.items():
+            extra = scaled(self._group(1, self._longest, 106), factor)
+            for place, where in self._places(True):
+                moved = self._sum(clipping, [*others[:where], extra, *others[where:]]) - alone
+                own = self._flat(self._clipped(self._update(self._plain(scaled_loss), extra)))
+                yield self._probe(f"{name}, {place}", moved, own)
+
+    def what_it_keeps(self) -> list[str]:
+        """What a forward pass leaves in the model's modules; raises if that would be saved."""
+        guard, note = BufferGuard(self._model), ModuleState(self._model)
+        device = self._parameters[0].device
+        names: list[str] = []
+        for length in (self._longest, 3):
+            group = self._group(1, length, 107)
+            with torch.no_grad():
+                own = {name: tensor.to(device) for name, tensor in group.items()}
+                self._record_loss(self._model, own)
+            names += note.changed()
+        guard.check()
+        note.restore()
+        return names
+
+    # ---- sums
+
+    def _plain(self, record_loss: RecordLoss) -> PlainClipping:
+        return PlainClipping(self._model, self._parameters, record_loss=record_loss)
+
+    def _clipping(self, record_loss: RecordLoss, mix: bool) -> FastClipping | PlainClipping:
+        if self._path == "plain":
+            return self._plain(record_loss)
+        # In the weights' own dtype and not compiled: what is compiled is compared shape by shape.
+        settings = replace(
+            self._settings,
+            compute_dtype=None,
+            compile_blocks=False,
+            mix_sizes=mix,
+            check=False,
+            join_records=None if self._settings.join_records is None else False,
+            microbatch_tokens=max(64, 4 * self._longest * self._rows),
+        )
+        return FastClipping(
+            self._model,
+            self._parameters,
+            self._rule,
+            record_loss=record_loss,
+            settings=settings,
+            sequence_length=self._longest,
+        )
+
+    def _sum(self, clipping: FastClipping | PlainClipping, groups: Sequence[Group]) -> Tensor:
+        found = clipping.clipped_sum(groups, self._rule)
+        return self._flat(found.total.views)
+
+    # What is kept is kept on the host: a model may fill its device but for one update.
+
+    def _update(self, oracle: PlainClipping, group: Group) -> Update:
+        return [tensor.cpu() for tensor in oracle.update(group)]
+
+    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.detach().cpu().flatten() for tensor in tensors])
+
+    def _clipped(self, update: Update) -> Update:
+        return clip_update(update, self._rule, layers=self._layers)
+
+    def _own(self, extra: Group) -> Tensor | None:
+        if not len(next(iter(extra.values()))):
+            return None
+        return self._flat(self._clipped(self._update(self._oracle, extra)))
+
+    def _probe(self, name: str, moved: Tensor, own: Tensor | None) -> Probe:
+        bound = self._rule.bound
+        rest = moved if own is None else moved - own
+        return Probe(
+            name=f"{self._path}: {name}",
+            movement=float(moved.double().norm()) / bound,
+            coupling=float(rest.double().norm()) / bound,
+            allowed_coupling=self._allowed,
+        )
+
+    def _what_rounding_explains(self) -> float:
+        """In clip norms; in half precision by how far the plain loop is from float32."""
+        if all(p.dtype.itemsize >= 4 for p in self._model.parameters()):
+            return MOST_COUPLING
+        try:
+            distance = sum(
+                float((self._flat(self._clipped(update)) - self._wide(group)).norm())
+                for update, group in zip(self._updates, self._others, strict=True)
+            )
+        except torch.OutOfMemoryError:
+            return _COARSE
+        return min(_COARSE, _TIMES_ROUNDING * distance / self._rule.bound + _LITTLE)
+
+    def _wide(self, group: Group) -> Tensor:
+        device = self._parameters[0].device
+        own = {name: tensor.to(device) for name, tensor in group.items()}
+        found = wide_gradient(self._model, self._parameters, own, record_loss=self._record_loss)
+        return self._flat(self._clipped(found))
+
+    # ---- why
+
+    def cause_of(self, probe: Probe) -> str:
+        """What is wrong, by how much, and what to do."""
+        how_far = max(probe.movement, probe.coupling)
+        head = f"the clipped sum is off by {how_far:.3g} clip norms ({probe.name}): "
+        if self._path == "plain":
+            return head + (
+                "the model keeps something of one user for the next outside its modules. It cannot "
+                "be trained with a guarantee."
+            )
+        name, error = self._worst_on_equal_lengths()
+        if self._made_up.has_tokens and error <= self._allowed:
+            return head + (
+                "a record's gradient depends on how far it is padded, which other users' lengths "
+                "decide, as in models that also look at what follows. Use "
+                'clipping="plain", where each user has its own padding only.'
+            )
+        return head + (
+            "the fast path does not tell the users of a batch apart in this model, or does not see "
+            f'all uses of {name!r}. Use clipping="plain".'
+        )
+
+    def _worst_on_equal_lengths(self) -> tuple[str, float]:
+        """The parameter whose sum is furthest off where nobody is padded, in clip norms."""
+        groups = [self._group(1, self._longest / 2, 200 + i) for i in range(3)]
+        each = [self._clipped(self._update(self._oracle, group)) for group in groups]
+        total = self._clipping(self._record_loss, False).clipped_sum(groups, self._rule).total
+        found = [view.cpu() for view in total.views]
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        errors = {
+            names[id(parameter)]: float((sums - sum(expected)).norm()) / self._rule.bound
+            for parameter, sums, *expected in zip(self._parameters, found, *each, strict=True)
+        }
+        return max(errors.items(), key=lambda item: item[1])
+
+
+def is_random(
+    model: nn.Module, made_up: MadeUp, record_loss: RecordLoss, sequence_length: int
+) -> bool:
+    """Whether two passes over the same rows give other losses."""
+    device = next(model.parameters()).device
+    group = made_up.group(1, sequence_length if made_up.has_tokens else 1, seed=109)
+    own = {name: tensor.to(device) for name, tensor in group.items()}
+    state = ModuleState(model)
+    losses: list[Tensor] = []
+    with torch.no_grad():
+        for _ in range(2):
+            losses.append(record_loss(model, own))
+            state.restore()
+    return not torch.equal(*losses)
+
+
+def _that_clips(rule: ClipRule, updates: Sequence[Update]) -> ClipRule:
+    """The kind of rule, at a clip norm at which most updates are clipped."""
+    if isinstance(rule, AutomaticClip):
+        return rule
+    norms = sorted(
+        float(torch.stack([t.double().square().sum() for t in update]).sum().sqrt())
+        for update in updates
+    )
+    middle = norms[len(norms) // 2]
+    if not math.isfinite(middle):
+        raise InputError(
+            "the gradients of made-up rows are not finite: look at the model's weights."
+        )
+    kind = rule if rule.bounds_updates else FlatClip(clip_norm=1.0)
+    return replace(kind, clip_norm=middle / 2 or 1.0)

@@ -1,0 +1,144 @@
+"""What one step of a sampler and a noise costs under an adjacency: the table, and calibration.
+
+The table is keyed by all three: the same sampler that draws one update of a user where a record has
+one owner can draw several where owners share records. What is not in the table cannot be planned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from userdp.accounting import accountant, events
+from userdp.earlier import Earlier, by_people
+from userdp.errors import InputError, UnaccountedPlanError
+from userdp.noise.gaussian import Gaussian
+from userdp.paid import Paid, all_events
+from userdp.sampling import PoissonRecords, PoissonUsers
+from userdp.statement import epsilon_text
+from userdp.units import Adjacency
+
+Rule = Callable[[Any, Any], events.DpEvent]
+
+
+def _users(sampler: PoissonUsers, noise: Gaussian) -> events.DpEvent:
+    return events.poisson_users_gaussian(
+        user_sampling_prob=sampler.user_sampling_prob, noise_multiplier=noise.noise_multiplier
+    )
+
+
+def _records(sampler: PoissonRecords, noise: Gaussian) -> events.DpEvent:
+    return events.poisson_records_gaussian(
+        record_sampling_prob=sampler.record_sampling_prob,
+        group_size=sampler.group_size,
+        noise_multiplier=noise.noise_multiplier,
+    )
+
+
+# Under fixed-graph adjacency a row stands alone and has a coin of its own, so a user who owns k of
+# them can enter a step k times: sampling "users" there has no rule (Ganesh et al. 2025, Def. 2.1).
+_ONE_OWNER = (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT, Adjacency.REPLACE)
+_RULES: dict[tuple[type, type, Adjacency], Rule] = {
+    **{(PoissonUsers, Gaussian, adjacency): _users for adjacency in _ONE_OWNER},
+    **{(PoissonRecords, Gaussian, adjacency): _records for adjacency in Adjacency},
+}
+
+
+def step_event(
+    sampler: PoissonUsers | PoissonRecords, noise: Gaussian, adjacency: Adjacency
+) -> events.DpEvent:
+    """The cost of one step of these parts; parts without a rule are refused.
+
+    >>> step_event(PoissonUsers(user_sampling_prob=0.1, group_size=4),
+    ...            Gaussian(noise_multiplier=2.0), Adjacency.ADD_REMOVE)
+    PoissonSampledDpEvent(sampling_probability=0.1, event=GaussianDpEvent(noise_multiplier=2.0))
+    """
+    return rule_of(sampler, noise, adjacency)(sampler, noise)
+
+
+def rule_of(sampler: object, noise: object, adjacency: Adjacency) -> Rule:
+    """The theorem that prices one step of these parts."""
+    rule = _RULES.get((type(sampler), type(noise), adjacency))
+    if rule is None:
+        known = ", ".join(
+            sorted({f"{s.__name__} + {n.__name__}" for s, n, a in _RULES if a is adjacency})
+        )
+        raise UnaccountedPlanError(
+            f"{type(sampler).__name__} + {type(noise).__name__} has no accounting rule here under "
+            f"{adjacency.value} adjacency: what is drawn would not be what is priced. Known: "
+            f"{known}."
+        )
+    return rule
+
+
+def calibrate(
+    sampler: PoissonUsers | PoissonRecords,
+    *,
+    steps: int,
+    epsilon: float,
+    delta: float,
+    adjacency: Adjacency,
+    paid: Sequence[Paid] = (),
+    earlier: Sequence[Earlier] = (),
+) -> float:
+    """The least noise multiplier at which everything together costs at most `epsilon`.
+
+    Everything: `steps` steps, what was `paid`, and `earlier` runs on the same people. Only the
+    noise of the steps is free: the rest has been released already.
+    """
+    fixed = [*all_events(paid), *by_people(earlier)[0]]
+    if fixed:
+        accountant.check_epsilon(epsilon)
+        spent = accountant.epsilon(events.combined(fixed), delta=delta, adjacency=adjacency)
+        if not spent < epsilon:
+            raise InputError(
+                f"epsilon={epsilon:g} leaves nothing for the steps: what was paid for or spent "
+                f"before costs {epsilon_text(spent)} alone at delta={delta:g}. Use a larger "
+                "epsilon."
+            )
+    return accountant.calibrate(
+        lambda noise_multiplier: events.combined(
+            [
+                *fixed,
+                events.repeated(
+                    step_event(sampler, Gaussian(noise_multiplier=noise_multiplier), adjacency),
+                    steps,
+                ),
+            ]
+        ),
+        target=epsilon,
+        delta=delta,
+        adjacency=adjacency,
+    )
+
+
+def total_events(
+    steps: Sequence[events.DpEvent], paid: Sequence[Paid], earlier: Sequence[Earlier]
+) -> list[events.DpEvent]:
+    """Everything the data of each group of people was used for; nothing for unused data.
+
+    One group, unless earlier runs were declared to be on other people: then each person is in one
+    group, and the dearest group is what a statement must cover.
+    """
+    groups = by_people(earlier)
+    groups[0] += [*all_events(paid), *steps]
+    return [events.combined(parts) for parts in groups.values() if parts]
+
+
+def paid_in_words(item: Paid, delta: float, adjacency: Adjacency) -> str:
+    """A look at the data and what it would cost alone."""
+    alone = accountant.epsilon(item.event, delta=delta, adjacency=adjacency)
+    return f"{item.what}: alone epsilon={epsilon_text(alone)}, included in the total"
+
+
+def earlier_in_words(item: Earlier, delta: float, adjacency: Adjacency) -> str:
+    """An earlier run behind the weights and what it would cost alone."""
+    alone = math.inf if item.non_private else 0.0
+    if item.events() and not item.non_private:
+        event = events.combined(item.events())
+        alone = accountant.epsilon(event, delta=delta, adjacency=adjacency)
+    run = f"{item.steps:,} steps of an earlier run, alone epsilon={epsilon_text(alone)}"
+    if item.people == 0:
+        return f"{run}, included in the total"
+    return f"{run}, on people declared to be others: the largest epsilon of the groups is stated"

@@ -1,0 +1,251 @@
+"""Does one user move the clipped sum by at most the clip norm, on this very model? The probe asks.
+
+The guarantee rests on one sentence: adding or removing a user moves a step's clipped sum by at most
+C. So it is tried, on many pairs of cohorts (`neighbours`). Only made-up rows are used, of the
+lengths that were declared: whether a run begins says nothing about anybody. A small version runs
+before the first step of every run (`PrivateStep`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from userdp.clipping.compiled import most_positions, pretrained
+from userdp.clipping.fast import FastSettings
+from userdp.clipping.made_up import MadeUp
+from userdp.clipping.module_state import ModuleState
+from userdp.clipping.rules import ClipRule, FlatClip
+from userdp.clipping.verify import refuse_dropout
+from userdp.errors import InputError, MixedExamplesError
+from userdp.models.checks import refuse_mixing
+from userdp.models.proven import is_proven
+from userdp.neighbours import Path, Probe, Trial, is_random
+from userdp.updates import Batch, RecordLoss, causal_lm_loss
+
+# The longest rows tried where nobody says how long records are.
+_USUAL_LENGTH = 128
+
+
+class UnsafeModelError(MixedExamplesError):
+    """One user moves the clipped sum of this model by more than the clip norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What the probes found."""
+
+    probes: tuple[Probe, ...]
+    cause: str
+
+    @property
+    def largest_movement(self) -> float:
+        """The most that one user moved the clipped sum by, in clip norms; NaN beats any number."""
+        return max((p.movement for p in self.probes), key=lambda x: (math.isnan(x), x), default=0.0)
+
+    @property
+    def safe(self) -> bool:
+        """Whether one user moves the sum by its own clipped update and nothing else."""
+        return not self.cause
+
+    def raise_if_unsafe(self) -> None:
+        """Raise, with the cause, if the model is not safe."""
+        if self.cause:
+            raise UnsafeModelError(self.cause)
+
+
+def verify(
+    model: nn.Module,
+    batch: Batch | None = None,
+    *,
+    sequence_length: int | None = None,
+    group_size: int = 2,
+    record_loss: RecordLoss = causal_lm_loss,
+    clip: ClipRule | None = None,
+    clipping: Path | None = None,
+    settings: FastSettings | None = None,
+) -> Verified:
+    """Try with made-up rows whether one user moves the clipped sum by at most the clip norm.
+
+    Rows are token ids of the model's vocabulary, up to `sequence_length` of them, or like those of
+    `batch`, of which only shapes, dtypes and the integers that occur are used. `clipping` names the
+    path to try; without it both are.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=16,
+    ...                     bos_token_id=0, eos_token_id=0)
+    >>> checked = verify(GPT2LMHeadModel(config).eval(), sequence_length=12)
+    >>> checked.safe, round(checked.largest_movement, 3)
+    (True, 1.0)
+    """
+    found: list[Probe] = []
+    cause = ""
+    made_up = _made_up(model, batch)
+    for path in (clipping,) if clipping else ("fast", "plain"):
+        try:
+            tried = run_probes(
+                model,
+                made_up,
+                sequence_length=sequence_length or _usual_length(model, batch),
+                group_size=group_size,
+                record_loss=record_loss,
+                rule=clip or FlatClip(clip_norm=1.0),
+                path=path,
+                settings=settings,
+                thorough=True,
+            )
+        except (InputError, MixedExamplesError) as error:
+            tried = Verified(probes=(), cause=str(error))
+        found += tried.probes
+        cause = cause or tried.cause
+    return Verified(probes=tuple(found), cause=cause)
+
+
+def _usual_length(model: nn.Module, batch: Batch | None) -> int:
+    if batch is not None:
+        return max((tensor.shape[1] for tensor in batch.values() if tensor.dim() > 1), default=1)
+    return min(most_positions(model) or _USUAL_LENGTH, _USUAL_LENGTH)
+
+
+def _made_up(model: nn.Module, batch: Batch | None) -> MadeUp:
+    if batch is not None:
+        return MadeUp.like(batch)
+    vocabulary = vocabulary_of(model)
+    if vocabulary is None:
+        raise InputError(
+            f"{type(model).__name__} does not tell how many tokens it knows: give verify() a batch "
+            "of made-up rows like those it is trained on."
+        )
+    return MadeUp.tokens(vocabulary)
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """How many token ids a Hugging Face model reads; None for other models."""
+    inner = pretrained(model)
+    embeddings: Any = inner.get_input_embeddings() if inner is not None else None
+    return getattr(embeddings, "num_embeddings", None)
+
+
+def check_model(
+    model: nn.Module,
+    example: Batch | None,
+    *,
+    sequence_length: int | None,
+    group_size: int,
+    record_loss: RecordLoss,
+    rule: ClipRule,
+    path: Path,
+    settings: FastSettings,
+) -> None:
+    """The small version that every run begins with; raises `UnsafeModelError`.
+
+    Token ids are made up for a Hugging Face model; for others, rows like the example's.
+    """
+    if path == "fast" and not settings.check:
+        if not is_proven(model):
+            raise InputError(
+                f"FastSettings(check=False) with {type(model).__name__}: only architectures that "
+                "are proven by tests can be trained unchecked. Leave check=True."
+            )
+        return
+    vocabulary = vocabulary_of(model)
+    reads_tokens = example is None or set(example) <= {"input_ids", "labels"}
+    if vocabulary is not None and reads_tokens:
+        made_up = MadeUp.tokens(vocabulary)
+    elif example is not None:
+        made_up = MadeUp.like(example)
+    else:
+        # Nothing tells what its rows look like: the first batch will.
+        return
+    run_probes(
+        model,
+        made_up,
+        sequence_length=sequence_length or _usual_length(model, example),
+        group_size=group_size,
+        record_loss=record_loss,
+        rule=rule,
+        path=path,
+        settings=settings,
+    ).raise_if_unsafe()
+
+
+def check_positions(model: nn.Module, sequence_length: int) -> None:
+    """Refuse rows that are longer than the model has positions for.
+
+    Such a run would end when somebody's long record is drawn: that it ended would tell.
+    """
+    positions = most_positions(model)
+    if positions is not None and sequence_length > positions:
+        raise InputError(
+            f"sequence_length={sequence_length} is above the {positions} positions of the model. "
+            f"Set it to {positions} or less; longer records are cut into rows."
+        )
+
+
+def run_probes(
+    model: nn.Module,
+    made_up: MadeUp,
+    *,
+    sequence_length: int,
+    group_size: int,
+    record_loss: RecordLoss,
+    rule: ClipRule,
+    path: Path,
+    settings: FastSettings | None = None,
+    thorough: bool = False,
+) -> Verified:
+    """Probe one path; the model is left as it was.
+
+    Raises if the model cannot be tried at all: a layer mixes rows, dropout is on, rows do not fit.
+    """
+    was_training = model.training
+    state = ModuleState(model)
+    try:
+        refuse_mixing(model)
+        if path == "fast":
+            refuse_dropout(model)
+        elif is_random(model, made_up, record_loss, sequence_length):
+            # Dropout draws anew at every pass, on which no two sums can be compared. Everything
+            # else is tried in the mode that it is trained in.
+            model.eval()
+        trial = Trial(
+            model,
+            made_up,
+            longest=sequence_length,
+            group_size=group_size,
+            record_loss=record_loss,
+            rule=rule,
+            path=path,
+            settings=settings or FastSettings(),
+        )
+        kept = trial.what_it_keeps()
+        cause = _keeps(kept[0]) if kept and path == "fast" else ""
+        probes = () if cause and not thorough else tuple(trial.probes(thorough))
+        unsafe = next((probe for probe in probes if not probe.safe), None)
+        if unsafe is not None and not cause:
+            cause = trial.cause_of(unsafe)
+        return Verified(probes=probes, cause=cause)
+    except (torch.OutOfMemoryError, MemoryError, InputError, MixedExamplesError):
+        raise
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise UnsafeModelError(
+            f"{type(model).__name__} fails on made-up rows of {sequence_length} tokens "
+            f"({type(error).__name__}: {line})."
+        ) from error
+    finally:
+        model.train(was_training)
+        state.restore()
+
+
+def _keeps(name: str) -> str:
+    return (
+        f"the model keeps {name!r} between forward passes, so that one user's length changes the "
+        "gradients of others and of later steps (rotary embeddings of type 'dynamic' and "
+        "'longrope' do). Use records that are too short to change it, or clipping=\"plain\", which "
+        "puts it back after every user."
+    )

@@ -1,0 +1,125 @@
+"""What lies in a run's directory beside the ledger, and whether it belongs together.
+
+    ledger.jsonl  model/                     public, bound to each other by the closing row
+    secret/ledger.key                        marks the ledger's rows as its owner's
+    secret/users/RUN.bin                     pseudonyms of the training users, for the overlap check
+
+Everything in `secret/` is for the owner alone (mode 0600) and is no part of the model. Needs no
+torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from userdp.chain import write_private
+from userdp.data.files import file_digest
+from userdp.data.identity import PSEUDONYM_BYTES
+from userdp.data.store import UserStore
+from userdp.errors import LedgerError
+from userdp.ledger import Ledger
+from userdp.statement import Statement
+
+# Written for people, and edited by them: it changes no weight.
+FREE_FILES = frozenset({"README.md"})
+
+
+def model_files(directory: Path) -> dict[str, str]:
+    """The files of a saved model and the digest of each."""
+    return {
+        path.relative_to(directory).as_posix(): file_digest(path)
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name not in FREE_FILES
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """A run's ledger, and what keeps it from being a finished record of the run's model."""
+
+    ledger: Ledger
+    problems: tuple[str, ...]
+
+    def statement(self) -> Statement:
+        """What may be said; nothing is promised where there is a problem."""
+        return self.ledger.statement(unfinished=bool(self.problems))
+
+
+def read_run(run: Path, *, unfinished: bool = False) -> RecordedRun:
+    """The ledger of a run, closed and of the weights in `model/`; else refused.
+
+    With `unfinished`, such a run is read all the same, and its statement says so.
+    """
+    ledger = Ledger.read(run / "ledger.jsonl")
+    problems = _problems(run, ledger)
+    if problems and not unfinished:
+        raise LedgerError(
+            f"{run}: {problems[0]} No privacy statement can be made of it. Say --unfinished to "
+            "read it all the same."
+        )
+    return RecordedRun(ledger=ledger, problems=tuple(problems))
+
+
+def _problems(run: Path, ledger: Ledger) -> list[str]:
+    end = ledger.end
+    if end is None:
+        return ["the ledger has no closing row: the run did not finish, or rows were cut off."]
+    written: dict[str, str] = end["model_files"]
+    if not (run / "model").is_dir():
+        return [f"{run} holds no model, though its ledger is closed."] if written else []
+    found = model_files(run / "model")
+    if found != written:
+        changed = sorted(
+            name for name in found.keys() | written if found.get(name) != written.get(name)
+        )
+        return [f"model/{changed[0]} is not what the ledger's closing row names."]
+    return []
+
+
+def run_of(model: Path) -> Path | None:
+    """The run whose directory, or whose `model/`, is given; None if it is no run's."""
+    if (model / "ledger.jsonl").is_file():
+        return model
+    home = model.resolve().parent
+    is_model = model.is_dir() and model.resolve().name == "model"
+    return home if is_model and (home / "ledger.jsonl").is_file() else None
+
+
+def write_training_users(run: Path, digest: str, store: UserStore, homes: tuple[Path, ...]) -> None:
+    """Leave in the run's secret directory whom it was trained on, and the runs before it.
+
+    Pseudonyms are keyed hashes: they name nobody without the store's key.
+    """
+    content = store.manifest["key_name"].encode() + b"\n" + b"".join(store.pseudonyms.to_pylist())
+    write_private(_users_file(run, digest), content)
+    for home in homes:
+        for path in sorted((home / "secret" / "users").glob("*.bin")):
+            if not (target := _users_file(run, path.stem)).exists():
+                write_private(target, path.read_bytes())
+
+
+def shared_users(run: Path, held_out: UserStore) -> int | None:
+    """How many users of `held_out` were trained on, in this run or one before it.
+
+    None if that cannot be known: a list is missing, or ids were hidden under different keys.
+    """
+    ledger = Ledger.read(run / "ledger.jsonl")
+    theirs = set(held_out.pseudonyms.to_pylist())
+    shared: set[bytes] = set()
+    for digest in (ledger.run_digest, *(item.run for item in ledger.earlier)):
+        path = _users_file(run, digest)
+        if not path.is_file():
+            return None
+        key_name, _, users = path.read_bytes().partition(b"\n")
+        if key_name.decode() != held_out.manifest["key_name"]:
+            return None
+        shared |= theirs & {
+            users[start : start + PSEUDONYM_BYTES]
+            for start in range(0, len(users), PSEUDONYM_BYTES)
+        }
+    return len(shared)
+
+
+def _users_file(run: Path, digest: str) -> Path:
+    return run / "secret" / "users" / f"{digest}.bin"

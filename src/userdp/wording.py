@@ -1,0 +1,110 @@
+"""The words of a statement: samplers, clip rules, earlier runs, and what epsilon lets one promise.
+
+Words follow numbers here and nowhere else; nothing ever reads a number back from words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from userdp.clipping.rules import (
+    AdaptiveClip,
+    AutomaticClip,
+    ClipRule,
+    NormalisedClip,
+    PerLayerClip,
+)
+from userdp.earlier import Earlier
+from userdp.sampling import PoissonRecords, PoissonUsers
+from userdp.units import Adjacency, SamplingUnit
+
+# Up to this epsilon: how the information fares, and what whoever has the model can learn. At
+# epsilon 1 an attacker's odds change by a factor of at most 2.7, at 4 by 55, at 10 by 22,000.
+_DEGREES = (
+    (1.0, "is protected", "would learn nearly the same"),
+    (4.0, "is protected to a moderate degree", "would learn much the same"),
+    (10.0, "has weak protection", "could learn noticeably more than"),
+)
+
+
+def promise_in_words(adjacency: Adjacency, epsilon: float) -> str:
+    """What a curator may tell the users; empty above epsilon 10, where nothing reassuring is true.
+
+    >>> promise_in_words(Adjacency.ADD_REMOVE, 59.7)
+    ''
+    """
+    for largest, degree, learns in _DEGREES:
+        if epsilon <= largest:
+            return adjacency.promised(degree, learns)
+    return ""
+
+
+def sampling_unit(sampler: PoissonUsers | PoissonRecords) -> SamplingUnit:
+    """What one coin of the sampler decides."""
+    return SamplingUnit.USER if isinstance(sampler, PoissonUsers) else SamplingUnit.RECORD
+
+
+def sampler_in_words(sampler: PoissonUsers | PoissonRecords) -> str:
+    """Who takes part in a step."""
+    match sampler:
+        case PoissonUsers() as users:
+            return (
+                f"Poisson sampling of users, rate={users.user_sampling_prob:.6g}, at most "
+                f"{users.group_size} records a user and step"
+            )
+        case PoissonRecords() as records:
+            return (
+                f"Poisson sampling of records, rate={records.record_sampling_prob:.6g}, at "
+                f"most {records.group_size} records a user"
+            )
+
+
+def clip_in_words(clip: ClipRule) -> str:
+    """How updates are bounded."""
+    match clip:
+        case AutomaticClip() as rule:
+            return f"automatic clipping to norm 1, stability={rule.stability:g}"
+        case AdaptiveClip() as rule:
+            return (
+                f"clip_norm={rule.clip_norm:g} at first, then the {rule.target_quantile:g} "
+                f"quantile of norms by counts with noise {rule.count_noise:g}, paid for in "
+                "every step"
+            )
+        case PerLayerClip() as rule:
+            return f"clip_norm={rule.clip_norm:g} split evenly over the layers"
+        case NormalisedClip() as rule:
+            return f"clip_norm={rule.clip_norm:g}, divided by it"
+        case rule:
+            return f"clip_norm={rule.clip_norm:g}"
+
+
+def assumptions(
+    num_users: int, adjacency: Adjacency, *, paid: bool, earlier: Sequence[Earlier]
+) -> tuple[str, ...]:
+    """What must be true for the guarantee to hold."""
+    found = [
+        f"num_users={num_users:,} and every setting named here are public, chosen without looking "
+        "at these users' data" + (" except as listed under paid for" if paid else ""),
+        "the initial weights, the tokenizer and the training code do not depend on these users"
+        + (" except by the earlier runs listed" if earlier else ""),
+    ]
+    if any(item.people for item in earlier):
+        found.append("the people of this run are others than those of the runs declared as such")
+    found += [
+        "who owns which record is public"
+        if adjacency.fixed_graph
+        else "a record's owner is the only person it is about",
+        "every intermediate model may be seen; the sampled cohorts may not",
+    ]
+    return tuple(found)
+
+
+def not_covered(*, paid: bool) -> tuple[str, ...]:
+    """What the guarantee says nothing about."""
+    return (
+        "hyper-parameters tuned on the same users"
+        + (", except as listed under paid for" if paid else ""),
+        "what others wrote about a user, and copies of a user's text under another id",
+        "attacks on floating-point noise (Mironov 2012) and on timing",
+        "anything released beside the model, such as losses on the training users",
+    )

@@ -1,0 +1,82 @@
+"""What a model keeps between forward passes is noticed and put back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import families
+from userdp.clipping.module_state import ModuleState
+
+
+class Remembers(nn.Module):
+    """Keeps what it saw in every place that a module has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("saved", torch.zeros(2))
+        self.register_buffer("not_saved", torch.zeros(2), persistent=False)
+        self.attribute = torch.zeros(2)
+        self.count = 0
+        self.seen: list[Any] = []
+        self.by_name: dict[str, Any] = {"last": None, "tensor": torch.zeros(2)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+WRITES = {
+    "buffer in place": lambda m: m.saved.add_(1),
+    "buffer replaced": lambda m: setattr(m, "not_saved", torch.ones(2)),
+    "buffer added": lambda m: m.register_buffer("more", torch.ones(2)),
+    "tensor in place": lambda m: m.attribute.add_(1),
+    "tensor replaced": lambda m: setattr(m, "attribute", torch.ones(2)),
+    "number": lambda m: setattr(m, "count", 1),
+    "list": lambda m: m.seen.append(torch.ones(2)),
+    "dictionary": lambda m: m.by_name.update(last=3),
+    "tensor in a dictionary": lambda m: m.by_name["tensor"].add_(1),
+    "attribute added": lambda m: setattr(m, "cache", torch.ones(2)),
+    "below": lambda m: setattr(m.inner, "calls", 1),
+    "attribute removed": lambda m: delattr(m, "count"),
+}
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_noticed_and_put_back(kind: str) -> None:
+    model = Remembers()
+    state = ModuleState(model)
+    assert state.changed() == []
+    for _ in range(2):
+        WRITES[kind](model)
+        assert state.changed()
+        state.restore()
+        assert state.changed() == []
+        assert torch.equal(model.saved, torch.zeros(2))  # type: ignore[arg-type]
+        assert torch.equal(model.not_saved, torch.zeros(2))  # type: ignore[arg-type]
+        assert torch.equal(model.attribute, torch.zeros(2))
+        assert torch.equal(model.by_name["tensor"], torch.zeros(2))
+        assert (model.count, model.seen, model.by_name["last"]) == (0, [], None)
+        assert not hasattr(model, "cache")
+        assert not hasattr(model, "more")
+
+
+def test_weights_and_training_mode_are_not_its_business() -> None:
+    model = Remembers()
+    state = ModuleState(model)
+    model.train(False)
+    with torch.no_grad():
+        model.inner.weight.zero_()
+    assert state.changed() == []
+
+
+def test_growing_rotary_embeddings_are_named() -> None:
+    model = families.build(families.PLAIN_ONLY["llama, dynamic rotation"])
+    state = ModuleState(model)
+    model(input_ids=torch.zeros(1, 30, dtype=torch.int64))
+    assert "model.rotary_emb.inv_freq" in state.changed()
+    state.restore()
+    assert state.changed() == []

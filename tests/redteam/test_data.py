@@ -1,0 +1,117 @@
+"""Attacks through preprocessing: one user who leaves must not change what others contribute."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cli_runner import userdp
+from stores import KEY
+from userdp.data.duplicates import ACROSS_USERS_CAUTION
+from userdp.data.record import Record
+from userdp.data.store import UserStore, write_store
+
+
+def stored(path: Path, records: list[Record]) -> Path:
+    write_store(records, path, key=KEY)
+    return path
+
+
+def users_and_texts(path: Path) -> set[tuple[bytes, str]]:
+    """Every edge of a store, as the pair of a pseudonym and a text."""
+    store = UserStore.open(path)
+    names = store.pseudonyms.to_pylist()
+    record = np.repeat(np.arange(store.num_records), store.users_per_record())
+    return {
+        (names[user], store.text(int(number)))
+        for number, user in zip(record, store.record_users.tolist(), strict=True)
+    }
+
+
+def test_a_user_who_quotes_everybody_removes_nobodys_records(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    texts = [" ".join(f"w{n}" for n in rng.integers(0, 400, size=20)) for _ in range(50)]
+    others = [Record(text, (f"u{i}",), "here") for i, text in enumerate(texts)]
+    # Imported first, so that the copies would be everybody else's.
+    quotes = [Record(text, ("target",), "here") for text in texts]
+    left: dict[str, set[tuple[bytes, str]]] = {}
+    for name, records in (("with", quotes + others), ("without", others)):
+        out = tmp_path / f"{name}-unique"
+        found = userdp("duplicates", stored(tmp_path / name, records), "--out", out, "--json").json
+        assert found["cautions"] == []
+        left[name] = users_and_texts(out)
+    assert len(left["without"]) == 50
+    assert left["without"] < left["with"]
+    assert len({user for user, _ in left["with"] - left["without"]}) == 1
+
+
+def test_one_users_absence_changes_no_other_users_side(tmp_path: Path) -> None:
+    records = [Record(f"text {i}", (f"u{i}",), "here") for i in range(1000)]
+    train: dict[str, set[tuple[bytes, str]]] = {}
+    for name, some in (("with", records), ("without", records[1:])):
+        sides = ("--train", tmp_path / f"{name}-train", "--held-out", tmp_path / f"{name}-held")
+        assert userdp("split", stored(tmp_path / name, some), *sides).code == 0
+        train[name] = users_and_texts(tmp_path / f"{name}-train")
+    assert train["without"] == {(user, text) for user, text in train["with"] if text != "text 0"}
+
+
+def test_a_quote_between_public_text_and_another_user_removes_only_itself(tmp_path: Path) -> None:
+    """The target's record is like the public text and like a user's; theirs is not like both."""
+    rng = np.random.default_rng(1)
+    text = [f"w{n}" for n in rng.integers(0, 5000, size=200)]
+    public = tmp_path / "public.jsonl"
+    public.write_text(f'{{"text": "{" ".join(text)}"}}\n')
+    bridge = Record(" ".join(["one"] * 20 + text[20:]), ("target",), "here")
+    user = Record(" ".join(["two"] * 40 + text[40:]), ("user",), "here")
+    for name, records in (("with", [bridge, user]), ("without", [user])):
+        out = tmp_path / f"{name}-unique"
+        store = stored(tmp_path / name, records)
+        assert userdp("duplicates", store, "--against", public, "--out", out).code == 0
+        assert {text for _, text in users_and_texts(out)} == {user.text}
+
+
+@pytest.mark.parametrize("adjacency", ["add-remove", "replace", "fixed-graph-zero-out"])
+def test_a_quantile_of_records_with_several_owners_is_refused(
+    tmp_path: Path, adjacency: str
+) -> None:
+    """X owns records with everybody: without X all 300 counts change, and none has a price."""
+    own = [Record(f"own {i}", (f"u{i}",), "here") for i in range(300)]
+    shared = [
+        Record(f"shared {i} {j}", ("X", f"u{i}"), "here") for i in range(300) for j in range(3)
+    ]
+    price = tmp_path / "paid.json"
+    options = ("--epsilon", 0.5, "--adjacency", adjacency, "--out", price)
+    result = userdp("quantile", stored(tmp_path / "with", own + shared), *options)
+    assert (result.code, result.out) == (2, "")
+    assert "several owners" in result.err
+    assert "userdp stats" in result.err
+    assert not price.exists()
+    assert userdp("quantile", stored(tmp_path / "without", own), *options).code == 0
+
+
+@pytest.mark.parametrize("epsilon", [3.0001, 0.50001])
+def test_the_price_of_a_look_is_never_printed_below_what_it_is(
+    tmp_path: Path, epsilon: float
+) -> None:
+    store = stored(tmp_path / "store", [Record(f"own {i}", (f"u{i}",), "here") for i in range(9)])
+    exact = userdp("quantile", store, "--epsilon", epsilon, "--json").json["epsilon"]
+    words = userdp("quantile", store, "--epsilon", epsilon).out
+    printed = float(words.split("(epsilon=")[1].split(",")[0])
+    assert epsilon * 0.99 < exact <= printed
+
+
+def test_a_run_on_records_removed_across_users_says_so_in_its_statement(
+    tmp_path: Path, config_file: Callable[..., Path], train_store: Path
+) -> None:
+    removed = tmp_path / "removed"
+    assert userdp("duplicates", train_store, "--across-users", "--out", removed).code == 0
+    config = config_file()
+    config.write_text(config.read_text().replace(str(train_store), str(removed)))
+    assert userdp("train", config, "--out", tmp_path / "run").code == 0
+    told = json.loads((tmp_path / "run" / "statement.json").read_text())
+    assert ACROSS_USERS_CAUTION in told["cautions"]
+    assert ACROSS_USERS_CAUTION in userdp("account", tmp_path / "run").out

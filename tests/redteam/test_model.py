@@ -1,0 +1,438 @@
+"""Attacks through the model: padding, memory, company, values that no model can read."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import families
+import tiny
+from cli_runner import userdp as run_cli
+from userdp import FastSettings, FlatClip, Plan, PrivateStep, UserIndex, verify
+from userdp.clipping.fast import FastClipping
+from userdp.clipping.made_up import MadeUp
+from userdp.clipping.plain import PlainClipping
+from userdp.clipping.verify import FastPathError
+from userdp.data.record import Record
+from userdp.data.store import write_store
+from userdp.errors import InputError, MixedExamplesError
+from userdp.noise.secret import RunSecret
+from userdp.updates import causal_lm_loss
+
+MADE_UP = MadeUp.tokens(families.VOCABULARY)
+SMALL = [MADE_UP.group(1, 10, seed=i) for i in range(30)]
+LONG = MADE_UP.group(1, 14, seed=99)
+RULE = FlatClip(clip_norm=0.05)
+
+
+def clipping(model: nn.Module, kind: str, **settings: Any) -> FastClipping | PlainClipping:
+    parameters = list(model.parameters())
+    if kind == "plain":
+        return PlainClipping(model, parameters, record_loss=causal_lm_loss)
+    return FastClipping(
+        model,
+        parameters,
+        RULE,
+        record_loss=causal_lm_loss,
+        settings=FastSettings(join_records=False, **settings),
+    )
+
+
+def everybody(users: int, *, group_size: int = 1, steps: int = 2) -> Plan:
+    """All users at every step."""
+    return Plan.sample_users(
+        num_users=users,
+        expected_cohort_size=users,
+        group_size=group_size,
+        steps=steps,
+        clip_norm=1.0,
+        noise_multiplier=2.0,
+        delta=1e-3,
+    )
+
+
+def movement(
+    make: Callable[[], nn.Module],
+    kind: str,
+    extra: dict[str, Tensor],
+    others: list[dict[str, Tensor]] = SMALL,
+) -> float:
+    """How far one more user moves the sum, in clip norms; the user comes first."""
+    sums = [
+        clipping(families.build(make), kind).clipped_sum(groups, RULE).total.values.clone()
+        for groups in (others, [extra, *others])
+    ]
+    return float((sums[1] - sums[0]).norm()) / RULE.bound
+
+
+@pytest.mark.parametrize("name", ["bert", "llama, long rotation"])
+def test_padding_of_another_user_is_seen_before_the_sum_counts(name: str) -> None:
+    make = families.PLAIN_ONLY[name]
+    assert movement(make, "plain", LONG) <= 1 + 1e-5
+    with pytest.raises(FastPathError, match="padding of other users"):
+        movement(make, "fast", LONG)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fast"])
+def test_rotary_embeddings_that_grow_forget_the_user_before(kind: str) -> None:
+    make = families.PLAIN_ONLY["llama, dynamic rotation"]
+    # All are longer than the 12 positions from which on the embeddings grow.
+    long, others = MADE_UP.group(1, 40, seed=98), [MADE_UP.group(1, 15, seed=i) for i in range(9)]
+    assert movement(make, kind, long, others) <= 1 + 1e-5
+    # Nor does a later step know who was in an earlier one.
+    model = families.build(make)
+    fresh = clipping(model, kind).clipped_sum(others, RULE).total.values.clone()
+    used = clipping(model, kind)
+    used.clipped_sum([long], RULE)
+    assert torch.equal(used.clipped_sum(others, RULE).total.values, fresh)
+
+
+class TokenMajor(nn.Module):
+    """Rows and tokens flattened token first, as in sequence-first models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, width = x.shape
+        flat = x.transpose(0, 1).reshape(tokens * rows, width)
+        return self.inner(flat).view(tokens, rows, width).transpose(0, 1)
+
+
+def distance(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch["x"]) - batch["y"]).square().sum((1, 2))
+
+
+def quiet_users(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (0.05 * torch.randn(count, 8, 4, generator=generator) for _ in range(2))
+    return x, y
+
+
+def test_users_that_are_not_told_apart_are_found_while_nobody_is_clipped() -> None:
+    torch.manual_seed(0)
+    model = TokenMajor()
+    x, y = quiet_users(8)
+    groups = [{"x": x[i : i + 1], "y": y[i : i + 1]} for i in range(8)]
+    rule = FlatClip(clip_norm=1.0)
+    fast = FastClipping(model, list(model.parameters()), rule, record_loss=distance)
+    with pytest.raises(FastPathError, match=r"inner\.weight"):
+        fast.clipped_sum(groups, rule)
+
+
+@pytest.mark.parametrize("path", ["fast", "plain"])
+def test_no_step_of_such_a_model_is_taken_on_the_fast_path(path: Any) -> None:
+    torch.manual_seed(0)
+    model = TokenMajor()
+    x, y = quiet_users(8)
+    plan = everybody(8)
+    step = PrivateStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        plan,
+        UserIndex.from_owners(range(8)),
+        record_loss=distance,
+        clipping=path,
+        secret=RunSecret.fixed_for_tests(0),
+    )
+    batches = [{"x": x[rows], "y": y[rows]} for rows in step.draw()]
+    if path == "fast":
+        with pytest.raises(MixedExamplesError, match="does not tell the users of a batch apart"):
+            step.apply(batches)
+        assert step.ledger.steps == 0
+    else:
+        step.apply(batches)
+
+
+@pytest.mark.parametrize("path", ["fast", "plain"])
+@pytest.mark.parametrize("value", [1e10, 1e25, math.inf, math.nan])
+def test_one_users_value_never_ends_a_run_nor_changes_another_users_update(
+    path: Any, value: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(16, 3, generator=generator), torch.randn(16, generator=generator)
+    owners = [u for u in range(8) for _ in range(2)]
+    # The first user has one record more than the others have rows of: theirs are padded.
+    owners[2] = 0
+
+    def squares(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch["x"])[:, 0] - batch["y"]) ** 2
+
+    def sums(first: float) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        plan = everybody(8, group_size=3, steps=3)
+        step = PrivateStep(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            plan,
+            UserIndex.from_owners(owners),
+            record_loss=squares,
+            clipping=path,
+            secret=RunSecret.fixed_for_tests(1),
+        )
+        found: list[Tensor] = []
+        release = step._release
+        step._release = lambda total: (found.append(total.total.values.clone()), release(total))[1]  # type: ignore[method-assign]
+        own = y.clone()
+        own[0] = first
+        for cohort in step.cohorts():
+            step.apply({"x": x[rows], "y": own[rows]} for rows in cohort)
+        return found
+
+    for usual, odd in zip(sums(0.5), sums(value), strict=True):
+        assert float((usual - odd).norm()) <= 2 * (1 + 1e-5)
+
+
+def test_a_user_with_no_finite_number_zeroes_nobody_else() -> None:
+    # Rows that pad a user are copies of its own: of the first user's they would be not finite.
+    model = nn.Linear(3, 1, dtype=torch.float64)
+
+    def squares(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch["x"])[:, 0] - batch["y"]) ** 2
+
+    generator = torch.Generator().manual_seed(0)
+    groups = [
+        {
+            "x": torch.randn(rows, 3, generator=generator, dtype=torch.float64),
+            "y": torch.randn(rows, generator=generator, dtype=torch.float64),
+        }
+        for rows in (3, 2, 3, 2, 2)
+    ]
+    poisoned = [{"x": groups[0]["x"], "y": torch.full_like(groups[0]["y"], math.inf)}, *groups[1:]]
+    rule = FlatClip(clip_norm=0.3)
+    parameters = list(model.parameters())
+    expected = PlainClipping(model, parameters, record_loss=squares).clipped_sum(groups[1:], rule)
+    for mix in (False, True):
+        fast = FastClipping(
+            model, parameters, rule, record_loss=squares, settings=FastSettings(mix_sizes=mix)
+        )
+        found = fast.clipped_sum(poisoned, rule)
+        torch.testing.assert_close(found.total.values, expected.total.values)
+
+
+@pytest.mark.parametrize("path", ["fast", "plain"])
+def test_a_group_that_the_model_cannot_read_counts_as_zero(path: Any) -> None:
+    # Longer than the model has positions, or a token it does not know: one user's data.
+    model = families.build(families.SAFE["gpt2"])
+    odd = MADE_UP.group(1, families.POSITIONS + 3, seed=5)
+    unknown = MADE_UP.group(1, 10, seed=6)
+    unknown["input_ids"][0, 3] = families.VOCABULARY + 5
+    for bad in (odd, unknown):
+        usual = clipping(model, path).clipped_sum(SMALL, RULE).total.values.clone()
+        with pytest.raises(IndexError):
+            clipping(model, path).clipped_sum([bad, *SMALL], RULE)
+        tolerant = clipping(model, path)
+        tolerant.skip_failing = True
+        found = tolerant.clipped_sum([bad, *SMALL], RULE)
+        torch.testing.assert_close(found.total.values, usual)
+        assert found.num_updates == len(SMALL) + 1
+        # A cohort in which everything fails is not one user's doing.
+        with pytest.raises(IndexError):
+            tolerant.clipped_sum([bad, bad], RULE)
+
+
+def test_joining_follows_from_each_users_own_records() -> None:
+    model = families.build(families.SAFE["gpt2"])
+    parameters = list(model.parameters())
+    ragged = MADE_UP.group(6, 20, seed=7)
+    ragged["labels"][1:, 2:] = -100
+
+    def second_step(first: list[dict[str, Tensor]]) -> Tensor:
+        fast = FastClipping(model, parameters, RULE, record_loss=causal_lm_loss)
+        fast.clipped_sum([*SMALL[:4], *first], RULE)
+        return fast.clipped_sum(SMALL, RULE).total.values.clone()
+
+    assert torch.equal(second_step([]), second_step([ragged]))
+
+
+def test_join_records_is_refused_before_any_data_is_seen() -> None:
+    model = families.build(families.SAFE["mistral, window"])
+    settings = FastSettings(join_records=True)
+    with pytest.raises(InputError, match="records of length 48 were tried"):
+        FastClipping(
+            model, list(model.parameters()), RULE, record_loss=causal_lm_loss, settings=settings
+        )
+
+
+def config(tmp_path: Any, store: str, training: str = "", length: int = 32) -> Any:
+    path = tmp_path / f"{store}.toml"
+    path.write_text(
+        f"""[data]
+store = "{tmp_path / store}"
+sequence_length = {length}
+[model]
+path = "{tmp_path / "m"}"
+[privacy]
+num_users = 40
+expected_cohort_size = 20
+group_size = 3
+clip_norm = 1.0
+epsilon = 8.0
+delta = 1e-3
+[training]
+steps = 2
+{training}
+"""
+    )
+    return path
+
+
+def test_sequence_length_above_the_models_positions_is_refused_whoever_is_there(
+    tmp_path: Any,
+) -> None:
+    rng = np.random.default_rng(0)
+    short = [
+        Record(" ".join(rng.choice(tiny.WORDS, size=6)), (f"u{i}",), f"r{i}") for i in range(40)
+    ]
+    long = Record(" ".join(rng.choice(tiny.WORDS, size=90)), ("target",), "t")
+    write_store([*short, long], tmp_path / "with", key=bytes(32))
+    write_store(short, tmp_path / "without", key=bytes(32))
+    tiny.make_model(tmp_path / "m")
+    for store in ("with", "without"):
+        result = run_cli(
+            "train", config(tmp_path, store, length=128), "--out", tmp_path / f"run_{store}"
+        )
+        assert result.code == 2
+        assert "sequence_length=128 is above the 64 positions" in result.err
+        assert not (tmp_path / f"run_{store}").exists()
+
+
+def test_an_encoder_is_not_trained_from_the_command_line(tmp_path: Any) -> None:
+    import transformers
+
+    from userdp.quickstart import word_tokenizer
+
+    tiny.make_store(tmp_path / "s", [3] * 40)
+    tokenizer = word_tokenizer(tiny.WORDS)
+    torch.manual_seed(0)
+    settings = transformers.BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+    )
+    transformers.BertForMaskedLM(settings).save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    result = run_cli("train", config(tmp_path, "s"), "--out", tmp_path / "run")
+    assert result.code == 2
+    assert "depends on how far it is padded" in result.err
+    assert not (tmp_path / "run").exists()
+    result = run_cli("verify", config(tmp_path, "s"), "--json")
+    assert result.code == 1
+    found = json.loads(result.out)
+    assert found["safe"] is False
+    assert "padded" in found["cause"]
+    assert found["largest_movement"] > 1
+    assert max(probe["coupling"] for probe in found["details"]) > 0.01
+    plain = config(tmp_path, "s", training='clipping = "plain"')
+    result = run_cli("verify", plain, "--json")
+    assert (result.code, result.json["safe"], result.json["cause"]) == (0, True, None)
+    assert result.json["largest_movement"] <= 1 + 1e-5
+    assert result.json["probes"] == len(result.json["details"]) > 30
+
+
+@pytest.mark.parametrize("path", ["fast", "plain"])
+def test_a_step_goes_on_without_the_user_that_cannot_be_read(path: Any) -> None:
+    model = families.build(families.SAFE["gpt2"])
+    plan = everybody(6)
+    step = PrivateStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        plan,
+        UserIndex.from_owners(range(6)),
+        clipping=path,
+        sequence_length=families.LENGTH,
+        secret=RunSecret.fixed_for_tests(0),
+    )
+    for number, cohort in enumerate(step.cohorts()):
+        groups = [MADE_UP.group(1, 8, seed=int(rows[0])) for rows in cohort]
+        if number == 0:
+            groups[0] = MADE_UP.group(1, families.POSITIONS + 9, seed=50)
+        else:
+            groups[0]["input_ids"][0, 2] = families.VOCABULARY + 1
+        step.apply(groups)
+    assert step.ledger.steps == 2
+
+
+def test_what_fails_in_the_loss_of_one_user_counts_as_zero() -> None:
+    # A record that the caller's own loss cannot handle, at the second step.
+    def picky(model: nn.Module, batch: Any) -> Tensor:
+        if bool((batch["kind"] == 7).any()):
+            raise ValueError("cannot handle this one")
+        return (model(batch["x"])[:, 0] - batch["kind"]) ** 2
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    plan = everybody(5)
+    for path in ("fast", "plain"):
+        step = _picky_step(model, plan, picky, path)
+        for number, cohort in enumerate(step.cohorts()):
+            kinds = torch.tensor([7 if number and i == 2 else i for i in range(5)])
+            step.apply({"x": torch.ones(1, 3), "kind": kinds[rows]} for rows in cohort)
+        assert step.ledger.steps == 2
+
+
+def _picky_step(model: nn.Module, plan: Plan, loss: Any, path: Any) -> PrivateStep:
+    own = copy.deepcopy(model)
+    return PrivateStep(
+        own,
+        torch.optim.SGD(own.parameters(), lr=0.1),
+        plan,
+        UserIndex.from_owners(range(5)),
+        record_loss=loss,
+        clipping=path,
+        secret=RunSecret.fixed_for_tests(0),
+    )
+
+
+class MixesInTraining(nn.Module):
+    """Subtracts the mean over the batch, in training mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return torch.tanh(y - y.mean(0)) if self.training else torch.tanh(y)
+
+
+def test_a_model_is_probed_in_the_mode_that_it_is_trained_in() -> None:
+    torch.manual_seed(0)
+    model = MixesInTraining()
+
+    def squares(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch["x"])[:, 0] - batch["y"]) ** 2
+
+    batch = {"x": torch.zeros(1, 3), "y": torch.zeros(1)}
+    assert verify(model.eval(), batch, record_loss=squares, clipping="fast").safe
+    assert not verify(model.train(), batch, record_loss=squares, clipping="fast").safe
+    assert model.training
+
+
+def test_comparisons_see_made_up_values_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whether a run goes on must not depend on what users' values do to a comparison.
+    seen: list[Tensor] = []
+    monkeypatch.setattr(
+        "userdp.clipping.fast.compare_with_plain",
+        lambda model, parameters, rule, users, run, **how: seen.append(users.batch["input_ids"]),
+    )
+    model = families.build(families.SAFE["gpt2"])
+    clipping(model, "fast").clipped_sum(SMALL, RULE)
+    (made_up,) = seen
+    own = torch.cat([group["input_ids"] for group in SMALL])
+    assert made_up.shape == own.shape
+    assert float((made_up == own).float().mean()) < 0.2

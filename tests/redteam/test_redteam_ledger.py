@@ -1,0 +1,308 @@
+"""The record of a run under attack: cut, edited, forged, charged in memory, or of other weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cli_runner import userdp
+from tiny import make_model, make_store
+from userdp import Ledger, Plan, PrivateStep, UserIndex, chain
+from userdp.errors import LedgerError
+from userdp.run_files import read_run
+
+
+def small_plan(**changes: Any) -> Plan:
+    settings: dict[str, Any] = {
+        "num_users": 40,
+        "expected_cohort_size": 20,
+        "group_size": 2,
+        "steps": 20,
+        "clip_norm": 1.0,
+        "noise_multiplier": 1.0,
+        "delta": 1e-3,
+    }
+    return Plan.sample_users(**(settings | changes))
+
+
+def small_ledger(directory: Path, *, steps: int = 2, finish: bool = True) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "ledger.jsonl"
+    ledger = Ledger.create(small_plan(), path=path, bound_to={"data": "x"}, fixed_seed=False)
+    for _ in range(steps):
+        ledger.charge_step()
+    if finish:
+        ledger.finish({"final_weights": "y"})
+    ledger.close()
+    return path
+
+
+CONFIG = """[data]
+store = "{root}/store"
+sequence_length = 16
+[model]
+path = "{root}/base"
+[privacy]
+num_users = 20
+expected_cohort_size = 10
+group_size = 2
+clip_norm = 1.0
+noise_multiplier = {noise}
+delta = 1e-3
+[training]
+steps = 3
+clipping = "plain"
+{more}
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a store, a model and a finished run of it."""
+    found = tmp_path_factory.mktemp("ledger")
+    make_store(found / "store", [2] * 20)
+    make_model(found / "base")
+    (found / "run.toml").write_text(CONFIG.format(root=found, noise=2.0, more=""))
+    data = userdp("train", found / "run.toml", "--out", found / "run", "--json").json
+    assert data["guarantee"] is True
+    return found
+
+
+@pytest.fixture
+def run(root: Path, tmp_path: Path) -> Path:
+    """A copy of the run that a test may spoil."""
+    return Path(shutil.copytree(root / "run", tmp_path / "run"))
+
+
+def test_every_edited_byte_is_found_with_and_without_the_key(tmp_path: Path) -> None:
+    path = small_ledger(tmp_path, steps=1)
+    content = path.read_bytes()
+    assert Ledger.read(path).is_finished
+    for with_key in (True, False):
+        if not with_key:
+            chain.key_path(path).unlink()
+        for position in range(len(content)):
+            edited = bytearray(content)
+            # A tab for a space is the same JSON, and still not the byte that was written.
+            edited[position] = ord("\t") if edited[position] == ord(" ") else edited[position] ^ 1
+            path.write_bytes(bytes(edited))
+            with pytest.raises(LedgerError):
+                Ledger.read(path)
+
+
+def test_every_cut_of_the_tail_is_found(tmp_path: Path) -> None:
+    path = small_ledger(tmp_path, steps=1)
+    content = path.read_bytes()
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        with pytest.raises(LedgerError):
+            read_run(tmp_path)
+
+
+def test_a_cut_ledger_promises_nothing_even_when_asked_for(tmp_path: Path) -> None:
+    path = small_ledger(tmp_path, steps=5)
+    whole = Ledger.read(path).statement()
+    assert whole.guarantee
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:4]))
+    statement = read_run(tmp_path, unfinished=True).statement()
+    assert statement.steps == 3
+    assert not statement.guarantee
+    assert statement.promise == ""
+    assert "unfinished" in statement.sentence
+    assert statement.to_json()["epsilon"] is None
+    assert 0 < statement.to_json()["planned_epsilon"] < whole.epsilon
+    assert not Ledger.read(path).statement().guarantee
+
+
+def forged(path: Path) -> None:
+    """Seven times the noise, and every hash computed again: what anyone can do without the key."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0]["plan"]["noise"]["noise_multiplier"] = 7.0
+    rows[0]["step_event"]["event"]["noise_multiplier"] = 7.0
+    before, lines = "", []
+    for row in rows:
+        del row["hash"]
+        before = row["hash"] = chain.chained(before, row)
+        lines.append(json.dumps(row, sort_keys=True) + "\n")
+    path.write_text("".join(lines))
+
+
+def test_a_forged_ledger_is_found_by_the_key_and_unverified_without(tmp_path: Path) -> None:
+    path = small_ledger(tmp_path)
+    assert Ledger.read(path).is_verified
+    assert Ledger.read(path).statement().cautions == ()
+    forged(path)
+    with pytest.raises(LedgerError, match="not written with the run's key"):
+        Ledger.read(path)
+    chain.key_path(path).unlink()
+    cautions = Ledger.read(path).statement().cautions
+    assert any("not verified" in caution for caution in cautions)
+
+
+def test_another_runs_key_does_not_verify(tmp_path: Path) -> None:
+    path, other = small_ledger(tmp_path / "a"), small_ledger(tmp_path / "b")
+    chain.key_path(path).write_bytes(chain.key_path(other).read_bytes())
+    with pytest.raises(LedgerError, match="run's key"):
+        Ledger.read(path)
+
+
+def test_secrets_of_a_run_are_its_owners_alone_and_not_in_the_model(run: Path, root: Path) -> None:
+    files = [path for path in (root / "run" / "secret").rglob("*") if path.is_file()]
+    assert len(files) == 2
+    for path in files:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    key = chain.read_key(run / "ledger.jsonl")
+    assert key is not None
+    public = [p for p in run.rglob("*") if p.is_file() and "secret" not in p.parts]
+    assert len(public) > 4
+    for path in public:
+        content = path.read_bytes()
+        assert key not in content
+        assert key.hex().encode() not in content
+
+
+def test_a_ledger_read_back_or_closed_cannot_be_charged(tmp_path: Path) -> None:
+    path = small_ledger(tmp_path, steps=5, finish=False)
+    live = Ledger.create(small_plan(), bound_to={}, fixed_seed=False)
+    live.close()
+    done = Ledger.create(small_plan(), bound_to={}, fixed_seed=False)
+    done.finish({})
+    for ledger in (Ledger.read(path), live, done):
+        with pytest.raises(LedgerError, match=r"Ledger\.open"):
+            ledger.charge_step()
+        with pytest.raises(LedgerError, match=r"Ledger\.open"):
+            ledger.finish({})
+    assert Ledger.read(path).steps == 5
+
+
+def test_a_step_on_a_ledger_read_back_is_refused_before_it_begins(tmp_path: Path) -> None:
+    path = small_ledger(tmp_path, steps=5, finish=False)
+    model = torch.nn.Linear(3, 1)
+    with pytest.raises(LedgerError, match=r"Ledger\.open"):
+        own_loop(model, Ledger.read(path))
+
+
+def own_loop(model: torch.nn.Module, ledger: Ledger | None, **options: Any) -> PrivateStep:
+    return PrivateStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=options.pop("lr", 0.1)),
+        small_plan(),
+        UserIndex.from_owners([user for user in range(40) for _ in range(2)]),
+        record_loss=lambda model, batch: model(batch["x"])[:, 0] ** 2,
+        ledger=ledger,
+        **options,
+    )
+
+
+def take(step: PrivateStep, count: int) -> None:
+    for _ in range(count):
+        step.apply([{"x": torch.ones(len(rows), 3)} for rows in step.draw()])
+
+
+def test_an_opened_ledger_goes_on_on_disk_and_counts_every_step_once(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 1)
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger.create(small_plan(), path=path, bound_to={}, fixed_seed=False)
+    take(own_loop(model, ledger), 2)
+    ledger.close()
+    step = own_loop(model, Ledger.open(path))
+    take(step, 3)
+    assert Ledger.read(path).steps == 5
+    assert step.statement().guarantee
+    assert step.statement().earlier == ()
+    assert step.statement().epsilon == small_plan().epsilon(5)
+    step.finish()
+    assert Ledger.read(path).statement().epsilon == small_plan().epsilon(5)
+    assert Ledger.read(path).statement().guarantee
+    with pytest.raises(LedgerError, match="closed"):
+        Ledger.open(path)
+
+
+def test_a_ledger_is_not_opened_without_its_key_or_with_a_cut_row(tmp_path: Path) -> None:
+    path = small_ledger(tmp_path, finish=False)
+    content = path.read_bytes()
+    path.write_bytes(content[:-5])
+    with pytest.raises(LedgerError, match="cut short"):
+        Ledger.open(path)
+    path.write_bytes(content)
+    chain.key_path(path).unlink()
+    with pytest.raises(LedgerError, match="without the run's key"):
+        Ledger.open(path)
+
+
+def test_closing_row_names_what_went_in_and_what_came_out(run: Path) -> None:
+    end = Ledger.read(run / "ledger.jsonl").end
+    assert end is not None
+    assert end["steps"] == 3
+    assert {
+        *("initial_weights", "final_weights", "tokenizer", "selection", "config", "code"),
+        *("data", "optimizer", "model"),
+    } <= set(end["digests"])
+    assert end["digests"]["initial_weights"] != end["digests"]["final_weights"]
+    assert {"model.safetensors", "userdp_ancestry.json"} <= set(end["model_files"])
+
+
+def changed_weights(run: Path) -> None:
+    path = run / "model" / "model.safetensors"
+    tensors = load_file(path)
+    next(iter(tensors.values())).view(-1)[0] += 1e-3
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def cut_tail(run: Path) -> None:
+    path = run / "ledger.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def extra_weights(run: Path) -> None:
+    (run / "model" / "more.safetensors").write_bytes(b"x")
+
+
+@pytest.mark.parametrize("spoil", [changed_weights, cut_tail, extra_weights])
+def test_commands_refuse_a_run_that_is_not_whole_and_say_unfinished_when_asked(
+    run: Path, root: Path, spoil: Any
+) -> None:
+    spoil(run)
+    for command in (["account", run], ["report", run], ["evaluate", run, root / "store"]):
+        refused = userdp(*command)
+        assert refused.code == 2
+        assert "--unfinished" in refused.err
+    told = userdp("account", run, "--unfinished", "--json").json
+    assert told["guarantee"] is False
+    assert told["planned_epsilon"] > 0
+    assert any("unfinished" in caution for caution in told["cautions"])
+    files = userdp("report", run, "--unfinished", "--json").json
+    assert json.loads(Path(files["statement"]).read_text())["guarantee"] is False
+    card = Path(files["card"]).read_text()
+    assert "unfinished" in card
+    assert "protected" not in card.split("## Privacy")[0]
+
+
+def test_a_whole_run_is_accounted_and_reported(run: Path) -> None:
+    told = userdp("account", run, "--json").json
+    assert told["guarantee"] is True
+    assert told["unit"] == "user"
+    assert told["steps"] == 3
+    assert userdp("report", run).code == 0
+
+
+def test_counting_steps_does_not_read_all_rows_again() -> None:
+    ledger = Ledger.create(small_plan(), bound_to={}, fixed_seed=False)
+    for _ in range(3):
+        ledger.charge_step()
+
+    class Counted(list[Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("all rows were read to count the steps")
+
+    ledger._rows = Counted(ledger._rows)
+    ledger.charge_step()
+    assert ledger.steps == 4

@@ -1,0 +1,368 @@
+"""What was spent is never forgotten: continued models, second runs, unpriced plans, selections."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting.pld import PLDAccountant
+
+import userdp
+from cli_runner import userdp as command
+from tiny import WORDS, make_model, make_store
+from userdp import Adjacency, Ledger, Lora, Plan, PrivateStep, UserIndex, load_model, training
+from userdp.bounding.edges import Edges
+from userdp.bounding.selection import Selection
+from userdp.clipping.rules import FlatClip
+from userdp.config import load_config
+from userdp.data.record import Record
+from userdp.data.store import UserStore, write_store
+from userdp.data.tokens import tokenise
+from userdp.errors import InputError, LedgerError, UnaccountedPlanError
+from userdp.history import ANCESTRY_FILE, history_of
+from userdp.noise.gaussian import Gaussian
+from userdp.noise.secret import RunSecret
+from userdp.sampling import PoissonUsers
+
+FIXED_GRAPH = [Adjacency.FIXED_GRAPH_ZERO_OUT, Adjacency.FIXED_GRAPH_REPLACE]
+PUBLIC: dict[str, Any] = {
+    "num_users": 20,
+    "expected_cohort_size": 10,
+    "group_size": 2,
+    "steps": 3,
+    "clip_norm": 1.0,
+    "noise_multiplier": 2.0,
+    "delta": 1e-3,
+}
+
+
+def the_plan(**changes: Any) -> Plan:
+    return Plan.sample_users(**(PUBLIC | changes))
+
+
+def oracle(plan: Plan, steps: int) -> float:
+    """Another library's epsilon of so many steps."""
+    accountant = PLDAccountant(value_discretization_interval=1e-3)
+    accountant.compose(plan.step_event(), steps)
+    return float(accountant.get_epsilon(plan.delta))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two stores, a base model, and a finished run on the first store."""
+    found = tmp_path_factory.mktemp("spending")
+    store = make_store(found / "store", [2] * 20)
+    make_model(found / "base")
+    records = [
+        Record(" ".join(np.random.default_rng(i).choice(WORDS, 5)), (f"v{i}",), "x")
+        for i in range(20)
+    ]
+    write_store(records, found / "others", key=bytes(range(32)))
+    write_store(records, found / "other key", key=bytes(32))
+    model, tokenizer = load_model(found / "base")
+    trained(model, tokenizer, store, out=found / "run")
+    return found
+
+
+def trained(model: Any, tokenizer: Any, store: UserStore, **options: Any) -> userdp.training.Run:
+    plan = options.pop("plan", None) or the_plan()
+    return userdp.train(
+        model, tokenizer, store, plan, sequence_length=16, clipping="plain", **options
+    )
+
+
+@pytest.mark.parametrize("adjacency", FIXED_GRAPH)
+def test_user_sampling_under_a_fixed_graph_cannot_be_planned(adjacency: Adjacency) -> None:
+    with pytest.raises(UnaccountedPlanError, match="no accounting rule"):
+        the_plan(adjacency=adjacency)
+    with pytest.raises(UnaccountedPlanError, match="no accounting rule"):
+        the_plan(adjacency=adjacency, epsilon=4.0, noise_multiplier=None)
+    with pytest.raises(UnaccountedPlanError, match="no accounting rule"):
+        Plan(
+            sampler=PoissonUsers(user_sampling_prob=0.5, group_size=2),
+            clip=FlatClip(clip_norm=1.0),
+            noise=Gaussian(noise_multiplier=2.0),
+            steps=3,
+            divisor=10.0,
+            num_users=20,
+            delta=1e-3,
+            adjacency=adjacency,
+        )
+    with pytest.raises(UnaccountedPlanError, match="no accounting rule"):
+        Plan.from_json(the_plan().to_json() | {"adjacency": adjacency.value})
+    numbers = "--rate 0.5 --steps 3 --noise-multiplier 2 --delta 1e-3".split()
+    assert command("account", *numbers, "--adjacency", adjacency.value).code == 2
+
+
+def shared_store(path: Path) -> tuple[UserStore, Edges]:
+    """One user owns five records together with others."""
+    records = [Record(" ".join(WORDS[i : i + 3]), ("x", f"u{i}"), "r") for i in range(5)]
+    records += [Record(" ".join(WORDS[i : i + 4]), (f"v{i}",), "s") for i in range(5)]
+    write_store(records, path, key=bytes(range(32)))
+    return UserStore.open(path), Edges.load(path)
+
+
+def records_plan(group_size: int) -> Plan:
+    return Plan.sample_records(
+        num_users=20, num_records=10, expected_batch_size=5, group_size=group_size, steps=2,
+        clip_norm=1.0, noise_multiplier=4.0, delta=1e-3, adjacency=Adjacency.FIXED_GRAPH_ZERO_OUT,
+    )  # fmt: skip
+
+
+def test_a_selection_larger_than_the_plan_or_of_other_edges_is_refused(
+    tmp_path: Path, root: Path
+) -> None:
+    store, edges = shared_store(tmp_path / "shared")
+    model, tokenizer = load_model(root / "base")
+    selection = Selection.of(edges, np.ones(10, dtype=np.int64), 5, method="greedy")
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(InputError, match=r"up to 5 records; the plan covers 4"):
+        trained(model, tokenizer, store, plan=records_plan(4), selection=selection)
+    elsewhere = Edges.from_lists([[i] for i in range(10)], num_users=10)
+    foreign = Selection.of(elsewhere, np.ones(10, dtype=np.int64), 5, method="greedy")
+    with pytest.raises(InputError, match="made for other edges"):
+        trained(model, tokenizer, store, plan=records_plan(5), selection=foreign)
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old, new)
+    assert trained(model, tokenizer, store, plan=records_plan(5), selection=selection).statement
+
+
+@pytest.mark.parametrize("unit", ["user", "record"])
+def test_the_realised_bound_is_not_used_where_it_is_secret(root: Path, unit: str) -> None:
+    edges = Edges.load(root / "store")
+    selection = Selection.of(edges, np.ones(40, dtype=np.int64), 7, method="greedy")
+    assert selection.realised_bound == 2
+    selection.save(root / "selection.npz")
+    size = "expected_cohort_size" if unit == "user" else "expected_batch_size"
+    (root / "selected.toml").write_text(
+        f'[data]\nstore = "{root}/store"\nselection = "{root}/selection.npz"\n'
+        f'[model]\npath = "{root}/base"\n[privacy]\nunit = "{unit}"\nnum_users = 20\n{size} = 5\n'
+        "clip_norm = 1.0\nnoise_multiplier = 2.0\ndelta = 1e-3\n[training]\nsteps = 2\n"
+    )
+    assert load_config(root / "selected.toml").plan().sampler.group_size == 7
+
+
+def test_a_saved_model_says_what_was_spent_and_training_on_composes_it(root: Path) -> None:
+    store = UserStore.open(root / "store")
+    model, tokenizer = load_model(root / "run" / "model")
+    (entry,) = history_of(model).entries
+    assert (entry["steps"], entry["data"]) == (3, store.fingerprint)
+    assert model.userdp_ancestry is not None
+    second = trained(model, tokenizer, store).statement
+    # The same model again, in memory: three runs of three steps.
+    third = trained(model, tokenizer, store, out=root / "third").statement
+    for statement, steps in ((second, 6), (third, 9)):
+        truth = oracle(the_plan(), steps)
+        assert truth * (1 - 2e-3) <= statement.epsilon <= truth * (1 + 2e-3)
+        assert statement.guarantee
+        assert any("3 steps of an earlier run" in entry for entry in statement.earlier)
+    assert Ledger.read(root / "third" / "ledger.jsonl").statement() == third
+    saved = json.loads((root / "third" / "model" / ANCESTRY_FILE).read_text())
+    assert [run["steps"] for run in saved["runs"]] == [3, 3, 3]
+
+
+def own_loop(model: torch.nn.Module, plan: Plan | None = None) -> PrivateStep:
+    return PrivateStep(
+        model,
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        plan or the_plan(),
+        UserIndex.from_owners(range(20)),
+        clipping="plain",
+        record_loss=lambda model, batch: model(batch["x"])[:, 0] ** 2,
+    )
+
+
+def take(step: PrivateStep, count: int) -> None:
+    for _ in range(count):
+        step.apply([{"x": torch.ones(len(rows), 3)} for rows in step.draw()])
+
+
+@pytest.mark.parametrize(
+    "next_model",
+    [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), torch.nn.Sequential],
+    ids=["same", "copy", "pickle", "wrapped"],
+)
+def test_a_second_private_step_on_a_model_composes_the_first(next_model: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 1))
+    take(own_loop(model), 2)
+    again = own_loop(next_model(model))
+    take(again, 3)
+    assert again.statement().epsilon == pytest.approx(the_plan().epsilon(5), rel=1e-4)
+
+
+def test_a_part_of_a_trained_model_carries_what_was_spent() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 1))
+    take(own_loop(model), 2)
+    assert [item.steps for item in own_loop(model[0]).ledger.earlier] == [2]
+
+
+def test_an_earlier_step_cannot_go_on_behind_the_back_of_a_later_one() -> None:
+    model = torch.nn.Linear(3, 1)
+    first = own_loop(model)
+    take(first, 1)
+    second = own_loop(model)
+    with pytest.raises(InputError, match="another private run was begun"):
+        take(first, 1)
+    take(second, 1)
+    assert second.statement().epsilon == pytest.approx(the_plan().epsilon(2), rel=1e-4)
+
+
+def test_adapters_on_a_model_with_a_past_compose_it(root: Path) -> None:
+    model, _ = load_model(root / "run" / "model", lora=Lora(rank=2))
+    assert [item.steps for item in own_loop(model).ledger.earlier] == [3]
+
+
+def test_other_people_are_not_added_up_and_the_largest_epsilon_is_stated(root: Path) -> None:
+    model, tokenizer = load_model(root / "run" / "model")
+    others, store = UserStore.open(root / "others"), UserStore.open(root / "store")
+    undeclared = trained(copy.deepcopy(model), tokenizer, others).statement
+    assert undeclared.epsilon == pytest.approx(the_plan().epsilon(6), rel=1e-4)
+    gentle = the_plan(noise_multiplier=5.0)
+    declared = trained(copy.deepcopy(model), tokenizer, others, plan=gentle, other_people=True)
+    # Those of the first run have spent more than those of this one, and are covered too.
+    assert declared.statement.epsilon == pytest.approx(the_plan().epsilon(3), rel=1e-4)
+    assert any("are others" in entry for entry in declared.statement.assumptions)
+    with pytest.raises(InputError, match="on this very data"):
+        trained(model, tokenizer, store, other_people=True)
+    # Whoever goes on without a declaration may be in both.
+    last = trained(declared.model, tokenizer, others, plan=gentle).statement
+    assert last.epsilon > declared.statement.epsilon
+
+
+def test_what_cannot_be_priced_together_is_refused_before_the_first_step() -> None:
+    model = torch.nn.Linear(3, 1)
+    take(own_loop(model), 1)
+    before = model.weight.clone()
+    with pytest.raises(UnaccountedPlanError, match="cannot be priced together"):
+        own_loop(model, the_plan(adjacency=Adjacency.REPLACE))
+    bare = torch.nn.Linear(3, 1)
+    take(own_loop(bare, the_plan(noise_multiplier=0.0, non_private=True)), 1)
+    with pytest.raises(UnaccountedPlanError, match="without privacy"):
+        own_loop(bare)
+    assert torch.equal(before, model.weight)
+
+
+def test_a_fixed_seed_in_the_past_is_never_forgotten(root: Path) -> None:
+    model, tokenizer = load_model(root / "base")
+    store = UserStore.open(root / "store")
+    trained(model, tokenizer, store, secret=RunSecret.fixed_for_tests(1))
+    assert not trained(model, tokenizer, store).statement.guarantee
+
+
+def test_a_run_configured_with_epsilon_meets_it_with_what_was_spent_before(root: Path) -> None:
+    text = (
+        f'[data]\nstore = "{root}/store"\n[model]\npath = "{root}/run/model"\n[privacy]\n'
+        "num_users = 20\nexpected_cohort_size = 5\ngroup_size = 2\nclip_norm = 1.0\n"
+        "epsilon = {epsilon}\ndelta = 1e-3\n[training]\nsteps = 2\n"
+    )
+    (root / "on.toml").write_text(text.format(epsilon=6.0))
+    config = load_config(root / "on.toml")
+    reached = config.plan().epsilon(earlier=config.load_earlier())
+    assert 0.995 * 6.0 <= reached <= 6.0
+    (root / "off.toml").write_text(text.format(epsilon=1.0))
+    with pytest.raises(InputError, match="leaves nothing for the steps"):
+        load_config(root / "off.toml").plan()
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"format": 1, "runs": []}', '{"runs": [3]}'])
+def test_a_model_of_a_run_that_lost_its_past_is_not_loaded(
+    root: Path, tmp_path: Path, content: str | None
+) -> None:
+    run = Path(shutil.copytree(root / "run", tmp_path / "run"))
+    if content is None:
+        (run / "model" / ANCESTRY_FILE).unlink()
+    else:
+        (run / "model" / ANCESTRY_FILE).write_text(content)
+    with pytest.raises(LedgerError, match=ANCESTRY_FILE):
+        load_model(run / "model")
+
+
+def test_an_edited_past_is_refused(root: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(root / "run" / "model", tmp_path / "model"))
+    data = json.loads((copied / ANCESTRY_FILE).read_text())
+    data["runs"][0]["step_event"]["event"]["noise_multiplier"] = 90.0
+    (copied / ANCESTRY_FILE).write_text(json.dumps(data))
+    model, tokenizer = load_model(copied)
+    with pytest.raises(LedgerError, match="edited"):
+        trained(model, tokenizer, UserStore.open(root / "store"))
+
+
+def test_evaluate_finds_training_users_from_anywhere(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for model in (root / "run", root / "run" / "model"):
+        refused = command("evaluate", model, root / "store")
+        assert refused.code == 2
+        assert "20 of its users are training users too" in refused.err
+        assert command("evaluate", model, root / "others", "--json").json["users"] == 20
+    shutil.copytree(root / "run", tmp_path / "moved")
+    assert command("evaluate", tmp_path / "moved", root / "store").code == 2
+
+
+def test_evaluate_refuses_where_overlap_cannot_be_known(root: Path, tmp_path: Path) -> None:
+    lost = Path(shutil.copytree(root / "run", tmp_path / "lost"))
+    shutil.rmtree(lost / "secret" / "users")
+    copied = Path(shutil.copytree(root / "run" / "model", tmp_path / "copied"))
+    for model, store in (
+        (lost, root / "others"),
+        (copied, root / "others"),
+        (root / "run", root / "other key"),
+    ):
+        refused = command("evaluate", model, store)
+        assert refused.code == 2
+        assert "cannot be checked" in refused.err
+        assert "--allow-overlap" in refused.err
+        allowed = command("evaluate", model, store, "--allow-overlap", "--json").json
+        assert allowed["overlap_checked"] is False
+
+
+def test_evaluate_knows_the_users_of_the_runs_before(root: Path) -> None:
+    model, tokenizer = load_model(root / "run" / "model")
+    trained(model, tokenizer, UserStore.open(root / "others"), out=root / "later")
+    for store in ("store", "others"):
+        assert "training users too" in command("evaluate", root / "later", root / store).err
+
+
+def test_a_changed_cache_of_tokens_is_refused_by_train(root: Path, tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", [2] * 20)
+    model, tokenizer = load_model(root / "base")
+    tokenise(store, tokenizer, sequence_length=16)
+    (cache,) = (store.path / "tokens").iterdir()
+    tokens = np.fromfile(cache / "tokens.i32", np.int32)
+    np.where(tokens == 1, 2, tokens).astype(np.int32).tofile(cache / "tokens.i32")
+    with pytest.raises(InputError, match="cache of tokens changed"):
+        trained(model, tokenizer, store)
+    shutil.rmtree(cache)
+    assert trained(model, tokenizer, store).statement.guarantee
+
+
+def test_a_store_that_changed_since_its_import_is_refused_by_train(
+    root: Path, tmp_path: Path
+) -> None:
+    store = make_store(tmp_path / "store", [2] * 20)
+    path = store.path / "records.arrow"
+    path.write_bytes(path.read_bytes().replace(b"red", b"tea", 1))
+    model, tokenizer = load_model(root / "base")
+    with pytest.raises(InputError, match="changed since the import"):
+        trained(model, tokenizer, UserStore.open(store.path))
+
+
+def test_rows_of_a_selection_are_taken_from_a_verified_cache(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, edges = shared_store(tmp_path / "shared")
+    _, tokenizer = load_model(root / "base")
+    selection = Selection.of(edges, np.ones(10, dtype=np.int64), 5, method="greedy")
+    training._rows(store, tokenizer, records_plan(5), selection, 16)
+    (cache,) = (store.path / "tokens").iterdir()
+    (cache / "digests.json").unlink()
+    with pytest.raises(InputError, match="cache of tokens changed"):
+        training._rows(store, tokenizer, records_plan(5), selection, 16)
