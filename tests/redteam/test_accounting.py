@@ -307,7 +307,7 @@ def test_any_noise_will_do_where_delta_covers_the_users_chance_to_be_there(optio
 def test_the_chance_to_be_there_is_that_of_all_steps_together():
     # At next to no noise delta is 1 - (1 - rate)^steps, whatever epsilon: 1e-3 does not cover it.
     result = CliRunner().invoke(
-        app, "calibrate --epsilon 1 --delta 1e-3 --rate 1e-3 --steps 2 --json".split()
+        app, "calibrate --epsilon 1 --delta 1e-3 --rate 9e-4 --steps 2 --json".split()
     )
     assert json.loads(result.stdout)["noise_multiplier"] > 0.05
 
