@@ -21,6 +21,12 @@ from userdp.errors import InputError, LedgerError
 
 FORMAT = 1
 
+# Fields of events that count something.
+_WHOLE = ("count", "dataset_size", "truncated_batch_size")
+
+# Chances that were rounded when they were written sum to 1 up to this.
+_SUM_ERROR = 1e-9
+
 # A phrase for a table, not a place to leave data.
 LONGEST_PHRASE = 120
 
@@ -108,6 +114,7 @@ def check_numbers(data: Any) -> None:
         for entry in cast("list[Any]", data):
             check_numbers(entry)
     elif isinstance(data, dict):
+        _check_lists(cast("dict[str, Any]", data))
         for name, value in cast("dict[str, Any]", data).items():
             largest = 1.0 if name.startswith("sampling_prob") else math.inf
             # A probability may be zero, and so may a shift of the sum; counts and noise may not.
@@ -123,8 +130,31 @@ def check_numbers(data: Any) -> None:
                     )
             if name == "mean" and not (isinstance(value, (int, float)) and value >= 1):
                 raise LedgerError(f"mean={value!r} runs in a paid event: at least one is needed.")
-            if name == "count" and not isinstance(value, int):
-                raise LedgerError(f"count={value!r} in a paid event is not a whole number.")
+            if name in _WHOLE and not (isinstance(value, int) and value >= 1):
+                raise LedgerError(
+                    f"{name}={value!r} in a paid event is not a whole number above 0."
+                )
+
+
+def _check_lists(data: dict[str, Any]) -> None:
+    """Refuse a mixture whose chances are not those of its moves, all of them together."""
+    if data.get("type") != "MixtureOfGaussiansDpEvent":
+        return
+    moves, chances = data.get("sensitivities"), data.get("sampling_probs")
+    if not (isinstance(moves, list) and isinstance(chances, list)):
+        raise LedgerError("sensitivities and sampling_probs in a paid event must be lists.")
+    moves, chances = cast("list[Any]", moves), cast("list[Any]", chances)
+    if not moves or len(moves) != len(chances):
+        raise LedgerError(
+            f"{len(moves)} sensitivities and {len(chances)} sampling_probs in a paid event: there "
+            "must be as many of each, and at least one."
+        )
+    if all(_is_sound(one, above_zero=False, largest=1.0) for one in chances):
+        total = math.fsum(chances)
+        if abs(total - 1) > _SUM_ERROR:
+            raise LedgerError(
+                f"sampling_probs in a paid event sum to {total!r}: chances of all moves sum to 1."
+            )
 
 
 def _is_sound(number: Any, above_zero: bool, largest: float) -> bool:

@@ -21,7 +21,12 @@ from oracles_privacy_loss import (
 )
 from userdp import Plan
 from userdp.accounting import accountant, events, search, steps
+from userdp.accounting.discretise import Focus
+from userdp.accounting.pair import Direction
+from userdp.accounting.prepared import prepare
 from userdp.cli import app
+from userdp.errors import InputError
+from userdp.paid import Paid
 from userdp.units import Adjacency
 
 ADD_REMOVE, REPLACE = Adjacency.ADD_REMOVE, Adjacency.REPLACE
@@ -241,3 +246,153 @@ def test_a_corrected_accountant_prints_its_new_number_at_once(tmp_path, monkeypa
         assert plan.statement().epsilon == right / 20
     assert plan.statement().epsilon == right
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mild_step_after_a_run_costs_little_and_not_everything():
+    # One step's losses are below the spacing of the grid: everything above 0 was split to infinity.
+    first, mild = sampled(0.5, 6.0, 5), sampled(0.005, 10.0, 1)
+    alone = accountant.epsilon(first, delta=1e-5, adjacency=ADD_REMOVE)
+    added = accountant.epsilon(mild, delta=1e-6, adjacency=ADD_REMOVE)
+    both = accountant.epsilon(events.combined([first, mild]), delta=1e-5, adjacency=ADD_REMOVE)
+    assert 0.9999 * alone <= both <= alone + added + 0.01
+
+
+def gaussian_delta(distance: float, epsilon: float) -> float:
+    """Exact, by the closed form."""
+    return float(
+        norm.cdf(distance / 2 - epsilon / distance)
+        - math.exp(epsilon) * norm.cdf(-distance / 2 - epsilon / distance)
+    )
+
+
+@pytest.mark.parametrize("way", list(Direction))
+@pytest.mark.parametrize("spacing", [0.011, 0.1, 0.9, 3.0])
+@pytest.mark.parametrize("noise", [1.0, 20.0, 300.0])
+def test_a_grid_wider_than_the_losses_keeps_delta_an_upper_bound(way, spacing, noise):
+    # A Gaussian's delta is known: atoms on any grid must not fall below it, nor be infinite.
+    one = np.array([1.0])
+    (prepared,) = prepare([steps.Mixture(noise=noise, shifts=one, weights=one, count=1)], 1e-6)
+    focus = Focus(
+        epsilon=1.0, tilt=1.0, spacing=spacing, allowed=1e-3, resolution=1.0, cap=1e3
+    )  # fmt: skip
+    atoms = prepared.atoms(way, focus)
+    assert atoms.infinite <= 1e-12
+    loss = atoms.spacing * atoms.index + atoms.slack
+    for epsilon in np.linspace(0, 8 / noise, 9):
+        told = atoms.infinite + float(atoms.mass @ np.maximum(-np.expm1(epsilon - loss), 0.0))
+        assert told >= gaussian_delta(1 / noise, epsilon) * (1 - 1e-9) - 1e-15
+
+
+def test_a_rarely_replaced_user_has_a_finite_epsilon():
+    found = account(
+        "--rate 3.7e-6 --steps 1 --noise-multiplier 63.5 --delta 4e-10 --adjacency replace"
+    )
+    assert found["epsilon"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--epsilon 8 --delta 1e-3 --rate 1e-4 --steps 1",
+        "--epsilon 1 --delta 1e-6 --rate 1e-7 --steps 1",
+        "--epsilon 1 --delta 1e-3 --rate 1e-4 --steps 2 --cap 4 --users 100",
+    ],
+)
+def test_any_noise_will_do_where_delta_covers_the_users_chance_to_be_there(options: str):
+    result = CliRunner().invoke(app, ["calibrate", *options.split(), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["noise_multiplier"] <= 1e-4
+
+
+def test_the_chance_to_be_there_is_that_of_all_steps_together():
+    # At next to no noise delta is 1 - (1 - rate)^steps, whatever epsilon: 1e-3 does not cover it.
+    result = CliRunner().invoke(
+        app, "calibrate --epsilon 1 --delta 1e-3 --rate 9e-4 --steps 2 --json".split()
+    )
+    assert json.loads(result.stdout)["noise_multiplier"] > 0.05
+
+
+def test_where_the_library_fails_our_own_bound_stands():
+    found = account(
+        "--unit record --rate 0.9826521785502261 --group-size 40 --steps 1 "
+        "--noise-multiplier 9.834502447898808 --delta 0.0008804779004458871"
+    )
+    assert 19 < found["epsilon"] < 20
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        "--rate 0.1 --noise-multiplier 1e300",
+        "--rate 1 --noise-multiplier 1e300",
+        "--rate 1e-300 --noise-multiplier 1",
+        "--rate 1e-300 --noise-multiplier 1 --adjacency replace",
+    ],
+)
+def test_what_costs_nothing_is_told_so_at_extremes(extreme: str):
+    assert account(f"{extreme} --steps 10 --delta 1e-6")["epsilon"] <= 1e-6
+
+
+@pytest.mark.parametrize("adjacency", ["add-remove", "replace"])
+def test_next_to_no_noise_is_priced_above_what_its_samples_show(adjacency: str):
+    # 7 of 10 draws have a chance of 9e-6 > delta, and each shows a loss of 1 / (2 noise^2).
+    found = account(
+        f"--rate 0.1 --steps 10 --noise-multiplier 1e-5 --delta 1e-6 --adjacency {adjacency}"
+    )
+    assert found["epsilon"] >= 7 * 0.999 * 5e9
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--rate 0.1 --steps 10 --noise-multiplier 1e-300",
+        "--rate 1 --steps 10 --noise-multiplier 1e-200",
+        "--rate 0.1 --steps 10 --noise-multiplier 1e-300 --accountant rdp",
+        "--rate 0.1 --steps 10 --noise-multiplier 1e300 --accountant rdp",
+        "--rate 0.1 --steps 10 --noise-multiplier 1e-300 --accountant moments",
+        # A cap has no rule with a fixed graph; banded noise would ignore the group size.
+        "--rate 0.1 --steps 10 --noise-multiplier 2 --cap 64 --users 500 "
+        "--adjacency fixed-graph-zero-out",
+        "--noise banded --participations 4 --noise-multiplier 4 --unit record --group-size 8",
+    ],
+)
+def test_what_cannot_be_priced_is_refused_in_words(options: str):
+    result = CliRunner().invoke(app, ["account", *options.split(), "--delta", "1e-6"])
+    assert isinstance(result.exception, InputError), result.output
+
+
+def test_calibration_refuses_a_cap_with_a_fixed_graph():
+    options = "--rate 0.1 --steps 10 --epsilon 2 --delta 1e-6 --cap 64 --users 500"
+    result = CliRunner().invoke(
+        app, ["calibrate", *options.split(), "--adjacency", "fixed-graph-zero-out"]
+    )
+    assert isinstance(result.exception, InputError), result.output
+
+
+def mixture(moves: list[float], chances: list[float]) -> dict:
+    return {
+        "type": "MixtureOfGaussiansDpEvent",
+        "standard_deviation": 2.0,
+        "sensitivities": moves,
+        "sampling_probs": chances,
+    }
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        mixture([0.0, 1.0], [0.5, 0.4]),
+        mixture([], []),
+        mixture([0.0, 1.0, 2.0], [0.5, 0.5]),
+        {
+            "type": "TruncatedSubsampledGaussianDpEvent",
+            "dataset_size": 0.5,
+            "sampling_probability": 0.1,
+            "truncated_batch_size": 4,
+            "noise_multiplier": 2.0,
+        },
+    ],
+)
+def test_an_edited_paid_event_is_refused_in_words(event: dict):
+    with pytest.raises(InputError, match="paid event"):
+        Paid.from_json({"what": "group size", "event": event})

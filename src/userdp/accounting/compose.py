@@ -115,8 +115,10 @@ class Composed:
         loss = self.loss[first:]
         if len(loss) == 0:
             return min(1.0, self.beyond + self.infinite)
-        with np.errstate(under="ignore"):
+        with np.errstate(under="ignore", over="ignore", invalid="ignore"):
             weight = np.exp(self.log_scale - self.tilt * (loss - self.loss[0]))
+            if not np.isfinite(weight).all():
+                return 1.0  # too little noise to compute with: promise nothing
             weight *= -np.expm1(epsilon - loss)
             inside = float(weight @ self.mass[first:]) * (1 + self.relative)
             noise = self.rounding * math.sqrt(float(weight @ weight))

@@ -95,7 +95,7 @@ def _edges(quadrature: Quadrature, direction: Direction, count: int, focus: Focu
     steps = np.maximum(np.diff(loss), 1e-300)
     # A bin of width v holding density d adds d v^3: for a number of bins, v = d^(-1/3) is best. The
     # constant is bisected, from "every bin has width 1" up.
-    shape = np.log(steps / np.maximum(mass, 1e-300)) / 3 - math.log(spacing)
+    shape = (np.log(steps) - np.log(np.maximum(mass, 1e-300))) / 3 - math.log(spacing)
     # Much wider than 1 / (1 + tilt) the cost of a bin grows exponentially, not as v^2. And where
     # one large loss among many steps decides, the tilted mass does not show it.
     size = np.abs(loss[1:])
@@ -133,9 +133,15 @@ def discretise(
     than epsilon and what the other steps may take away from it.
     """
     spacing = focus.spacing
-    edges = _edges(quadrature.capped(direction, focus.cap), direction, count, focus)
+    shown = quadrature.capped(direction, focus.cap)
+    edges = _edges(shown, direction, count, focus)
     x, slack = pair.outputs_at(quadrature, spacing * edges.astype(np.float64))
     edges, x = _with_bounds(pair, direction, edges, x, focus)
+    worst = x[-1] if direction is Direction.REMOVE else x[0]
+    # Neither a cap nor a bound ends the losses: then the quadrature does, up to a negligible tail.
+    has_tail = shown is quadrature and math.isfinite(worst)
+    if has_tail:
+        edges, x = _up_to_tail(pair, quadrature, direction, edges, x, spacing)
     p, p_error = pair.mass_of_p(x)
     p_up = p + p_error
     lower, upper = spacing * edges[:-1], spacing * edges[1:]
@@ -146,8 +152,13 @@ def discretise(
         scale = spacing * edges - slack
         with np.errstate(over="ignore", under="ignore"):
             kept, error = np.exp(scale + log_q), np.exp(scale + log_q_error)
+        # Where rounding overflows, everything goes to the worse end.
+        known = np.isfinite(kept) & np.isfinite(error)
+        kept, error = np.where(known, kept, 0.0), np.where(known, error, 0.0)
         to_upper = (p_up[1:] - kept + error) / np.append(spread, 1.0)
-        to_upper = np.clip(to_upper, 0.0, p_up[1:])
+        to_upper = np.where(known, np.clip(to_upper, 0.0, p_up[1:]), p_up[1:])
+        if has_tail:
+            to_upper[-1] = p_up[-1]
         index = [edges[1:], edges, edges[:1]]
         mass = [to_upper[:-1], p_up[1:] - to_upper, p_up[:1]]
         infinite = float(to_upper[-1])
@@ -160,6 +171,8 @@ def discretise(
         factor = np.exp(np.where(safe, scale, 0.0))
         kept = np.where(safe, factor * np.maximum(p - p_error, 0.0)[:-1], 0.0)
         to_worse = np.clip((q_up[:-1] - kept) / np.append(1.0, spread), 0.0, q_up[:-1])
+        if has_tail:
+            to_worse[0] = q_up[0]
         index = [-edges[:-1], -edges, -edges[-1:]]
         mass = [to_worse[1:], q_up[:-1] - to_worse, q_up[-1:]]
         infinite = float(to_worse[0])
@@ -183,6 +196,31 @@ def _with_bounds(
         end = max(math.ceil(pair.largest_loss / focus.spacing), int(edges[-1]) + 1)
         edges, x = np.append(edges, end), np.append(x, math.inf)
     return edges.astype(np.int64), x
+
+
+def _up_to_tail(
+    pair: Outputs,
+    quadrature: Quadrature,
+    direction: Direction,
+    edges: Indices,
+    x: Floats,
+    spacing: float,
+) -> tuple[Indices, Floats]:
+    """One more edge at the quadrature's worst output, its loss rounded up to the grid.
+
+    Without it, a step whose losses are all smaller than the spacing would have no edge above 0, and
+    everything above 0 would be split to infinity. The outputs beyond the new edge may have smaller
+    losses than the edge says, so they must not be split: all of them count as infinite.
+    """
+    if direction is Direction.REMOVE:
+        end = max(quadrature.x[-1], x[-1])
+        loss, error = pair.loss_at(np.array([end]))
+        above = math.ceil((float(loss[0]) + error) / spacing)
+        return np.append(edges, max(above, int(edges[-1]))), np.append(x, end)
+    end = min(quadrature.x[0], x[0])
+    loss, error = pair.loss_at(np.array([end]))
+    below = math.floor((float(loss[0]) - error) / spacing)
+    return np.append(min(below, int(edges[0])), edges), np.append(end, x)
 
 
 def sorted_atoms(

@@ -84,13 +84,20 @@ class Exchange:
         for _ in range(8):
             value, slope, _ = self._loss(x)
             gap = value - losses
-            x = np.clip(x - gap / slope, low, high)
+            # Little noise makes the loss flat in the middle: there the slope underflows.
+            with np.errstate(over="ignore"):
+                x = np.clip(x - gap / np.maximum(slope, 1e-300), low, high)
             if float(np.abs(gap).max()) <= 1e-9:
                 break
         x = np.maximum.accumulate(x)
         value, _, rounding = self._loss(x)
         error = float(np.abs(value - losses).max())
         return x, error + rounding + 8 * UNIT_ROUNDOFF * float(np.abs(losses).max())
+
+    def loss_at(self, x: Floats) -> tuple[Floats, float]:
+        """The difference of both rises."""
+        loss, _, rounding = self._loss(x)
+        return loss, rounding + 8 * UNIT_ROUNDOFF * float(np.abs(loss).max())
 
     def mass_of_p(self, x: Floats) -> tuple[Floats, Floats]:
         """The mixture's."""

@@ -80,6 +80,11 @@ class Laplace:
         largest = 1 / self.noise + float(np.abs(losses).max()) - math.log(self.rate)
         return x, error + 16 * UNIT_ROUNDOFF * (1 + largest)
 
+    def loss_at(self, x: Floats) -> tuple[Floats, float]:
+        """Linear between 0 and 1, constant outside."""
+        loss = self._sampled((2 * np.clip(x, 0.0, 1.0) - 1) / self.noise)
+        return loss, 64 * UNIT_ROUNDOFF * (1 + 1 / self.noise - math.log(self.rate))
+
     def mass_of_p(self, x: Floats) -> tuple[Floats, Floats]:
         """The mixture of both Laplace distributions'."""
         with_user, with_error = _masses((x - 1) / self.noise)

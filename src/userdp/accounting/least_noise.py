@@ -14,7 +14,7 @@ from userdp.accounting import gaussian, search
 from userdp.accounting.pair import Direction
 from userdp.accounting.prepared import directions, prepare
 from userdp.accounting.search import COARSE_TOLERANCE, TOLERANCE
-from userdp.accounting.steps import Mixture, Step
+from userdp.accounting.steps import Mixture, Step, chance_of_moving
 
 # Calibrated noise is at most this much (relative) above the least that meets the target.
 NOISE_TOLERANCE = 1e-5
@@ -65,6 +65,9 @@ def least_noise(
     exact = _gaussian_noise(mechanism_of, epsilon, delta)
     if exact is not None:
         return exact if exact.noise_multiplier <= LARGEST_NOISE else None
+    if chance_of_moving(mechanism_of(1.0)) <= delta:
+        # Delta covers the chance that the user is ever there: any noise will do.
+        return Found(noise_multiplier=SMALLEST_NOISE, evaluations=0)
     start = _bracketed(estimate, 0.0)
     if start is None:
         return None

@@ -115,6 +115,10 @@ class Outputs(Protocol):
         """Increasing outputs whose losses are `losses` up to the second result."""
         ...
 
+    def loss_at(self, x: Floats) -> tuple[Floats, float]:
+        """The losses of outputs, and their rounding error."""
+        ...
+
     def mass_of_p(self, x: Floats) -> tuple[Floats, Floats]:
         """P's mass below, between and above `x`, and its error."""
         ...
@@ -267,6 +271,12 @@ class Pair:
         value, _, rounding = self._rise(x)
         error = float(np.abs(self._loss_of_rise(value) - losses).max())
         return x, error + rounding + 8 * UNIT_ROUNDOFF * float(np.abs(losses).max())
+
+    def loss_at(self, x: Floats) -> tuple[Floats, float]:
+        """The rise, and the component at shift 0."""
+        rise, _, rounding = self._rise(x)
+        loss = self._loss_of_rise(rise)
+        return loss, rounding + 8 * UNIT_ROUNDOFF * (1 + float(np.abs(loss).max()))
 
     def mass_of_p(self, x: Floats) -> tuple[Floats, Floats]:
         """The mixture's."""

@@ -20,7 +20,7 @@ from userdp.accounting.exchange import Exchange
 from userdp.accounting.pair import Direction, Outputs, Pair
 from userdp.accounting.prepared import Prepared, directions, joined, prepare
 from userdp.accounting.special import Floats
-from userdp.accounting.steps import Mixture, Step
+from userdp.accounting.steps import Mixture, Step, chance_of_moving
 
 # The excess of epsilon, relative to it, that the grid may cause.
 TOLERANCE = 4e-5
@@ -173,6 +173,8 @@ def epsilon_bound(
     exact = _gaussian_epsilon(mechanism, delta)
     if exact is not None:
         return exact
+    if chance_of_moving(mechanism) <= delta:
+        return NOTHING
     prepared = prepare(mechanism, delta)
     worse, *others = sorted(
         directions(prepared), key=lambda way: _renyi_epsilon(prepared, way, delta), reverse=True

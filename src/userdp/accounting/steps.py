@@ -24,6 +24,10 @@ from userdp.accounting.pair import Outputs, Pair
 from userdp.accounting.special import Floats, binomial_tail
 from userdp.units import Adjacency
 
+# Less noise than this is none: epsilon would be above 10^11. And more noise is priced as this much:
+# less noise never costs less.
+_LEAST_NOISE, _MOST_NOISE = 1e-6, 1e9
+
 # The tails of a binomial are trusted to this relative error, and raised by it.
 _TAIL_ERROR = 1e-9
 
@@ -116,6 +120,31 @@ class Capped:
         ]
 
 
+def chance_of_moving(mechanism: Sequence[Step]) -> float:
+    """A bound on the chance that the user ever changes an output: at most 1.
+
+    Where the coins leave the user out of every step, both neighbours give the same output. So the
+    mechanism is (0, chance)-DP, whatever its noise.
+
+    >>> event = dp_event.PoissonSampledDpEvent(1e-4, dp_event.GaussianDpEvent(1.0))
+    >>> round(chance_of_moving(of(event, Adjacency.ADD_REMOVE, 10) or []), 6)
+    0.001
+    """
+    chance = 0.0
+    for step in mechanism:
+        match step:
+            case Mixture() | Exchanged():
+                moved = float(step.weights[step.shifts > 0].sum()) / float(step.weights.sum())
+            case LaplaceNoise():
+                moved = step.rate
+            case Capped(usual=usual):
+                moved = step.crowded * step.rate + chance_of_moving([usual]) / step.count
+            case _:
+                return 1.0
+        chance += step.count * moved * (1 + _TAIL_ERROR)
+    return min(1.0, chance)
+
+
 def of(event: DpEvent, adjacency: Adjacency, count: int = 1) -> list[Step] | None:
     """The event as steps we can price under this adjacency, or None.
 
@@ -137,7 +166,7 @@ def of(event: DpEvent, adjacency: Adjacency, count: int = 1) -> list[Step] | Non
         case dp_event.GaussianDpEvent() if event.noise_multiplier > 0:
             return _moved(event.noise_multiplier, [1.0], [1.0], count, replaces)
         case dp_event.LaplaceDpEvent() if event.noise_multiplier > 0:
-            noise = event.noise_multiplier / 2 if replaces else event.noise_multiplier
+            noise = min(event.noise_multiplier, _MOST_NOISE) / (2 if replaces else 1)
             return [LaplaceNoise(noise=noise, rate=1.0, count=count)]
         case dp_event.PoissonSampledDpEvent():
             return _sampled(event, adjacency, count)
@@ -156,7 +185,7 @@ def of(event: DpEvent, adjacency: Adjacency, count: int = 1) -> list[Step] | Non
 
 
 def has_no_privacy(event: DpEvent) -> bool:
-    """Whether a part of the event releases something without noise.
+    """Whether a part of the event releases something without noise, or with next to none.
 
     >>> has_no_privacy(dp_event.ComposedDpEvent([dp_event.GaussianDpEvent(0.0)]))
     True
@@ -171,11 +200,11 @@ def has_no_privacy(event: DpEvent) -> bool:
         case dp_event.PoissonSampledDpEvent():
             return event.sampling_probability > 0 and has_no_privacy(event.event)
         case dp_event.GaussianDpEvent() | dp_event.LaplaceDpEvent():
-            return not event.noise_multiplier > 0
+            return not event.noise_multiplier >= _LEAST_NOISE
         case dp_event.TruncatedSubsampledGaussianDpEvent():
-            return not event.noise_multiplier > 0
+            return not event.noise_multiplier >= _LEAST_NOISE
         case dp_event.MixtureOfGaussiansDpEvent():
-            return not event.standard_deviation > 0
+            return not event.standard_deviation >= _LEAST_NOISE
         case _:
             return False
 
@@ -192,7 +221,8 @@ def _sampled(
         case dp_event.GaussianDpEvent() if inner.noise_multiplier > 0:
             return _moved(inner.noise_multiplier, [0.0, 1.0], [1 - rate, rate], count, replaces)
         case dp_event.LaplaceDpEvent() if inner.noise_multiplier > 0 and not replaces:
-            return [LaplaceNoise(noise=inner.noise_multiplier, rate=rate, count=count)]
+            noise = min(inner.noise_multiplier, _MOST_NOISE)
+            return [LaplaceNoise(noise=noise, rate=rate, count=count)]
         case _:
             return None
 
@@ -201,6 +231,7 @@ def _moved(
     noise: float, shifts: Sequence[float], weights: Sequence[float], count: int, replaces: bool
 ) -> list[Step]:
     """A user who moves the sum by `shifts`, against nobody or against another one."""
+    noise = min(noise, _MOST_NOISE)
     # Only the length of a move matters: see `exchange`.
     moves = np.abs(np.asarray(shifts, dtype=np.float64))
     chances = np.asarray(weights, dtype=np.float64)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from userdp.accounting import accountant, events, group, renyi
+from userdp.accounting import accountant, events, group, renyi, steps
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.cli import common
@@ -97,6 +97,12 @@ class Mechanism:
             raise InputError("--cap and --users come together: give both or neither.")
         if self.cap is not None and self.unit is SamplingUnit.RECORD:
             raise InputError("--cap limits how many users a step has: use it with --unit user.")
+        if self.cap is not None and self.adjacency.fixed_graph:
+            raise InputError(
+                f"--cap {self.cap} with --adjacency {self.adjacency.value}: a cap cuts cohorts of "
+                "users, and a fixed graph is about sampled records, so no rule prices both. Leave "
+                "--cap and --users out, or use another adjacency."
+            )
         if self.accountant is AccountantName.GROUP_PRIVACY and self.unit is SamplingUnit.USER:
             raise InputError("--accountant group-privacy is about records: use --unit record.")
 
@@ -107,6 +113,12 @@ class Mechanism:
             )
         if self.cap is not None or self.accountant is AccountantName.GROUP_PRIVACY:
             raise InputError("--cap and --accountant group-privacy are about Poisson sampling.")
+        if self.unit is SamplingUnit.RECORD:
+            raise InputError(
+                f"--unit record (--group-size {self.group_size}) with --noise banded: the price "
+                "counts the steps a user takes part in, and would ignore that several records of "
+                "a user may share a step. Use --unit user."
+            )
         if self.rate is not None and self.rate != 1:
             raise InputError(
                 f"--rate {self.rate:g} with --noise banded: batches in a fixed order are not "
@@ -141,10 +153,22 @@ class Mechanism:
     def evaluate(self, noise_multiplier: float, delta: float) -> Evaluation:
         """Epsilon by the chosen accountant."""
         accountant.check_delta(delta)
+        if self.accountant is AccountantName.PLD:
+            event = self.event(noise_multiplier)
+            return accountant.evaluate(event, delta=delta, adjacency=self.adjacency)
+        try:
+            return self._looser(noise_multiplier, delta)
+        except ArithmeticError:
+            raise InputError(
+                f"--accountant {self.accountant.value} cannot compute with noise_multiplier="
+                f"{noise_multiplier:g}: its numbers overflow. Use --accountant pld."
+            ) from None
+
+    def _looser(self, noise_multiplier: float, delta: float) -> Evaluation:
         event = self.event(noise_multiplier)
+        if steps.has_no_privacy(event):
+            return Evaluation(epsilon=math.inf, certified_by="nobody", error_bound=0.0)
         match self.accountant:
-            case AccountantName.PLD:
-                return accountant.evaluate(event, delta=delta, adjacency=self.adjacency)
             case AccountantName.RDP:
                 return renyi.evaluation(event, delta=delta, adjacency=self.adjacency)
             case AccountantName.MOMENTS:
@@ -156,6 +180,8 @@ class Mechanism:
                     delta=delta,
                     adjacency=self.adjacency,
                 )
+            case AccountantName.PLD:
+                raise AssertionError("priced above")
 
     def exact(self, noise_multiplier: float, delta: float) -> Evaluation | None:
         """Epsilon by PLD, to stand beside a looser one; None where that has no rule."""
