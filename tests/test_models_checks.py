@@ -11,7 +11,12 @@ from torch import nn
 import families
 import models_zoo
 from userdp.errors import InputError, MixedExamplesError
-from userdp.models.checks import check_optimizer, refuse_mixing, trainable_parameters
+from userdp.models.checks import (
+    BufferGuard,
+    check_optimizer,
+    refuse_mixing,
+    trainable_parameters,
+)
 
 
 @pytest.mark.parametrize("architecture", models_zoo.BUILDERS)
@@ -60,3 +65,28 @@ def test_mixture_of_experts_in_a_nested_configuration_is_refused() -> None:
     model.config = families.build(families.MIXTURES["dbrx"]).config
     with pytest.raises(MixedExamplesError, match="moe_num_experts=4"):
         refuse_mixing(model)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8, torch.complex64])
+@pytest.mark.parametrize("size", [0, 1, 7, 1025])
+def test_a_write_through_data_to_a_buffer_of_any_dtype_is_noticed(
+    dtype: torch.dtype, size: int
+) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("kept", torch.zeros(size, size).to(dtype))
+    guard = BufferGuard(model)
+    assert guard.changed() == []
+    model.kept.data[:1] = torch.ones(size).to(dtype)  # type: ignore[index]
+    assert guard.changed() == (["kept"] if size else [])
+
+
+def test_a_scalar_buffer_is_watched() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("kept", torch.tensor(1.0))
+    guard = BufferGuard(model)
+    model.kept.data.fill_(2.0)  # type: ignore[operator]
+    with pytest.raises(MixedExamplesError, match="'kept' is written"):
+        guard.check()

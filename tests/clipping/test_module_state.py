@@ -35,6 +35,8 @@ WRITES = {
     "buffer added": lambda m: m.register_buffer("more", torch.ones(2)),
     "tensor in place": lambda m: m.attribute.add_(1),
     "tensor replaced": lambda m: setattr(m, "attribute", torch.ones(2)),
+    "buffer through its data": lambda m: m.saved.data.add_(1),
+    "tensor through its data": lambda m: m.attribute.data.add_(1),
     "number": lambda m: setattr(m, "count", 1),
     "list": lambda m: m.seen.append(torch.ones(2)),
     "dictionary": lambda m: m.by_name.update(last=3),
@@ -80,3 +82,21 @@ def test_growing_rotary_embeddings_are_named() -> None:
     assert "model.rotary_emb.inv_freq" in state.changed()
     state.restore()
     assert state.changed() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int8])
+def test_buffers_of_any_dtype_are_watched(dtype: torch.dtype) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("kept", torch.zeros(3).to(dtype), persistent=False)
+    state = ModuleState(model)
+    assert state.changed() == []
+    model.kept.data[1] = torch.ones(()).to(dtype)  # type: ignore[index]
+    assert state.changed() == ["kept"]
+    state.restore()
+    assert state.changed() == []
+
+
+def test_a_buffer_of_nan_is_equal_to_itself() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("kept", torch.full((2,), float("nan")))
+    assert ModuleState(model).changed() == []

@@ -86,10 +86,7 @@ class ModuleState:
 
     def _is_written(self, tensor: Tensor) -> bool:
         """Whether the values are others: torch does not count writes through `.data`."""
-        before = self._value_of[id(tensor)]
-        return not torch.equal(tensor.detach(), before) and not bool(
-            torch.isnan(before.to(torch.float64)).any()
-        )
+        return not torch.equal(_bytes(tensor), _bytes(self._value_of[id(tensor)]))
 
     def _new_keys(self, place: dict[str, Any]) -> list[str]:
         known = {noted.key for noted in self._noted if noted.place is place}
@@ -137,6 +134,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The tensor's memory: any dtype can be compared so, and NaN is equal to itself."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _mark(value: Any) -> Any:

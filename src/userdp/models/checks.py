@@ -120,7 +120,7 @@ class BufferGuard:
                 "saved model without noise. Freeze or remove it."
             )
 
-    def _saved(self) -> dict[str, tuple[Tensor, int, tuple[float, ...]]]:
+    def _saved(self) -> dict[str, tuple[Tensor, int, tuple[int, ...]]]:
         return {
             name: (tensor, tensor._version, _summary(tensor))
             for name, tensor in self._model.state_dict(keep_vars=True).items()
@@ -128,12 +128,13 @@ class BufferGuard:
         }
 
 
-def _summary(tensor: Tensor) -> tuple[float, ...]:
-    """Numbers that a write changes, also one through `.data`, which torch does not count."""
-    values = tensor.detach()
-    if values.is_complex() or not values.numel():
+def _summary(tensor: Tensor) -> tuple[int, ...]:
+    """Numbers that a write changes, also one through `.data`, which torch does not count.
+
+    Taken from the bytes, so that any dtype will do.
+    """
+    if not tensor.numel():
         return ()
-    wide = values.to(torch.float64) if values.numel() < 2**20 else values
-    total = float(wide.sum(dtype=torch.float64))
-    # As text: what is not a number is equal to itself.
-    return (hash(repr(total)), hash(repr(float(wide.abs().amax()))))
+    values = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    words = values.view(torch.int32) if len(values) % 4 == 0 else values
+    return int(words.sum(dtype=torch.int64)), int(words[::3].sum(dtype=torch.int64))
