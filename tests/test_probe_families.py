@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import families
-from userdp.clipping.fast import FastClipping
+from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.clipping.made_up import MadeUp
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import FlatClip
@@ -123,3 +123,12 @@ def test_plain_loop_gives_each_user_its_own_padding_only() -> None:
         return plain.clipped_sum(chosen, rule).total.values
 
     torch.testing.assert_close(total(groups), total(groups[:1]) + total(groups[1:]))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_joined_records_are_probed_where_they_are_asked_for(name: str) -> None:
+    model = families.build(families.SAFE[name])
+    settings = FastSettings(join_records=True)
+    found = verify(model, sequence_length=families.LENGTH, clipping="fast", settings=settings)
+    assert found.safe, found.cause
+    assert found.largest_movement <= 1 + 1e-5

@@ -206,7 +206,8 @@ class Trial:
             compile_blocks=False,
             mix_sizes=mix,
             check=False,
-            join_records=None if self._settings.join_records is None else False,
+            # Only the usual loss can be taken over joined records.
+            join_records=self._settings.join_records if record_loss is self._record_loss else False,
             microbatch_tokens=max(64, 4 * self._longest * self._rows),
         )
         return FastClipping(
