@@ -142,10 +142,11 @@ def check_model(
     rule: ClipRule,
     path: Path,
     settings: FastSettings,
-) -> None:
+) -> bool:
     """The small version that every run begins with; raises `UnsafeModelError`.
 
-    Token ids are made up for a Hugging Face model; for others, rows like the example's.
+    Token ids are made up for a Hugging Face model; for others, rows like the example's. False if
+    nothing tells what rows look like.
     """
     if path == "fast" and not settings.check:
         if not is_proven(model):
@@ -153,7 +154,7 @@ def check_model(
                 f"FastSettings(check=False) with {type(model).__name__}: only architectures that "
                 "are proven by tests can be trained unchecked. Leave check=True."
             )
-        return
+        return True
     vocabulary = vocabulary_of(model)
     reads_tokens = example is None or _is_language_modelling(example)
     if vocabulary is not None and reads_tokens:
@@ -161,8 +162,7 @@ def check_model(
     elif example is not None:
         made_up = MadeUp.like(example)
     else:
-        # Nothing tells what its rows look like: the first batch will.
-        return
+        return False
     run_probes(
         model,
         made_up,
@@ -173,6 +173,7 @@ def check_model(
         path=path,
         settings=settings,
     ).raise_if_unsafe()
+    return True
 
 
 def check_positions(model: nn.Module, sequence_length: int) -> None:
@@ -212,7 +213,7 @@ def run_probes(
 
     Raises if the model cannot be tried at all: a layer mixes rows, dropout is on, rows do not fit.
     """
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     state = ModuleState(model)
     try:
         refuse_mixing(model)
@@ -249,7 +250,8 @@ def run_probes(
             f"({type(error).__name__}: {line})."
         ) from error
     finally:
-        model.train(was_training)
+        for module, mode in modes.items():
+            module.training = mode
         state.restore()
 
 

@@ -199,11 +199,11 @@ class PrivateStep:
         Runs once, with made-up rows; `apply` runs it before the first step unless it has run. Rows
         are token ids for a Hugging Face model, else like those of `example`.
         """
-        if not self._is_checked:
-            self._check(example)
-            self._is_checked = True
-            # From here on a group that fails does so because of its own data.
-            self._clipping.skip_failing = True
+        if self._is_checked:
+            return
+        self._is_checked = self._check(example)
+        # From here on a group that fails does so because of its own data.
+        self._clipping.skip_failing = self._is_checked
 
     def _check_like(self, examples: Sequence[Batch]) -> None:
         """Check the model with rows like those of a group; another group if that one is odd."""

@@ -158,7 +158,9 @@ def train(
             ledger=ledger,
             secret=secret,
         )
-        step.check_model()
+        # A model that does not tell its vocabulary reads the tokenizer's.
+        tokens = torch.arange(len(tokenizer))[None]
+        step.check_model({"input_ids": tokens, "labels": tokens})
         for cohort in step.cohorts():
             step.apply(cohort_batches(rows, cohort, pad_token=tokenizer.pad_token_id))
             if scheduler is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import families
 import tiny
 from cli_runner import userdp as run_cli
-from userdp import FastSettings, FlatClip, Plan, PrivateStep, UserIndex, verify
+from userdp import FastSettings, FlatClip, Plan, PrivateStep, UserIndex, train, verify
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.made_up import MadeUp
 from userdp.clipping.plain import PlainClipping
@@ -668,3 +668,43 @@ def test_classification_in_a_loop_of_ones_own(labels: Tensor, path: Any) -> None
         ids = torch.arange(1, 7)[None]
         step.apply({"input_ids": ids + int(rows[0]), "labels": labels} for rows in cohort)
     assert step.ledger.steps == 2
+
+
+class TwoWays(nn.Module):
+    """A model of one's own that looks at what follows, and so at padding."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, 8)
+        self.head = nn.Linear(8, vocabulary)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        return self.head(torch.tanh(x + 3 * x.mean(1, keepdim=True)))
+
+
+def test_a_model_of_ones_own_is_probed_before_train_takes_a_step(tmp_path: Any) -> None:
+    store = tiny.make_store(tmp_path / "s", [3] * 30)
+    _, tokenizer = tiny.make_model(tmp_path / "m")
+    torch.manual_seed(0)
+    model = TwoWays(len(tokenizer))
+    plan = everybody(30, group_size=3)
+    with pytest.raises(MixedExamplesError, match="padded"):
+        train(model, tokenizer, store, plan, sequence_length=16)
+    step = PrivateStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), plan, UserIndex.from_owners(range(30))
+    )
+    # Without an example nothing is known of its rows: it is not taken for checked.
+    step.check_model()
+    step.draw()
+    with pytest.raises(MixedExamplesError, match="padded"):
+        step.apply([MadeUp.tokens(len(tokenizer)).group(1, 5, seed=i) for i in range(30)])
+
+
+def test_the_probe_leaves_every_module_in_its_own_mode() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 1))
+    model.train()
+    model[0].eval()
+    batch = {"x": torch.zeros(1, 3), "y": torch.zeros(1)}
+    verify(model, batch, record_loss=squares, clipping="plain")
+    assert [module.training for module in model] == [False, True, True]
