@@ -248,7 +248,11 @@ class PrivateStep:
             return False
         if labels is not None and labels.dim() > 1 and labels.shape != ids.shape:
             return False
-        return self._vocabulary is None or 0 <= int(ids.min()) <= int(ids.max()) < self._vocabulary
+        if self._vocabulary is None:
+            return True
+        if labels is not None and labels.dim() > 1 and int(labels.max()) >= self._vocabulary:
+            return False
+        return 0 <= int(ids.min()) <= int(ids.max()) < self._vocabulary
 
     def _release(self, total: ClippedSum) -> None:
         """Noise the clipped sum, divide, step: everything that leaves the private side."""

@@ -590,6 +590,7 @@ ODD_GROUPS: dict[str, Any] = {
     "no token": lambda g: {name: tensor[:, :0] for name, tensor in g.items()},
     "labels longer than ids": lambda g: g | {"labels": torch.cat([g["labels"]] * 2, 1)},
     "more labels than rows": lambda g: g | {"labels": torch.cat([g["labels"]] * 2, 0)},
+    "a label beyond the vocabulary": lambda g: g | {"labels": g["labels"] + families.VOCABULARY},
     "ids in three dimensions": lambda g: g | {"input_ids": g["input_ids"][..., None]},
     "ids in one dimension": lambda g: g | {"input_ids": g["input_ids"][:, 0]},
     "ids that are no integers": lambda g: g | {"input_ids": g["input_ids"].float() * math.nan},
@@ -708,3 +709,13 @@ def test_the_probe_leaves_every_module_in_its_own_mode() -> None:
     batch = {"x": torch.zeros(1, 3), "y": torch.zeros(1)}
     verify(model, batch, record_loss=squares, clipping="plain")
     assert [module.training for module in model] == [False, True, True]
+
+
+def test_a_label_beyond_the_vocabulary_is_found_before_the_model_runs() -> None:
+    # On a GPU it would end the process, not only this user's update.
+    model = families.build(families.SAFE["gpt2"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = PrivateStep(model, optimizer, everybody(4), UserIndex.from_owners(range(4)))
+    group = MADE_UP.group(1, 8, seed=0)
+    assert step._reads(group)
+    assert not step._reads(group | {"labels": group["labels"] + families.VOCABULARY})
