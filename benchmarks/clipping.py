@@ -60,8 +60,9 @@ from userdp.clipping.one_user import OneUser
 from userdp.clipping.pack import Users
 from userdp.clipping.plain import clipped_sum
 from userdp.clipping.rules import FlatClip
+from userdp.losses import causal_lm_loss
 from userdp.report import svg
-from userdp.updates import causal_lm_loss, mean_gradient
+from userdp.updates.mean_gradient import mean_gradient
 
 Step = Callable[[], Any]
 Variant = tuple[str, int]

@@ -21,12 +21,12 @@ import torch
 import transformers
 from torch import nn
 
-from userdp.clipping.fast import FastSettings
+from userdp.clipping.settings import StepSettings
 from userdp.index import UserIndex
 from userdp.models.load import Lora, add_lora
-from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
 from userdp.step import PrivateStep
+from userdp.streams import RunSecret
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
@@ -107,7 +107,7 @@ def private(model: nn.Module, ids: torch.Tensor, group_size: int, steps: int) ->
         torch.optim.AdamW(trainable, lr=1e-4, fused=torch.cuda.is_available()),
         plan,
         UserIndex.from_owners([u for u in range(users) for _ in range(group_size)]),
-        settings=FastSettings(compute_dtype=torch.bfloat16 if ids.is_cuda else None),
+        settings=StepSettings(compute_dtype=torch.bfloat16 if ids.is_cuda else None),
         sequence_length=ids.shape[1],
         secret=RunSecret.fixed_for_tests(0),
     )

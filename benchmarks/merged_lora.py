@@ -23,14 +23,14 @@ import torch
 import transformers
 from torch import nn
 
-from userdp.clipping.fast import FastSettings
+from userdp.clipping.settings import StepSettings
 from userdp.data.tokens import TokenRows
+from userdp.losses import causal_lm_loss
 from userdp.models.load import Lora, add_lora
-from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
 from userdp.step import PrivateStep
+from userdp.streams import RunSecret
 from userdp.training import cohort_batches
-from userdp.updates import causal_lm_loss
 
 LENGTH = 64
 END = 256
@@ -109,7 +109,7 @@ def fine_tune(
         torch.optim.AdamW(trained, lr=rate, weight_decay=0.0),
         plan,
         rows.index(),
-        settings=FastSettings(compute_dtype=torch.bfloat16, merge_lora=merge),
+        settings=StepSettings(compute_dtype=torch.bfloat16, merge_lora=merge),
         secret=RunSecret.fixed_for_tests(seed),
     )
     for cohort in step.cohorts():

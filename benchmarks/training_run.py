@@ -23,12 +23,14 @@ import numpy as np
 import torch
 
 from clipping import CLIP, GPT2, LLAMA, Setting, Step, captured, count, new_file, refuse_uneven
-from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.fast import FastClipping
+from userdp.clipping.settings import StepSettings
 from userdp.data.tokens import TokenRows
 from userdp.ledger import Ledger
-from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
+from userdp.run_record import RunRecord
 from userdp.step import PrivateStep
+from userdp.streams import RunSecret
 from userdp.training import cohort_batches
 
 
@@ -92,13 +94,12 @@ def main() -> None:
             torch.optim.AdamW(setting.parameters, lr=1e-5, fused=gpu),
             plan,
             rows.index(),
-            settings=FastSettings(
+            settings=StepSettings(
                 compute_dtype=setting.dtype,
                 microbatch_tokens=tokens,
                 join_records=None if options.join is None else options.join == "yes",
             ),
-            ledger=ledger,
-            secret=secret,
+            record=RunRecord(ledger, secret),
         )
         rates = run(step, rows, bare, options.warm, options.stretch)
         ledger.close()
@@ -162,7 +163,7 @@ def run(
 
     Steps that bring a shape not seen before (and compile it) are left out.
     """
-    clipping = step._clipping
+    clipping = step._summation
     assert isinstance(clipping, FastClipping)
     padded = [0]
     count_padded(clipping, padded)

@@ -16,8 +16,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from userdp.losses import RecordLoss, causal_lm_loss, masked_lm_loss
 from userdp.models.load import Lora, add_lora
-from userdp.updates import RecordLoss, causal_lm_loss, masked_lm_loss
 
 VOCABULARY = 23
 WORDS = tuple(f"w{number}" for number in range(VOCABULARY - 1))

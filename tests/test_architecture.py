@@ -14,43 +14,54 @@ from cli_runner import python
 ROOT = Path(userdp.__file__).parent
 
 # From the ground up; what each may import is listed, so that a new arrow is a decision.
-GROUND = {"errors", "units", "index", "history"}
+GROUND = {"errors", "units", "index", "history", "parts", "streams"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
-# A part imports no other part, save these: an update is what is clipped, tokens what is evaluated.
+PARTS |= {"losses"}
+# A part imports no other part, save these: an update is made from losses, and is what is clipped;
+# tokens are what is evaluated.
 PART_ARROWS = {
     ("clipping", "updates"),
+    ("clipping", "losses"),
+    ("updates", "losses"),
     ("evaluation", "data"),
-    ("evaluation", "updates"),
+    ("evaluation", "losses"),
 }
 ABOVE = {
     "accounting": GROUND,
     "statement": GROUND,
     "paid": GROUND | {"accounting"},
     "earlier": GROUND | {"accounting", "paid"},
-    "wording": GROUND | {"clipping", "earlier", "sampling"},
+    "wording": GROUND | {"earlier"},
     "prices": GROUND | {"accounting", "earlier", "noise", "paid", "sampling", "statement"},
     "plan": GROUND
     | {"accounting", "clipping", "earlier", "noise", "paid", "prices", "sampling", "statement"}
-    | {"wording"},
-    "planner": GROUND | {"accounting", "statement", "sampling", "clipping", "noise", "plan"},
+    | {"updates", "wording"},
+    "planner": GROUND
+    | {"accounting", "statement", "sampling", "clipping", "noise", "plan"}
+    | {"prices"},
+    "own_keys": GROUND,
     "chain": GROUND,
     "ledger": GROUND | {"accounting", "chain", "earlier", "paid", "statement", "plan"},
     "run_files": GROUND | {"chain", "data", "ledger", "statement"},
-    "config": GROUND | {"bounding", "clipping", "earlier", "paid", "plan"},
+    "config": GROUND
+    | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
+    | {"updates"},
     "report": GROUND
     | {"config", "earlier", "ledger", "paid", "plan", "run_files", "statement", "accounting"},
     "digests": GROUND,
     "lineage": GROUND | {"earlier", "ledger", "run_files"},
-    "neighbours": GROUND | {"clipping", "models", "updates"},
-    "probe": GROUND | {"clipping", "models", "neighbours", "updates"},
+    "neighbours": GROUND | {"clipping", "losses", "models", "updates"},
+    "probe": GROUND | {"clipping", "losses", "models", "neighbours", "updates"},
+    "run_record": GROUND
+    | {"clipping", "digests", "ledger", "lineage", "models", "plan", "run_files", "statement"},
     "step": GROUND
-    | {"clipping", "digests", "ledger", "lineage", "models", "noise", "plan", "probe", "sampling"}
-    | {"statement", "updates"},
+    | {"clipping", "ledger", "losses", "models", "noise", "plan", "probe", "run_record"}
+    | {"sampling", "statement"},
     "training": GROUND
-    | {"bounding", "clipping", "data", "digests", "earlier", "ledger", "models", "noise", "paid"}
-    | {"lineage", "plan", "probe", "run_files", "sampling", "statement", "step", "updates"},
-    "gradient_norms": GROUND | {"data", "models", "updates"},
-    "runs": GROUND | {"clipping", "config", "data", "models", "noise", "plan", "training"},
+    | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
+    | {"losses", "models", "paid", "plan", "probe", "run_files", "run_record", "sampling"}
+    | {"statement", "step"},
+    "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }
 TOP = {"cli", "quickstart"}
 
@@ -64,7 +75,11 @@ TORCH_FREE = [
     "bounding",
     "clipping.rules",
     "noise.gaussian",
-    "noise.secret",
+    "noise.contract",
+    "streams",
+    "parts",
+    "own_keys",
+    "updates.contract",
     "statement",
     "paid",
     "earlier",

@@ -14,18 +14,19 @@ from torch import nn
 from userdp.clipping import kernels, one_pass
 from userdp.clipping.compiled import Execution
 from userdp.clipping.factors import clip_factors
-from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.fast import FastClipping
 from userdp.clipping.flat import ClippedSum, FlatBuffer
 from userdp.clipping.mixed import Sizes, pack_runs
 from userdp.clipping.pack import pack
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import FlatClip
+from userdp.clipping.settings import StepSettings
 from userdp.index import UserIndex
-from userdp.noise.draw import add_gaussian_
-from userdp.noise.secret import RunSecret
+from userdp.losses import causal_lm_loss
+from userdp.noise.draw import add_normal_
 from userdp.plan import Plan
 from userdp.step import PrivateStep
-from userdp.updates import causal_lm_loss
+from userdp.streams import RunSecret
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +36,8 @@ pytestmark = [
 
 def _noise(step: int, size: int = 1_000_000) -> torch.Tensor:
     noise = torch.zeros(size, device="cuda")
-    add_gaussian_(noise, noise_stddev=2.0, secret=RunSecret.fixed_for_tests(7), step=step)
+    streams = RunSecret.fixed_for_tests(7).streams("noise")
+    add_normal_(noise, offset=0, size=size, stddev=2.0, step=step, streams=streams)
     return noise.cpu()
 
 
@@ -171,7 +173,7 @@ def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloa
         parameters,
         rule,
         record_loss=causal_lm_loss,
-        settings=FastSettings(
+        settings=StepSettings(
             microbatch_tokens=2048,
             compute_dtype=torch.bfloat16,
             checkpoint_blocks=option == "checkpoint_blocks",
@@ -201,7 +203,7 @@ def test_captured_steps_of_one_shape_set_the_sum_or_add_to_it() -> None:
         parameters,
         rule,
         record_loss=causal_lm_loss,
-        settings=FastSettings(microbatch_tokens=1024, compute_dtype=torch.bfloat16),
+        settings=StepSettings(microbatch_tokens=1024, compute_dtype=torch.bfloat16),
     )
     sets: list[bool] = []
     for users in (8, 32, 26, 8):
@@ -241,7 +243,7 @@ def test_bfloat16_error_is_no_larger_than_the_plain_loops(
         parameters,
         rule,
         record_loss=causal_lm_loss,
-        settings=FastSettings(compute_dtype=torch.bfloat16),
+        settings=StepSettings(compute_dtype=torch.bfloat16),
     )
     expected, allowed = _exact_and_coarse(model, groups, rule)
     for _ in range(2):
@@ -313,7 +315,7 @@ def test_gradients_of_users_of_unlike_size_are_formed_in_grouped_products(
         parameters,
         rule,
         record_loss=causal_lm_loss,
-        settings=FastSettings(microbatch_tokens=8192, compute_dtype=torch.bfloat16),
+        settings=StepSettings(microbatch_tokens=8192, compute_dtype=torch.bfloat16),
     )
     for _ in range(2):
         error = float((flat(fast.clipped_sum(groups, rule)) - expected).norm())

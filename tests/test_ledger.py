@@ -111,7 +111,7 @@ def _rechained(path: Path, change: Callable[[list[dict[str, object]]], None]) ->
 
 def test_event_that_is_not_the_plans_is_refused_even_with_good_hashes(written: Path) -> None:
     def change(rows: list[dict[str, object]]) -> None:
-        rows[0]["step_event"]["event"]["noise_multiplier"] = 9.0  # type: ignore[index]
+        rows[0]["event"]["event"]["event"]["noise_multiplier"] = 9.0  # type: ignore[index]
 
     _rechained(written, change)
     with pytest.raises(LedgerError, match="not the one of the recorded plan"):
@@ -167,7 +167,7 @@ def test_ledger_holds_public_fields_only(written: Path) -> None:
         "kind",
         "format",
         "plan",
-        "step_event",
+        "event",
         "bound_to",
         "fixed_seed",
         "model_check",
@@ -177,7 +177,7 @@ def test_ledger_holds_public_fields_only(written: Path) -> None:
         "hash",
     }
     assert all(set(row) == {"kind", "step", "tag", "hash"} for row in rows[1:-1])
-    assert set(rows[-1]) == {"kind", "steps", "digests", "model_files", "tag", "hash"}
+    assert set(rows[-1]) == {"kind", "steps", "event", "digests", "model_files", "tag", "hash"}
 
 
 def test_ledger_names_what_it_is_bound_to() -> None:

@@ -11,16 +11,27 @@ import torch
 from scipy import stats
 
 from userdp.errors import InputError
-from userdp.noise.draw import _with_tail, add_gaussian_, noisy_number
+from userdp.noise.draw import _with_tail, add_normal_, noisy_number
 from userdp.noise.gaussian import Gaussian
-from userdp.noise.secret import RunSecret
+from userdp.streams import RunSecret
 
 SECRET = RunSecret.fixed_for_tests(12)
 
 
+def add(values: torch.Tensor, *, stddev: float, secret: RunSecret, step: int) -> None:
+    add_normal_(
+        values,
+        offset=0,
+        size=values.numel(),
+        stddev=stddev,
+        step=step,
+        streams=secret.streams("noise"),
+    )
+
+
 def draw(secret: RunSecret, step: int, size: int, dtype: torch.dtype = torch.float32) -> np.ndarray:
     noise = torch.zeros(size, dtype=dtype)
-    add_gaussian_(noise, noise_stddev=1.0, secret=secret, step=step)
+    add(noise, stddev=1.0, secret=secret, step=step)
     return noise.numpy()
 
 
@@ -29,7 +40,7 @@ def draw(secret: RunSecret, step: int, size: int, dtype: torch.dtype = torch.flo
 def test_noise_is_gaussian_with_the_stated_deviation(dtype: torch.dtype) -> None:
     # 1e6 draws, seed 12. Deviation: 4 standard errors of 1/sqrt(2e6), failure 6e-5. KS: p > 0.001.
     noised = torch.zeros(1_000_000, dtype=dtype)
-    add_gaussian_(noised, noise_stddev=2.5, secret=SECRET, step=0)
+    add(noised, stddev=2.5, secret=SECRET, step=0)
     values = noised.double().numpy() / 2.5
     assert values.std() == pytest.approx(1.0, abs=4 / math.sqrt(2e6))
     assert values.mean() == pytest.approx(0.0, abs=4 / math.sqrt(1e6))
@@ -46,7 +57,7 @@ def test_streams_differ_by_step_purpose_run_and_secret() -> None:
         draw(SECRET.bound_to("run a"), 0, 100_000),
         draw(SECRET.bound_to("run b"), 0, 100_000),
         draw(RunSecret.fixed_for_tests(13), 0, 100_000),
-        SECRET.rng("cohort", 0).standard_normal(100_000, dtype="f4"),
+        SECRET.streams("cohort").rng(0).standard_normal(100_000, dtype="f4"),
     ]
     for a, b in combinations(streams, 2):
         assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(100_000)
@@ -75,7 +86,7 @@ def test_system_secrets_differ_and_are_not_called_fixed() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_noise_keeps_dtype_and_shape(dtype: torch.dtype) -> None:
     values = torch.ones(2, 3, dtype=dtype)
-    add_gaussian_(values, noise_stddev=1.0, secret=SECRET, step=0)
+    add(values, stddev=1.0, secret=SECRET, step=0)
     assert (values.dtype, values.shape) == (dtype, (2, 3))
     assert (values != 1).all()
 
@@ -83,25 +94,29 @@ def test_noise_keeps_dtype_and_shape(dtype: torch.dtype) -> None:
 def test_noise_is_added_to_the_value() -> None:
     value, zero = torch.full((5,), 100.0), torch.zeros(5)
     for tensor in (value, zero):
-        add_gaussian_(tensor, noise_stddev=1.0, secret=SECRET, step=0)
+        add(tensor, stddev=1.0, secret=SECRET, step=0)
     torch.testing.assert_close(value - 100.0, zero, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("piece", [1, 7, 64])
-def test_noise_drawn_in_pieces_is_one_stream(
+def test_each_piece_of_the_buffer_has_a_stream_of_its_own(
     piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = "f8" if dtype == torch.float64 else "f4"
-    whole = SECRET.rng("noise", 3).standard_normal(64, dtype=kind)
     monkeypatch.setattr("userdp.noise.draw.PIECE", piece)
-    assert np.array_equal(draw(SECRET, 3, 64, dtype), whole)
+    found = draw(SECRET, 3, 64, dtype)
+    for number, start in enumerate(range(0, 64, piece)):
+        rng = SECRET.streams("noise").rng(3, number)
+        part = found[start : start + piece]
+        assert np.array_equal(part, rng.standard_normal(len(part), dtype=kind))
+    assert len(np.unique(found)) == 64
 
 
 def test_zero_deviation_changes_nothing() -> None:
     value = torch.randn(5)
     before = value.clone()
-    add_gaussian_(value, noise_stddev=0.0, secret=SECRET, step=0)
+    add(value, stddev=0.0, secret=SECRET, step=0)
     assert torch.equal(value, before)
 
 
@@ -109,7 +124,8 @@ def test_zero_deviation_changes_nothing() -> None:
 def test_a_number_gets_noise_of_its_own_stream_and_stated_size() -> None:
     # 4,000 steps, seed 12. Deviation within 5 standard errors of 1 / sqrt(8000): failure 6e-7.
     noise = [
-        noisy_number(7.0, noise_stddev=3.0, secret=SECRET, step=step) - 7.0 for step in range(4000)
+        noisy_number(7.0, noise_stddev=3.0, streams=SECRET.streams("number"), step=step) - 7.0
+        for step in range(4000)
     ]
     assert np.std(noise) / 3 == pytest.approx(1.0, abs=5 / math.sqrt(8000))
     vector = [float(draw(SECRET, step, 1)[0]) for step in range(4000)]
@@ -131,7 +147,7 @@ def test_standard_deviation_is_multiplier_times_sensitivity() -> None:
 def test_numbers_of_torchs_generator_are_drawn_from_53_bits(dtype: torch.dtype) -> None:
     # From 32 bits the largest normal is 6.76, whose edge a user's update would shift.
     generator = torch.Generator().manual_seed(0)
-    drawn = _with_tail(torch.zeros(50_000, dtype=dtype), generator=generator)
+    drawn = _with_tail(torch.zeros(1, dtype=dtype), 50_000, generator)
     assert drawn.dtype == torch.float64
     # 53 bits leave digits that float32 has not; a float32 number in float64 has none of them.
     assert float((drawn != drawn.float().double()).double().mean()) > 0.99

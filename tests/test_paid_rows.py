@@ -79,7 +79,7 @@ def test_paid_rows_survive_the_disk_and_do_not_count_as_steps(tmp_path):
 
 
 def test_a_look_takes_no_step_from_the_budget():
-    from userdp import PrivateStep, UserIndex  # torch
+    from userdp import PrivateStep, RunRecord, UserIndex  # torch
 
     torch = pytest.importorskip("torch")
     plan = the_plan(num_users=4, expected_cohort_size=2, steps=2)
@@ -91,8 +91,7 @@ def test_a_look_takes_no_step_from_the_budget():
         plan,
         UserIndex.from_owners(list("abcd")),
         record_loss=lambda model, batch: model(batch["x"])[:, 0] ** 2,
-        ledger=ledger,
-        secret=None,
+        record=RunRecord(ledger),
     )
     taken = 0
     for cohort in step.cohorts():
@@ -111,7 +110,7 @@ def test_the_statement_prices_looks_and_steps_together(adjacency):
     accountant = PLDAccountant(certificate.relation(adjacency), value_discretization_interval=1e-3)
     for event in LOOKS.values():
         accountant.compose(event)
-    accountant.compose(plan.step_event(), 50)
+    accountant.compose(plan.event(50))
     library = accountant.get_epsilon(plan.delta)
     told = ledger.statement().epsilon
     # The oracle's own discretisation is pessimistic, by less than this.
@@ -161,7 +160,7 @@ def test_numbers_no_mechanism_has_are_refused(event):
 
 
 def tuned(plan: Plan, mean_runs: float = 5.0, **others) -> dp_event.DpEvent:
-    return selection.randomly_stopped(plan.run_event(), mean_runs=mean_runs, **others)
+    return selection.randomly_stopped(plan.event(), mean_runs=mean_runs, **others)
 
 
 def test_tuning_that_nothing_prices_is_refused_before_training():
@@ -196,7 +195,7 @@ def test_paid_tuning_enters_the_ledger_and_the_statement_says_how_it_is_priced(t
             accountant.compose(part)
         return float(accountant.get_epsilon(delta))
 
-    steps, half = plan.run_event(), plan.delta / 2
+    steps, half = plan.event(), plan.delta / 2
     alone = library(RdpAccountant(), tuning, delta=plan.delta)
     assert statement.epsilon > max(alone, plan.epsilon())
     whole = library(RdpAccountant(), tuning, steps, delta=plan.delta)

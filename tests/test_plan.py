@@ -15,7 +15,8 @@ from userdp.clipping.rules import FlatClip
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.index import UserIndex
 from userdp.noise.gaussian import Gaussian
-from userdp.plan import Plan, step_event
+from userdp.plan import Plan
+from userdp.prices import event_of
 from userdp.sampling import Cohort, PoissonRecords, PoissonUsers
 from userdp.units import Adjacency
 
@@ -92,10 +93,11 @@ def test_subclass_of_a_sampler_inherits_no_rule() -> None:
         pass
 
     with pytest.raises(UnaccountedPlanError, match="Weighted"):
-        step_event(
+        event_of(
             Weighted(user_sampling_prob=0.1, group_size=1),
             Gaussian(noise_multiplier=1.0),
             Adjacency.ADD_REMOVE,
+            steps=1,
         )
 
 
@@ -204,15 +206,17 @@ def test_public_numbers_give_rate_divisor_and_noise() -> None:
 
 
 def test_event_is_made_from_the_samplers_own_parameters() -> None:
-    assert sample_users().step_event() == step_event(
+    assert sample_users().event(7) == event_of(
         PoissonUsers(user_sampling_prob=0.02, group_size=99),
         Gaussian(noise_multiplier=1.5),
         Adjacency.ADD_REMOVE,
+        steps=7,
     )
-    assert sample_records().step_event() != step_event(
+    assert sample_records().event(7) != event_of(
         PoissonRecords(record_sampling_prob=20 / 4000, group_size=5),
         Gaussian(noise_multiplier=3.0),
         Adjacency.ADD_REMOVE,
+        steps=7,
     )
 
 

@@ -9,15 +9,17 @@ import torch
 from torch import nn
 
 import families
-from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.fast import FastClipping
 from userdp.clipping.made_up import MadeUp
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import FlatClip
+from userdp.clipping.settings import StepSettings
 from userdp.errors import MixedExamplesError
+from userdp.losses import causal_lm_loss
 from userdp.models.proven import PROVEN, is_proven
 from userdp.neighbours import Path
 from userdp.probe import UnsafeModelError, Verified, run_probes, verify, vocabulary_of
-from userdp.updates import causal_lm_loss
+from userdp.updates.mean_gradient import MEAN_GRADIENT
 
 PATHS: list[Path] = ["fast", "plain"]
 
@@ -31,8 +33,9 @@ def probed(model: nn.Module, path: Path, *, thorough: bool = False) -> Verified:
         sequence_length=families.LENGTH,
         group_size=3,
         record_loss=causal_lm_loss,
+        update=MEAN_GRADIENT,
         rule=FlatClip(clip_norm=1.0),
-        path=path,
+        settings=StepSettings(path=path),
         thorough=thorough,
     )
 
@@ -73,7 +76,7 @@ def test_a_random_neighbour_moves_the_fast_sum_by_at_most_the_clip_norm_in(name:
 @pytest.mark.parametrize("name", families.PLAIN_ONLY)
 def test_refused_on_the_fast_path_and_safe_alone(name: str) -> None:
     model = families.build(families.PLAIN_ONLY[name])
-    with pytest.raises(MixedExamplesError, match=r'clipping="plain"'):
+    with pytest.raises(MixedExamplesError, match=r'path="plain"'):
         probed(model, "fast").raise_if_unsafe()
     found = probed(model, "plain")
     assert found.safe
@@ -128,7 +131,7 @@ def test_plain_loop_gives_each_user_its_own_padding_only() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_joined_records_are_probed_where_they_are_asked_for(name: str) -> None:
     model = families.build(families.SAFE[name])
-    settings = FastSettings(join_records=True)
-    found = verify(model, sequence_length=families.LENGTH, clipping="fast", settings=settings)
+    settings = StepSettings(join_records=True)
+    found = verify(model, sequence_length=families.LENGTH, path="fast", settings=settings)
     assert found.safe, found.cause
     assert found.largest_movement <= 1 + 1e-5

@@ -16,6 +16,7 @@ import pytest
 from userdp.errors import InputError
 from userdp.index import UserIndex
 from userdp.sampling import Cohort, PoissonRecords, PoissonUsers, Sampler
+from userdp.streams import RunSecret, Streams
 
 # Users with 1, 4, 2, 1, 3 rows, in mixed order.
 OWNERS = [0, 1, 2, 1, 3, 4, 1, 2, 4, 1, 4]
@@ -46,16 +47,19 @@ each_sampler = pytest.mark.parametrize(
 )
 
 
+def streams(seed: int) -> Streams:
+    return RunSecret.fixed_for_tests(seed).streams("cohort")
+
+
 @cache
 def inclusions(name: str, draws: int) -> np.ndarray:
     """One line a draw, one column a unit: was it in?"""
     case = CASES[name]
-    rng = np.random.default_rng(33)
-    index = case.sampler.limit_contributions(UserIndex.from_owners(OWNERS), rng)
+    index = case.sampler.limit_contributions(UserIndex.from_owners(OWNERS), streams(33))
     owner_of_row = np.asarray(OWNERS)
     found = np.zeros((draws, 5 if case.by_user else len(OWNERS)), dtype=bool)
     for line in range(draws):
-        for group in case.sampler.draw(index, rng):
+        for group in case.sampler.draw(index, line, streams(33)):
             found[line, owner_of_row[group[0]] if case.by_user else group[0]] = True
     return found
 
@@ -103,18 +107,17 @@ def test_rate_one_takes_everybody(name: str) -> None:
         if name == "users"
         else PoissonRecords(record_sampling_prob=1.0, group_size=9)
     )
-    cohort = sampler.draw(UserIndex.from_owners(OWNERS), np.random.default_rng(0))
+    cohort = sampler.draw(UserIndex.from_owners(OWNERS), 0, streams(0))
     assert sorted(cohort.rows.tolist()) == list(range(len(OWNERS)))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_user_enters_with_more_rows_than_the_group_size(name: str) -> None:
-    rng = np.random.default_rng(1)
     sampler = CASES[name].sampler
     owners = np.arange(300) % 7
-    index = sampler.limit_contributions(UserIndex.from_owners(owners.tolist()), rng)
-    for _ in range(200):
-        rows = sampler.draw(index, rng).rows
+    index = sampler.limit_contributions(UserIndex.from_owners(owners.tolist()), streams(1))
+    for step in range(200):
+        rows = sampler.draw(index, step, streams(1)).rows
         assert len(np.unique(rows)) == len(rows)
         assert np.bincount(owners[rows], minlength=7).max() <= sampler.group_size
 
@@ -124,9 +127,8 @@ def test_user_sampling_draws_one_group_a_user_with_all_that_user_brings() -> Non
     sampler = PoissonUsers(user_sampling_prob=0.6, group_size=2)
     index = UserIndex.from_owners(OWNERS)
     owner_of_row = np.asarray(OWNERS)
-    rng = np.random.default_rng(8)
-    for _ in range(200):
-        groups = list(sampler.draw(index, rng))
+    for step in range(200):
+        groups = list(sampler.draw(index, step, streams(8)))
         users = [set(owner_of_row[group].tolist()) for group in groups]
         assert all(len(owners) == 1 for owners in users)
         assert len(set.union(set(), *users)) == len(groups)
@@ -137,9 +139,8 @@ def test_user_sampling_draws_one_group_a_user_with_all_that_user_brings() -> Non
 def test_record_sampling_draws_one_group_a_record() -> None:
     # Thm. 3 counts records, each of which moves the sum by one clip norm at most.
     sampler = PoissonRecords(record_sampling_prob=0.6, group_size=4)
-    rng = np.random.default_rng(8)
-    for _ in range(200):
-        groups = list(sampler.draw(UserIndex.from_owners(OWNERS), rng))
+    for step in range(200):
+        groups = list(sampler.draw(UserIndex.from_owners(OWNERS), step, streams(8)))
         assert all(len(group) == 1 for group in groups)
         rows = [int(group[0]) for group in groups]
         assert len(set(rows)) == len(rows)
@@ -148,17 +149,20 @@ def test_record_sampling_draws_one_group_a_record() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_no_users_gives_empty_cohorts(name: str) -> None:
     sampler = CASES[name].sampler
-    rng = np.random.default_rng(0)
-    index = sampler.limit_contributions(UserIndex.from_owners([]), rng)
-    assert len(sampler.draw(index, rng)) == 0
+    index = sampler.limit_contributions(UserIndex.from_owners([]), streams(0))
+    assert len(sampler.draw(index, 0, streams(0))) == 0
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_stream_same_cohort(name: str) -> None:
+def test_any_step_in_any_order_gives_the_same_cohort(name: str) -> None:
     sampler = CASES[name].sampler
-    index = sampler.limit_contributions(UserIndex.from_owners(OWNERS), np.random.default_rng(3))
-    first, again = (sampler.draw(index, np.random.default_rng(4)) for _ in range(2))
-    assert first.rows.tolist() == again.rows.tolist()
+    index = sampler.limit_contributions(UserIndex.from_owners(OWNERS), streams(3))
+    in_order = [sampler.draw(index, step, streams(4)) for step in range(20)]
+    for step in (19, 0, 7, 7, 3):
+        again = sampler.draw(index, step, streams(4))
+        assert again.rows.tolist() == in_order[step].rows.tolist()
+        assert again.indptr.tolist() == in_order[step].indptr.tolist()
+    assert len({tuple(cohort.rows.tolist()) for cohort in in_order}) > 1
 
 
 @pytest.mark.parametrize("prob", [0.0, -0.1, 1.0001, float("nan"), float("inf")])
@@ -181,7 +185,7 @@ def test_group_size_below_one_is_refused(group_size: int) -> None:
 def test_record_sampling_refuses_users_that_the_event_would_not_cover() -> None:
     sampler = PoissonRecords(record_sampling_prob=0.5, group_size=2)
     with pytest.raises(InputError, match="limit_contributions"):
-        sampler.draw(UserIndex.from_owners(OWNERS), np.random.default_rng(0))
+        sampler.draw(UserIndex.from_owners(OWNERS), 0, streams(0))
 
 
 @pytest.mark.statistical
@@ -189,10 +193,9 @@ def test_rows_of_a_large_user_are_equally_likely() -> None:
     # 20,000 draws of 2 of 5 rows: each in with probability 0.4, within 4 sigma, seed 2.
     sampler = PoissonUsers(user_sampling_prob=1.0, group_size=2)
     index = UserIndex.from_owners([0] * 5)
-    rng = np.random.default_rng(2)
     counts = np.zeros(5)
-    for _ in range(20_000):
-        counts[sampler.draw(index, rng).rows] += 1
+    for step in range(20_000):
+        counts[sampler.draw(index, step, streams(2)).rows] += 1
     assert np.abs(counts / 20_000 - 0.4).max() < 4 * np.sqrt(0.4 * 0.6 / 20_000)
 
 
@@ -210,11 +213,10 @@ def test_group_size_one_record_sampling_has_the_distribution_of_user_sampling() 
         [0.35 ** bin(s).count("1") * 0.65 ** (4 - bin(s).count("1")) for s in range(16)]
     )
     for sampler, seed in zip(samplers, (5, 6), strict=True):
-        rng = np.random.default_rng(seed)
-        limited = sampler.limit_contributions(index, rng)
+        limited = sampler.limit_contributions(index, streams(seed))
         counts = np.zeros(16)
-        for _ in range(draws):
-            cohort = sampler.draw(limited, rng)
+        for step in range(draws):
+            cohort = sampler.draw(limited, step, streams(seed))
             assert all(len(group) == 1 for group in cohort)
             counts[int((1 << cohort.rows).sum())] += 1
         assert ((counts - draws * expected) ** 2 / (draws * expected)).sum() < 44.3

@@ -22,6 +22,7 @@ def statement(**changes: object) -> Statement:
         "neighbours": "all of one user's records are present or absent",
         "promise": "nearly what they would have concluded without",
         "sampler": "Poisson sampling of users",
+        "noise": "Gaussian",
         "mechanism": "clip_norm=1",
         "steps": 1234,
         "num_users": 10,

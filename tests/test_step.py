@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import models_zoo
+from userdp.clipping.settings import StepSettings
 from userdp.errors import BudgetExhaustedError, InputError
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
-from userdp.noise.secret import RunSecret
+from userdp.losses import causal_lm_loss
 from userdp.plan import Plan
+from userdp.run_record import RunRecord
 from userdp.step import PrivateStep
-from userdp.updates import causal_lm_loss
+from userdp.streams import RunSecret
 
 SEED = RunSecret.fixed_for_tests(1)
 
@@ -90,7 +92,7 @@ def test_infinite_clip_norm_and_zero_noise_is_plain_sgd_bit_for_bit() -> None:
             non_private=True,
         ),
         UserIndex.from_owners(range(4)),
-        clipping="plain",
+        settings=StepSettings(path="plain"),
         secret=SEED,
     )
     for cohort in step.cohorts():
@@ -121,7 +123,7 @@ def test_ledger_row_is_on_disk_before_the_optimizer_steps(tmp_path: Path) -> Non
     chosen = plan()
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger.create(chosen, path=path, bound_to={}, fixed_seed=True)
-    step = make(chosen, ledger=ledger)
+    step = make(chosen, record=RunRecord(ledger, SEED))
     rows_seen: list[int] = []
     take = step.optimizer.step
 
@@ -176,13 +178,14 @@ def test_one_batch_per_group_is_required(surplus: int) -> None:
 def test_ledger_of_another_plan_is_refused() -> None:
     other = Ledger.create(plan(steps=9), bound_to={}, fixed_seed=True)
     with pytest.raises(InputError, match="another plan"):
-        make(plan(), ledger=other)
+        make(plan(), record=RunRecord(other, SEED))
 
 
 def test_ledger_that_hides_a_fixed_seed_is_refused() -> None:
     chosen = plan()
+    hidden = Ledger.create(chosen, bound_to={}, fixed_seed=False)
     with pytest.raises(InputError, match="seed"):
-        make(chosen, ledger=Ledger.create(chosen, bound_to={}, fixed_seed=False))
+        make(chosen, record=RunRecord(hidden, SEED))
 
 
 def test_same_secret_gives_the_same_run_and_another_plan_other_noise() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import userdp
-from userdp.noise.secret import RunSecret
+from userdp.streams import RunSecret
 
 
 @pytest.mark.parametrize("unit", ["users", "records"])

@@ -13,8 +13,9 @@ import models_zoo
 from userdp.clipping.plain import clipped_sum
 from userdp.clipping.rules import FlatClip
 from userdp.errors import MixedExamplesError
+from userdp.losses import causal_lm_loss
 from userdp.models.checks import trainable_parameters
-from userdp.updates import causal_lm_loss, mean_gradient
+from userdp.updates.mean_gradient import mean_gradient
 
 # Three users with 3, 1 and 4 records of different lengths.
 USERS = ([9, 4, 2], [6], [3, 12, 5, 2])

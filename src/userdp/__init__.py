@@ -19,12 +19,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from userdp.clipping.fast import FastSettings as FastSettings
     from userdp.clipping.rules import AdaptiveClip as AdaptiveClip
     from userdp.clipping.rules import AutomaticClip as AutomaticClip
     from userdp.clipping.rules import FlatClip as FlatClip
     from userdp.clipping.rules import NormalisedClip as NormalisedClip
     from userdp.clipping.rules import PerLayerClip as PerLayerClip
+    from userdp.clipping.settings import StepSettings as StepSettings
     from userdp.data.store import UserStore as UserStore
     from userdp.errors import BudgetExhaustedError as BudgetExhaustedError
     from userdp.errors import InputError as InputError
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from userdp.plan import Plan as Plan
     from userdp.probe import Verified as Verified
     from userdp.probe import verify as verify
+    from userdp.run_record import RunRecord as RunRecord
     from userdp.statement import Statement as Statement
     from userdp.step import PrivateStep as PrivateStep
     from userdp.training import train as train
@@ -50,7 +51,6 @@ _HOME = {
     "Adjacency": "userdp.units",
     "AutomaticClip": "userdp.clipping.rules",
     "BudgetExhaustedError": "userdp.errors",
-    "FastSettings": "userdp.clipping.fast",
     "FlatClip": "userdp.clipping.rules",
     "InputError": "userdp.errors",
     "Ledger": "userdp.ledger",
@@ -60,7 +60,9 @@ _HOME = {
     "PerLayerClip": "userdp.clipping.rules",
     "Plan": "userdp.plan",
     "PrivateStep": "userdp.step",
+    "RunRecord": "userdp.run_record",
     "Statement": "userdp.statement",
+    "StepSettings": "userdp.clipping.settings",
     "UnaccountedPlanError": "userdp.errors",
     "UserIndex": "userdp.index",
     "UserStore": "userdp.data.store",

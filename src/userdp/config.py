@@ -6,27 +6,23 @@ suggestion: a misspelt privacy setting must not fall back to a default.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from userdp.clipping.rules import (
-    AdaptiveClip,
-    AutomaticClip,
-    ClipRule,
-    FlatClip,
-    NormalisedClip,
-    PerLayerClip,
-)
+from userdp.clipping.rules import CLIP_RULES, ClipRule
 from userdp.earlier import Earlier, inherited
 from userdp.errors import InputError
 from userdp.history import read_history
+from userdp.noise import NOISES
+from userdp.own_keys import check_own_keys, own_values, unknown_key
 from userdp.paid import Paid, read_paid
 from userdp.plan import Plan
+from userdp.sampling import SAMPLERS, PublicNumbers
 from userdp.units import Adjacency, SamplingUnit
+from userdp.updates.contract import UPDATE_RULES, UpdateRule
 
 if TYPE_CHECKING:
     from userdp.bounding.selection import Selection
@@ -34,6 +30,12 @@ if TYPE_CHECKING:
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _WithParts(BaseModel):
+    """A section that names parts: it takes their own keys beside those listed here."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
 
 
 class DataSettings(_Section):
@@ -66,7 +68,7 @@ class ModelSettings(_Section):
     lora: LoraSettings | None = None
 
 
-class PrivacySettings(_Section):
+class PrivacySettings(_WithParts):
     """What is promised. Every number here is public: none may be counted from the data."""
 
     unit: SamplingUnit = Field(
@@ -89,8 +91,12 @@ class PrivacySettings(_Section):
     clip_norm: float | None = Field(
         None, description="L2 bound on each update; automatic clipping has none to choose."
     )
-    clipping: Literal["flat", "per-layer", "normalised", "automatic", "adaptive"] = Field(
-        "flat", description="How updates are scaled to their bound."
+    sampler: str = Field("poisson", description="How a step's users or records are drawn.")
+    noise: str = Field("gaussian", description="What is added to the clipped sum.")
+    clipping: str = Field(
+        "flat",
+        description="How updates are scaled to their bound: flat, per-layer, normalised, "
+        "automatic or adaptive.",
     )
     clip_count_noise: float | None = Field(
         None, description="clipping = adaptive: noise on the count of unclipped updates."
@@ -114,14 +120,15 @@ class PrivacySettings(_Section):
     non_private: bool = Field(False, description="Train without any guarantee, and say so.")
 
 
-class TrainingSettings(_Section):
+class TrainingSettings(_WithParts):
     """How the noised gradients are used: post-processing, free to choose."""
 
     steps: int
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
     learning_rate: float = Field(1e-3, gt=0)
     schedule: Literal["constant", "linear"] = "constant"
-    clipping: Literal["fast", "plain"] = Field(
+    update: str = Field("gradient", description="What each group gives: its mean gradient.")
+    path: Literal["fast", "plain"] = Field(
         "fast", description="plain: one user at a time, slow; the fast path's oracle."
     )
     microbatch_tokens: int | None = Field(
@@ -183,58 +190,54 @@ class Config(_Section):
             )
         if privacy.group_size is None:
             raise InputError("[privacy] group_size is missing.")
-        common: dict[str, Any] = {
-            "num_users": privacy.num_users,
-            "group_size": privacy.group_size,
-            "steps": self.training.steps,
-            "clip": self.clip_rule(),
-            "delta": privacy.delta,
-            "epsilon": privacy.epsilon,
-            "noise_multiplier": privacy.noise_multiplier,
-            "adjacency": privacy.adjacency,
-            "non_private": privacy.non_private,
-            "paid": self.load_paid(),
-            "earlier": self.load_earlier(),
-        }
-        if privacy.unit is SamplingUnit.USER:
-            self._refuse("expected_batch_size", "num_records", setting="unit", other="record")
-            if privacy.expected_cohort_size is None:
-                raise InputError(
-                    "[privacy] expected_cohort_size is missing: unit = 'user' needs it."
-                )
-            return Plan.sample_users(expected_cohort_size=privacy.expected_cohort_size, **common)
-        self._refuse("expected_cohort_size", setting="unit", other="user")
-        if privacy.expected_batch_size is None:
-            raise InputError("[privacy] expected_batch_size is missing: unit = 'record' needs it.")
-        return Plan.sample_records(
-            expected_batch_size=privacy.expected_batch_size,
-            num_records=privacy.num_records,
-            **common,
+        expected, num_records = self._expected_groups(), privacy.num_records
+        sampler = SAMPLERS.named(privacy.sampler, unit=privacy.unit)
+        public = PublicNumbers(
+            num_users=privacy.num_users,
+            num_records=num_records or privacy.num_users * privacy.group_size,
+            expected_groups=expected,
+            group_size=privacy.group_size,
+            steps=self.training.steps,
         )
+        noise = NOISES.named(privacy.noise)
+        own_of_noise = own_values(NOISES, noise, privacy, "privacy", "noise")
+        return Plan.of(
+            sampler,
+            public,
+            own=own_values(SAMPLERS, sampler, privacy, "privacy", "sampler"),
+            clip=self.clip_rule(),
+            noise=noise(noise_multiplier=0.0, **own_of_noise),
+            update=self.update_rule(),
+            delta=privacy.delta,
+            epsilon=privacy.epsilon,
+            noise_multiplier=privacy.noise_multiplier,
+            adjacency=privacy.adjacency,
+            non_private=privacy.non_private,
+            paid=self.load_paid(),
+            earlier=self.load_earlier(),
+        )
+
+    def _expected_groups(self) -> float:
+        privacy = self.privacy
+        if privacy.unit is SamplingUnit.USER:
+            self._refuse("expected_batch_size", "num_records", other=SamplingUnit.RECORD)
+            name, value = "expected_cohort_size", privacy.expected_cohort_size
+        else:
+            self._refuse("expected_cohort_size", other=SamplingUnit.USER)
+            name, value = "expected_batch_size", privacy.expected_batch_size
+        if value is None:
+            raise InputError(f"[privacy] {name} is missing: unit = '{privacy.unit}' needs it.")
+        return value
 
     def clip_rule(self) -> ClipRule:
         """The clip rule these settings describe."""
-        privacy = self.privacy
-        if privacy.clipping != "adaptive":
-            self._refuse("clip_count_noise", "clip_quantile", setting="clipping", other="adaptive")
-        if privacy.clipping == "automatic":
-            self._refuse("clip_norm", setting="clipping", other="flat")
-            return AutomaticClip()
-        if privacy.clip_norm is None:
-            raise InputError("[privacy] clip_norm is missing.")
-        if privacy.clipping == "adaptive":
-            if privacy.clip_count_noise is None:
-                raise InputError(
-                    "[privacy] clip_count_noise is missing: clipping = 'adaptive' needs it. A "
-                    "twentieth of the expected cohort size is common."
-                )
-            return AdaptiveClip(
-                clip_norm=privacy.clip_norm,
-                count_noise=privacy.clip_count_noise,
-                target_quantile=0.5 if privacy.clip_quantile is None else privacy.clip_quantile,
-            )
-        kinds = {"flat": FlatClip, "per-layer": PerLayerClip, "normalised": NormalisedClip}
-        return kinds[privacy.clipping](clip_norm=privacy.clip_norm)
+        kind = CLIP_RULES.named(self.privacy.clipping)
+        return kind(**own_values(CLIP_RULES, kind, self.privacy, "privacy", "clipping"))
+
+    def update_rule(self) -> UpdateRule:
+        """What each group gives, by these settings."""
+        kind = UPDATE_RULES.named(self.training.update)
+        return kind(**own_values(UPDATE_RULES, kind, self.training, "training", "update"))
 
     def _bounded(self) -> Config:
         """The settings with what is public about the selection."""
@@ -306,15 +309,13 @@ class Config(_Section):
         selection.check(Edges.load(self.data.store))
         return selection
 
-    def _refuse(self, *names: str, setting: str, other: str) -> None:
-        """Raise if a key is given that only another value of the setting gives a meaning."""
+    def _refuse(self, *names: str, other: SamplingUnit) -> None:
+        """Raise if a key is given that means something only where `other` is sampled."""
         for name in names:
             if getattr(self.privacy, name) is not None:
-                value = getattr(self.privacy, setting)
-                value = value.value if isinstance(value, SamplingUnit) else value
                 raise InputError(
-                    f"[privacy] {name} has no meaning with {setting} = {value!r}: remove it, or "
-                    f"set {setting} = {other!r}."
+                    f"[privacy] {name} has no meaning with unit = '{self.privacy.unit}': remove "
+                    f"it, or set unit = '{other}'."
                 )
 
 
@@ -328,6 +329,12 @@ def load_config(path: Path) -> Config:
         raise InputError(f"{path}: not valid TOML: {error}") from None
     try:
         config = Config.model_validate(data)
+        check_own_keys(
+            config.privacy,
+            "privacy",
+            {"sampler": SAMPLERS, "noise": NOISES, "clipping": CLIP_RULES},
+        )
+        check_own_keys(config.training, "training", {"update": UPDATE_RULES})
         config.clip_rule()
     except ValidationError as error:
         raise InputError(f"{path}: {_first_problem(error)}") from None
@@ -340,10 +347,7 @@ def _first_problem(error: ValidationError) -> str:
     problem = error.errors()[0]
     location = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1])
-        close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}."
-        return f"unknown key {'.'.join(location)!r}; {hint}"
+        return unknown_key(location, _known_keys(location[:-1]))
     if problem["type"] == "missing":
         return f"key {'.'.join(location)!r} is missing."
     return f"{'.'.join(location)} = {problem['input']!r}: {problem['msg']}."

@@ -24,7 +24,7 @@ from userdp.units import Adjacency
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """One earlier run: `steps` steps of `step_event` (None: without privacy) and what was `paid`.
+    """One earlier run: `steps` steps that cost `event` (None: no price), and what was `paid`.
 
     `people` is 0 for the people of the run that inherits this; other numbers are people who were
     declared to be others, one number for each such declaration.
@@ -33,7 +33,7 @@ class Earlier:
     run: str
     data: str
     plan: dict[str, Any]
-    step_event: events.DpEvent | None
+    event: events.DpEvent | None
     steps: int
     adjacency: Adjacency
     fixed_seed: bool
@@ -43,13 +43,13 @@ class Earlier:
     @property
     def non_private(self) -> bool:
         """Whether the run released something without noise."""
-        return self.step_event is None and self.steps > 0
+        return self.event is None and self.steps > 0
 
     def events(self) -> list[events.DpEvent]:
         """Everything the run used its people's data for."""
         parts = all_events(self.paid)
-        if self.step_event is not None and self.steps > 0:
-            parts.append(events.repeated(self.step_event, self.steps))
+        if self.event is not None and self.steps > 0:
+            parts.append(self.event)
         return parts
 
     def to_json(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Earlier:
             "run": self.run,
             "data": self.data,
             "plan": self.plan,
-            "step_event": None if self.step_event is None else events.to_json(self.step_event),
+            "event": None if self.event is None else events.to_json(self.event),
             "steps": self.steps,
             "adjacency": self.adjacency.value,
             "fixed_seed": self.fixed_seed,
@@ -70,12 +70,12 @@ class Earlier:
     def from_json(data: dict[str, Any]) -> Earlier:
         """What `to_json` wrote; anything else is refused."""
         try:
-            written = data["step_event"]
+            written = data["event"]
             found = Earlier(
                 run=data["run"],
                 data=data["data"],
                 plan=data["plan"],
-                step_event=None if written is None else events.from_json(written),
+                event=None if written is None else events.from_json(written),
                 steps=data["steps"],
                 adjacency=Adjacency(data["adjacency"]),
                 fixed_seed=data["fixed_seed"],
@@ -92,7 +92,7 @@ class Earlier:
             raise LedgerError("an earlier run's entry is not as it was written.")
         if type(found.fixed_seed) is not bool:
             raise LedgerError("an earlier run's entry does not say whether its seed was fixed.")
-        check_numbers(data["step_event"])
+        check_numbers(data["event"])
         return found
 
 

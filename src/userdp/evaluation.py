@@ -16,7 +16,7 @@ from torch import nn
 
 from userdp.data.tokens import TokenRows
 from userdp.errors import InputError
-from userdp.updates import IGNORED_LABEL, at_least_float32
+from userdp.losses import IGNORED_LABEL, at_least_float32
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from userdp.data.tokens import TokenRows
 from userdp.errors import InputError
 from userdp.index import Rows
+from userdp.losses import Batch
 from userdp.models.checks import refuse_mixing, trainable_parameters
-from userdp.updates import Batch, mean_gradient
+from userdp.updates.mean_gradient import mean_gradient
 
 MICROBATCH_RECORDS = 16
 

@@ -21,7 +21,7 @@ from userdp.errors import LedgerError
 
 ANCESTRY_FILE = "userdp_ancestry.json"
 ATTRIBUTE = "userdp_ancestry"
-FORMAT = 1
+FORMAT = 2
 
 Entry = dict[str, Any]
 

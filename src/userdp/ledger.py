@@ -31,7 +31,7 @@ from userdp.statement import Statement
 
 __all__ = ["FORMAT", "Ledger", "_chained"]
 
-FORMAT = 2
+FORMAT = 3
 
 UNVERIFIED = (
     "who wrote this record is not verified: the run's key is not here, and anyone can write rows "
@@ -104,7 +104,7 @@ class Ledger:
                 "format": FORMAT,
                 "plan": plan.to_json(),
                 # Redundant on purpose: an auditor can price this with dp_accounting alone.
-                "step_event": None if plan.non_private else events.to_json(plan.step_event()),
+                "event": None if plan.non_private else events.to_json(plan.event()),
                 "bound_to": bound_to,
                 "fixed_seed": fixed_seed,
                 "model_check": model_check,
@@ -162,10 +162,11 @@ class Ledger:
             plan.check_paid(self.paid, earlier=self.earlier)
         except InputError as error:
             raise LedgerError(f"{path}: {error}") from None
-        if not plan.non_private and self._rows[0]["step_event"] != events.to_json(
-            plan.step_event()
-        ):
+        if not plan.non_private and self._rows[0]["event"] != events.to_json(plan.event()):
             raise LedgerError(f"{path}: the recorded event is not the one of the recorded plan.")
+        event = self._event()
+        if self.end and self.end.get("event") != (None if event is None else events.to_json(event)):
+            raise LedgerError(f"{path}: the closing row has another event than the steps recorded.")
 
     @property
     def plan(self) -> Plan:
@@ -281,10 +282,12 @@ class Ledger:
 
         `digests` name what came out; `model_files` the files of the saved model, by content.
         """
+        event = self._event()
         self._append(
             {
                 "kind": "end",
                 "steps": self._steps,
+                "event": None if event is None else events.to_json(event),
                 "digests": self.bound_to | digests,
                 "model_files": model_files or {},
             }
@@ -299,12 +302,16 @@ class Ledger:
             run=self.run_digest,
             data=self._rows[0]["bound_to"].get("data", ""),
             plan=self.plan.to_json(),
-            step_event=None if self.plan.non_private else self.plan.step_event(),
+            event=self._event(),
             steps=self._steps,
             adjacency=self.plan.adjacency,
             fixed_seed=self.fixed_seed,
             paid=self.paid,
         ).to_json()
+
+    def _event(self) -> events.DpEvent | None:
+        """What the steps taken cost; None without a step, or without privacy."""
+        return self.plan.event(self._steps) if self._steps and not self.plan.non_private else None
 
     def statement(self, *, unfinished: bool = False) -> Statement:
         """What may be said about the model after what is recorded here, paid items included.

@@ -16,17 +16,19 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.fast import FastClipping
 from userdp.clipping.layer_groups import clip_groups
 from userdp.clipping.made_up import MadeUp
 from userdp.clipping.module_state import ModuleState
 from userdp.clipping.pack import PADDING, is_padded
 from userdp.clipping.plain import PlainClipping, clip_update
-from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip
+from userdp.clipping.rules import ClipRule
+from userdp.clipping.settings import StepSettings
 from userdp.clipping.wide_reference import wide_gradient
 from userdp.errors import InputError
+from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, Update
 from userdp.models.checks import BufferGuard, trainable_parameters
-from userdp.updates import IGNORED_LABEL, Batch, RecordLoss, Update
+from userdp.updates.contract import UpdateRule
 
 Path = Literal["fast", "plain"]
 Group = dict[str, Tensor]
@@ -38,7 +40,7 @@ MOST_COUPLING = 1e-3
 # In half precision: so many times what rounding moves the plain loop's sum by, and a little.
 _TIMES_ROUNDING = 3.0
 _LITTLE = 0.05
-# In half precision, where the device has no room for a reference in float32.
+# In half precision, where there is no reference in float32: no room for it, or another update.
 _COARSE = 0.5
 # Names the factor of a row's loss, where losses are made huge or not finite.
 _SCALE = "userdp_probe_scale"
@@ -76,9 +78,9 @@ class Trial:
         longest: int,
         group_size: int,
         record_loss: RecordLoss,
+        update: UpdateRule,
         rule: ClipRule,
-        path: Path,
-        settings: FastSettings,
+        settings: StepSettings,
     ) -> None:
         self._model = model
         self._made_up = made_up
@@ -86,7 +88,8 @@ class Trial:
         self._rows = max(1, min(2, group_size))
         self._group_size = group_size
         self._record_loss = record_loss
-        self._path: Path = path
+        self._update_rule = update
+        self._path: Path = settings.path
         self._settings = settings
         self._parameters = list(trainable_parameters(model).values())
         layers = clip_groups(model)
@@ -194,7 +197,9 @@ class Trial:
     # ---- sums
 
     def _plain(self, record_loss: RecordLoss) -> PlainClipping:
-        return PlainClipping(self._model, self._parameters, record_loss=record_loss)
+        return PlainClipping(
+            self._model, self._parameters, record_loss=record_loss, update=self._update_rule
+        )
 
     def _clipping(self, record_loss: RecordLoss, mix: bool) -> FastClipping | PlainClipping:
         if self._path == "plain":
@@ -253,6 +258,8 @@ class Trial:
         """In clip norms; in half precision by how far the plain loop is from float32."""
         if all(p.dtype.itemsize >= 4 for p in self._model.parameters()):
             return MOST_COUPLING
+        if not self._update_rule.is_mean_gradient:
+            return _COARSE
         try:
             distance = sum(
                 float((self._flat(self._clipped(update)) - self._wide(group)).norm())
@@ -284,11 +291,11 @@ class Trial:
             return head + (
                 "a record's gradient depends on how far it is padded, which other users' lengths "
                 "decide, as in models that also look at what follows. Use "
-                'clipping="plain", where each user has its own padding only.'
+                'path="plain", where each user has its own padding only.'
             )
         return head + (
             "the fast path does not tell the users of a batch apart in this model, or does not see "
-            f'all uses of {name!r}. Use clipping="plain".'
+            f'all uses of {name!r}. Use path="plain".'
         )
 
     def _worst_on_equal_lengths(self) -> tuple[str, float]:
@@ -340,8 +347,6 @@ def is_random(
 
 def _that_clips(rule: ClipRule, updates: Sequence[Update]) -> ClipRule:
     """The kind of rule, at a clip norm at which most updates are clipped."""
-    if isinstance(rule, AutomaticClip):
-        return rule
     norms = sorted(
         float(torch.stack([t.double().square().sum() for t in update]).sum().sqrt())
         for update in updates
@@ -351,5 +356,4 @@ def _that_clips(rule: ClipRule, updates: Sequence[Update]) -> ClipRule:
         raise InputError(
             "the gradients of made-up rows are not finite: look at the model's weights."
         )
-    kind = rule if rule.bounds_updates else FlatClip(clip_norm=1.0)
-    return replace(kind, clip_norm=middle / 2 or 1.0)
+    return rule.at(middle / 2 or 1.0)

@@ -2,7 +2,7 @@
 
 A plan is a choice of sampler, clip and noise, a number of steps, and the public numbers. The event
 that prices it is looked up by sampler, noise and adjacency (`prices.py`) and made from the
-sampler's own public parameters, so sampler and accountant cannot disagree; a choice without a rule
+sampler's own public parameters, so sampler and accountant cannot disagree. A choice without a price
 cannot be built.
 
 Public: everything in a plan. `num_users` and the divisor are declared, never counted from the data.
@@ -11,54 +11,31 @@ Public: everything in a plan. `num_users` and the divisor are declared, never co
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from userdp.accounting import accountant, events, quantile
 from userdp.accounting.certificate import Evaluation
-from userdp.clipping.rules import (
-    AdaptiveClip,
-    AutomaticClip,
-    ClipRule,
-    FlatClip,
-    NormalisedClip,
-    PerLayerClip,
-)
+from userdp.clipping.rules import CLIP_RULES, ClipRule, FlatClip
 from userdp.earlier import Earlier, by_people
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
-from userdp.noise.gaussian import Gaussian
+from userdp.noise import NOISES, Gaussian, Noise
 from userdp.paid import Paid, all_events
 from userdp.prices import (
     calibrate,
     earlier_in_words,
+    event_of,
     paid_in_words,
-    rule_of,
-    step_event,
+    price_of,
     total_events,
 )
-from userdp.sampling import PoissonRecords, PoissonUsers
+from userdp.sampling import SAMPLERS, PoissonRecords, PoissonUsers, PublicNumbers, Sampler
 from userdp.statement import Statement
-from userdp.units import Adjacency
-from userdp.wording import (
-    assumptions,
-    clip_in_words,
-    not_covered,
-    promise_in_words,
-    sampler_in_words,
-    sampling_unit,
-)
-
-__all__ = ["Plan", "calibrate", "step_event"]
-
-_CLIP_RULES: dict[str, type[ClipRule]] = {
-    kind.__name__: kind
-    for kind in (FlatClip, PerLayerClip, NormalisedClip, AutomaticClip, AdaptiveClip)
-}
-
-_SAMPLERS: dict[str, type[PoissonUsers | PoissonRecords]] = {
-    kind.__name__: kind for kind in (PoissonUsers, PoissonRecords)
-}
+from userdp.units import Adjacency, SamplingUnit
+from userdp.updates.contract import UPDATE_RULES, UpdateRule
+from userdp.updates.mean_gradient import MEAN_GRADIENT
+from userdp.wording import assumptions, not_covered, promise_in_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,18 +46,19 @@ class Plan:
     noised sum is divided by it, never by the realised size, which is secret.
     """
 
-    sampler: PoissonUsers | PoissonRecords
+    sampler: Sampler
     clip: ClipRule
-    noise: Gaussian
+    noise: Noise
     steps: int
     divisor: float
     num_users: int
     delta: float
+    update: UpdateRule = MEAN_GRADIENT
     adjacency: Adjacency = Adjacency.ADD_REMOVE
     non_private: bool = False
 
     def __post_init__(self) -> None:
-        rule_of(self.sampler, self.noise, self.adjacency)
+        price_of(self.sampler, self.noise, self.adjacency)
         _check_counts(num_users=self.num_users, steps=self.steps)
         accountant.check_delta(self.delta)
         if not 1 <= self.divisor < math.inf:
@@ -133,16 +111,16 @@ class Plan:
         together.
         Reference: Charles et al. 2024, Alg. 2.
         """
-        _check_counts(num_users=num_users, steps=steps)
-        _check_expected("expected_cohort_size", expected_cohort_size, num_users, "users")
-        sampler = PoissonUsers(
-            user_sampling_prob=expected_cohort_size / num_users, group_size=group_size
-        )
-        return Plan._with_noise(
-            sampler,
-            divisor=expected_cohort_size,
+        public = PublicNumbers(
             num_users=num_users,
+            num_records=num_users * group_size,
+            expected_groups=expected_cohort_size,
+            group_size=group_size,
             steps=steps,
+        )
+        return Plan.of(
+            PoissonUsers,
+            public,
             clip=_one_clip_rule(clip_norm, clip),
             delta=delta,
             epsilon=epsilon,
@@ -179,18 +157,16 @@ class Plan:
         the steps, what was `paid` before them and `earlier` runs together.
         Reference: Charles et al. 2024, Alg. 1.
         """
-        _check_counts(num_users=num_users, steps=steps)
-        if num_records is None:
-            num_records = num_users * group_size
-        _check_expected("expected_batch_size", expected_batch_size, num_records, "records")
-        sampler = PoissonRecords(
-            record_sampling_prob=expected_batch_size / num_records, group_size=group_size
-        )
-        return Plan._with_noise(
-            sampler,
-            divisor=expected_batch_size,
+        public = PublicNumbers(
             num_users=num_users,
+            num_records=num_users * group_size if num_records is None else num_records,
+            expected_groups=expected_batch_size,
+            group_size=group_size,
             steps=steps,
+        )
+        return Plan.of(
+            PoissonRecords,
+            public,
             clip=_one_clip_rule(clip_norm, clip),
             delta=delta,
             epsilon=epsilon,
@@ -202,29 +178,40 @@ class Plan:
         )
 
     @staticmethod
-    def _with_noise(
-        sampler: PoissonUsers | PoissonRecords,
+    def of(
+        kind: type[Sampler],
+        public: PublicNumbers,
         *,
+        own: Mapping[str, Any] | None = None,
         clip: ClipRule,
-        epsilon: float | None,
-        noise_multiplier: float | None,
         delta: float,
-        steps: int,
-        adjacency: Adjacency,
-        paid: Sequence[Paid],
-        earlier: Sequence[Earlier],
-        **public: Any,
+        noise: Noise | None = None,
+        update: UpdateRule | None = None,
+        epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        adjacency: Adjacency = Adjacency.ADD_REMOVE,
+        non_private: bool = False,
+        paid: Sequence[Paid] = (),
+        earlier: Sequence[Earlier] = (),
     ) -> Plan:
-        """The plan with the given noise, or with the least noise that meets `epsilon`."""
+        """The plan of any sampler and noise, with the least noise that meets `epsilon`.
+
+        `own` are the values of the sampler's own keys. `noise` (by default Gaussian) gets the
+        multiplier that is given or found.
+        """
+        _check_size(kind, public)
         if (epsilon is None) == (noise_multiplier is None):
             raise InputError(
                 "give exactly one of epsilon and noise_multiplier: one follows from the other."
             )
+        sampler = kind.configured(public, **(own or {}))
+        noise = noise or Gaussian(noise_multiplier=0.0)
         if noise_multiplier is None:
             assert epsilon is not None
             noise_multiplier = calibrate(
                 sampler,
-                steps=steps,
+                noise,
+                steps=public.steps,
                 epsilon=epsilon,
                 delta=delta,
                 adjacency=adjacency,
@@ -234,11 +221,14 @@ class Plan:
         return Plan(
             sampler=sampler,
             clip=clip,
-            noise=Gaussian(noise_multiplier=noise_multiplier),
+            noise=replace(noise, noise_multiplier=noise_multiplier),
+            steps=public.steps,
+            divisor=public.expected_groups,
+            num_users=public.num_users,
             delta=delta,
-            steps=steps,
+            update=update or MEAN_GRADIENT,
             adjacency=adjacency,
-            **public,
+            non_private=non_private,
         )
 
     @property
@@ -251,19 +241,20 @@ class Plan:
     def noise_stddev_of(self, clip: ClipRule) -> float:
         """The noise on the clipped sum of a step whose rule is `clip`: adaptive ones change.
 
-        An adaptive rule's noisy count takes a part of the step's price, so the sum gets more noise
-        (Andrew et al. 2021, Thm. 1).
+        The noisy count of an adaptive rule takes a part of the step's price, so the sum gets more
+        noise (Andrew et al. 2021, Thm. 1).
         """
-        if isinstance(clip, AdaptiveClip) and self.noise.noise_multiplier > 0:
+        if clip.count_stddev is not None and self.noise.noise_multiplier > 0:
             multiplier = quantile.adaptive_clipping_noise(
-                noise_multiplier=self.noise.noise_multiplier, count_noise=clip.count_noise
+                noise_multiplier=self.noise.noise_multiplier, count_noise=clip.count_stddev
             )
-            return Gaussian(noise_multiplier=multiplier).noise_stddev(clip.bound)
+            return replace(self.noise, noise_multiplier=multiplier).noise_stddev(clip.bound)
         return self.noise.noise_stddev(clip.bound)
 
-    def step_event(self) -> events.DpEvent:
-        """The cost of one step."""
-        return step_event(self.sampler, self.noise, self.adjacency)
+    def event(self, steps: int | None = None) -> events.DpEvent:
+        """The cost of the first `steps` steps, by default of all of them."""
+        steps = self.steps if steps is None else steps
+        return event_of(self.sampler, self.noise, self.adjacency, steps=steps)
 
     def epsilon(
         self,
@@ -293,18 +284,14 @@ class Plan:
         return max(found, key=lambda one: one.epsilon, default=nothing)
 
     def _taken(self, steps: int) -> list[events.DpEvent]:
-        return [events.repeated(self.step_event(), steps)] if steps > 0 else []
-
-    def run_event(self) -> events.DpEvent:
-        """The cost of all steps: what one run of a sweep costs (`accounting.selection`)."""
-        return events.repeated(self.step_event(), self.steps)
+        return [self.event(steps)] if steps > 0 else []
 
     def check_paid(self, paid: Sequence[Paid], *, earlier: Sequence[Earlier] = ()) -> None:
         """Refuse paid items and earlier runs that cannot be priced together with these steps."""
         for item in earlier:
             self._check_earlier(item)
         shared = by_people(earlier)[0]
-        parts = [*all_events(paid), *shared, *([] if self.non_private else [self.step_event()])]
+        parts = [*all_events(paid), *shared, *([] if self.non_private else [self.event()])]
         if parts and not accountant.can_price(events.combined(parts), self.adjacency):
             kinds = {type(event).__name__ for event in [*all_events(paid), *shared]}
             raise UnaccountedPlanError(
@@ -316,8 +303,8 @@ class Plan:
 
     def _check_earlier(self, item: Earlier) -> None:
         plan = Plan.from_json(item.plan)
-        event = None if plan.non_private else plan.step_event()
-        if (event, plan.adjacency) != (item.step_event, item.adjacency):
+        event = None if plan.non_private or not item.steps else plan.event(item.steps)
+        if (event, plan.adjacency) != (item.event, item.adjacency):
             raise LedgerError(
                 "an earlier run's event is not the one of its own plan: it was edited."
             )
@@ -384,12 +371,10 @@ class Plan:
             adjacency=self.adjacency.value,
             neighbours=self.adjacency.meaning,
             promise=promise_in_words(self.adjacency, found.epsilon) if promised else "",
-            sampler=sampler_in_words(self.sampler),
-            sampling=sampling_unit(self.sampler).value,
-            mechanism=(
-                f"{clip_in_words(self.clip)}, noise_multiplier="
-                f"{self.noise.noise_multiplier:.4g}, divisor={self.divisor:g}"
-            ),
+            sampler=self.sampler.words,
+            sampling=self.sampler.unit.value,
+            noise=self.noise.title,
+            mechanism=self._mechanism_in_words(),
             steps=steps,
             num_users=self.num_users,
             certified_by=found.certified_by,
@@ -410,13 +395,17 @@ class Plan:
             not_covered=not_covered(paid=bool(paid)),
         )
 
+    def _mechanism_in_words(self) -> str:
+        words = [self.update.words, self.clip.words, self.noise.words, f"divisor={self.divisor:g}"]
+        return ", ".join(word for word in words if word)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data, for the ledger."""
         return {
-            "sampler": {"type": type(self.sampler).__name__} | asdict(self.sampler),
-            "clip": {"type": type(self.clip).__name__}
-            | {name: repr(value) for name, value in asdict(self.clip).items()},
-            "noise": {"type": type(self.noise).__name__} | asdict(self.noise),
+            "sampler": SAMPLERS.to_json(self.sampler),
+            "clip": CLIP_RULES.to_json(self.clip),
+            "noise": NOISES.to_json(self.noise),
+            "update": UPDATE_RULES.to_json(self.update),
             "steps": self.steps,
             "divisor": self.divisor,
             "num_users": self.num_users,
@@ -427,18 +416,12 @@ class Plan:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
-        """The plan that `to_json` wrote."""
-        sampler = dict(data["sampler"])
-        kind = sampler.pop("type")
-        noise, clip = dict(data["noise"]), dict(data["clip"])
-        if kind not in _SAMPLERS or noise.pop("type") != "Gaussian":
-            raise UnaccountedPlanError(
-                f"sampler {kind!r} or its noise has no accounting rule here."
-            )
+        """The plan that `to_json` wrote; an unknown type of part is refused by its name."""
         return Plan(
-            sampler=_SAMPLERS[kind](**sampler),
-            clip=_CLIP_RULES[clip.pop("type")](**{n: float(v) for n, v in clip.items()}),
-            noise=Gaussian(**noise),
+            sampler=SAMPLERS.from_json(data["sampler"]),
+            clip=CLIP_RULES.from_json(data["clip"]),
+            noise=NOISES.from_json(data["noise"]),
+            update=UPDATE_RULES.from_json(data["update"]),
             steps=data["steps"],
             divisor=data["divisor"],
             num_users=data["num_users"],
@@ -463,7 +446,13 @@ def _check_counts(*, num_users: int, steps: int) -> None:
         raise InputError(f"steps={steps}: train for at least one step.")
 
 
-def _check_expected(name: str, expected: float, total: int, what: str) -> None:
+def _check_size(kind: type[Sampler], public: PublicNumbers) -> None:
+    _check_counts(num_users=public.num_users, steps=public.steps)
+    if kind.unit is SamplingUnit.USER:
+        name, total, what = "expected_cohort_size", public.num_users, "users"
+    else:
+        name, total, what = "expected_batch_size", public.num_records, "records"
+    expected = public.expected_groups
     if not 1 <= expected <= total:
         remedy = f"Lower {name}, or use more {what}." if expected > total else f"Raise {name}."
         raise InputError(

@@ -26,6 +26,9 @@ import numpy as np
 
 from userdp.accounting import accountant, events
 from userdp.errors import InputError
+from userdp.noise import Gaussian
+from userdp.prices import event_of
+from userdp.sampling import PoissonRecords, PoissonUsers, Sampler
 from userdp.units import Adjacency
 
 ELS, ULS = "ELS", "ULS"
@@ -143,12 +146,8 @@ class Planner:
         key = (f"{ELS} {group_size}", compute, steps)
         if key not in self._noise:
             rate = compute / (group_size * self.setting.num_users)
-            self._noise[key] = self._search(
-                lambda sigma: events.poisson_records_gaussian(
-                    record_sampling_prob=rate, group_size=group_size, noise_multiplier=sigma
-                ),
-                steps,
-            )
+            sampler = PoissonRecords(record_sampling_prob=rate, group_size=group_size)
+            self._noise[key] = self._search(sampler, steps)
         return self._noise[key]
 
     def _searched(self, method: str, cohort_size: int, steps: int | None) -> float:
@@ -156,19 +155,16 @@ class Planner:
         key = (method, cohort_size, steps)
         if key not in self._noise:
             rate = cohort_size / self.setting.num_users
-            self._noise[key] = self._search(
-                lambda sigma: events.poisson_users_gaussian(
-                    user_sampling_prob=rate, noise_multiplier=sigma
-                ),
-                steps,
-            )
+            sampler = PoissonUsers(user_sampling_prob=rate, group_size=1)
+            self._noise[key] = self._search(sampler, steps)
         return self._noise[key]
 
-    def _search(self, step_of: Callable[[float], events.DpEvent], steps: int) -> float:
+    def _search(self, sampler: Sampler, steps: int) -> float:
         setting = self.setting
 
         def event(sigma: float) -> events.DpEvent:
-            return events.repeated(step_of(sigma), steps)
+            noise = Gaussian(noise_multiplier=sigma)
+            return event_of(sampler, noise, setting.adjacency, steps=steps)
 
         found = accountant.search_noise(
             event, target=setting.epsilon, delta=setting.delta, adjacency=setting.adjacency

@@ -1,25 +1,36 @@
-"""What one step of a sampler and a noise costs under an adjacency: the table, and calibration.
+"""The table of prices: what the first t steps of a sampler and a noise cost under an adjacency.
 
 The table is keyed by all three: the same sampler that draws one update of a user where a record has
 one owner can draw several where owners share records. What is not in the table cannot be planned.
+
+An entry prices the first t steps as a whole. For independent steps that is one step's event t times
+(`each_step`). Noise that is correlated over steps, or a sampler that spreads a user's records over
+the whole run, has no price by step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from userdp.accounting import accountant, events
 from userdp.earlier import Earlier, by_people
 from userdp.errors import InputError, UnaccountedPlanError
-from userdp.noise.gaussian import Gaussian
+from userdp.noise import Gaussian, Noise
 from userdp.paid import Paid, all_events
-from userdp.sampling import PoissonRecords, PoissonUsers
+from userdp.sampling import PoissonRecords, PoissonUsers, Sampler
 from userdp.statement import epsilon_text
 from userdp.units import Adjacency
 
-Rule = Callable[[Any, Any], events.DpEvent]
+# From a sampler, a noise and t to the event of the first t steps.
+Price = Callable[[Any, Any, int], events.DpEvent]
+
+
+def each_step(step: Callable[[Any, Any], events.DpEvent]) -> Price:
+    """The price of independent steps: `step` gives the event of one."""
+    return lambda sampler, noise, steps: events.repeated(step(sampler, noise), steps)
 
 
 def _users(sampler: PoissonUsers, noise: Gaussian) -> events.DpEvent:
@@ -38,42 +49,55 @@ def _records(sampler: PoissonRecords, noise: Gaussian) -> events.DpEvent:
 
 # Under fixed-graph adjacency a row stands alone and has a coin of its own, so a user who owns k of
 # them can enter a step k times: sampling "users" there has no rule (Ganesh et al. 2025, Def. 2.1).
-_ONE_OWNER = (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT, Adjacency.REPLACE)
-_RULES: dict[tuple[type, type, Adjacency], Rule] = {
-    **{(PoissonUsers, Gaussian, adjacency): _users for adjacency in _ONE_OWNER},
-    **{(PoissonRecords, Gaussian, adjacency): _records for adjacency in Adjacency},
-}
+ONE_OWNER = (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT, Adjacency.REPLACE)
+
+_PRICES: dict[tuple[type[Sampler], type[Noise], Adjacency], Price] = {}
 
 
-def step_event(
-    sampler: PoissonUsers | PoissonRecords, noise: Gaussian, adjacency: Adjacency
-) -> events.DpEvent:
-    """The cost of one step of these parts; parts without a rule are refused.
+def set_price(
+    sampler: type[Sampler], noise: type[Noise], adjacencies: Sequence[Adjacency], price: Price
+) -> None:
+    """Put a line into the table; a price that is there stays."""
+    for adjacency in adjacencies:
+        if _PRICES.setdefault((sampler, noise, adjacency), price) is not price:
+            raise UnaccountedPlanError(
+                f"{sampler.__name__} + {noise.__name__} has a price under {adjacency.value} "
+                "adjacency already."
+            )
 
-    >>> step_event(PoissonUsers(user_sampling_prob=0.1, group_size=4),
-    ...            Gaussian(noise_multiplier=2.0), Adjacency.ADD_REMOVE)
-    PoissonSampledDpEvent(sampling_probability=0.1, event=GaussianDpEvent(noise_multiplier=2.0))
+
+set_price(PoissonUsers, Gaussian, ONE_OWNER, each_step(_users))
+set_price(PoissonRecords, Gaussian, tuple(Adjacency), each_step(_records))
+
+
+def event_of(sampler: Sampler, noise: Noise, adjacency: Adjacency, *, steps: int) -> events.DpEvent:
+    """The cost of the first `steps` steps of these parts; parts without a price are refused.
+
+    >>> event_of(PoissonUsers(user_sampling_prob=0.1, group_size=4),
+    ...          Gaussian(noise_multiplier=2.0), Adjacency.ADD_REMOVE, steps=9).count
+    9
     """
-    return rule_of(sampler, noise, adjacency)(sampler, noise)
+    return price_of(sampler, noise, adjacency)(sampler, noise, steps)
 
 
-def rule_of(sampler: object, noise: object, adjacency: Adjacency) -> Rule:
-    """The theorem that prices one step of these parts."""
-    rule = _RULES.get((type(sampler), type(noise), adjacency))
-    if rule is None:
+def price_of(sampler: object, noise: object, adjacency: Adjacency) -> Price:
+    """The table's entry for these parts."""
+    price = _PRICES.get((type(sampler), type(noise), adjacency))  # type: ignore[arg-type]
+    if price is None:
         known = ", ".join(
-            sorted({f"{s.__name__} + {n.__name__}" for s, n, a in _RULES if a is adjacency})
+            sorted({f"{s.__name__} + {n.__name__}" for s, n, a in _PRICES if a is adjacency})
         )
         raise UnaccountedPlanError(
             f"{type(sampler).__name__} + {type(noise).__name__} has no accounting rule here under "
             f"{adjacency.value} adjacency: what is drawn would not be what is priced. Known: "
             f"{known}."
         )
-    return rule
+    return price
 
 
 def calibrate(
-    sampler: PoissonUsers | PoissonRecords,
+    sampler: Sampler,
+    noise: Noise,
     *,
     steps: int,
     epsilon: float,
@@ -85,7 +109,8 @@ def calibrate(
     """The least noise multiplier at which everything together costs at most `epsilon`.
 
     Everything: `steps` steps, what was `paid`, and `earlier` runs on the same people. Only the
-    noise of the steps is free: the rest has been released already.
+    noise of the steps is free: the rest has been released already. The multiplier that `noise`
+    itself has does not count.
     """
     fixed = [*all_events(paid), *by_people(earlier)[0]]
     if fixed:
@@ -101,9 +126,11 @@ def calibrate(
         lambda noise_multiplier: events.combined(
             [
                 *fixed,
-                events.repeated(
-                    step_event(sampler, Gaussian(noise_multiplier=noise_multiplier), adjacency),
-                    steps,
+                event_of(
+                    sampler,
+                    replace(noise, noise_multiplier=noise_multiplier),
+                    adjacency,
+                    steps=steps,
                 ),
             ]
         ),

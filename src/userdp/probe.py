@@ -9,24 +9,26 @@ before the first step of every run (`PrivateStep`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from userdp.clipping.compiled import most_positions, pretrained
-from userdp.clipping.fast import FastSettings
 from userdp.clipping.made_up import MadeUp
 from userdp.clipping.module_state import ModuleState
 from userdp.clipping.pack import is_padded
 from userdp.clipping.rules import ClipRule, FlatClip
+from userdp.clipping.settings import StepSettings
 from userdp.clipping.verify import refuse_dropout
 from userdp.errors import InputError, MixedExamplesError
+from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, causal_lm_loss
 from userdp.models.checks import refuse_mixing
 from userdp.models.proven import is_proven
 from userdp.neighbours import Path, Probe, Trial, is_random, what_it_keeps
-from userdp.updates import IGNORED_LABEL, Batch, RecordLoss, causal_lm_loss
+from userdp.updates.contract import UpdateRule
+from userdp.updates.mean_gradient import MEAN_GRADIENT
 
 # The longest rows tried where nobody says how long records are.
 _USUAL_LENGTH = 128
@@ -66,14 +68,15 @@ def verify(
     sequence_length: int | None = None,
     group_size: int = 2,
     record_loss: RecordLoss = causal_lm_loss,
+    update: UpdateRule | None = None,
     clip: ClipRule | None = None,
-    clipping: Path | None = None,
-    settings: FastSettings | None = None,
+    path: Path | None = None,
+    settings: StepSettings | None = None,
 ) -> Verified:
     """Try with made-up rows whether one user moves the clipped sum by at most the clip norm.
 
     Rows are token ids of the model's vocabulary, up to `sequence_length` of them, or like those of
-    `batch`, of which only shapes, dtypes and the integers that occur are used. `clipping` names the
+    `batch`, of which only shapes, dtypes and the integers that occur are used. `path` names the
     path to try; without it both are.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -86,7 +89,7 @@ def verify(
     found: list[Probe] = []
     cause = ""
     made_up = _made_up(model, batch)
-    for path in (clipping,) if clipping else ("fast", "plain"):
+    for tried_path in (path,) if path else ("fast", "plain"):
         try:
             tried = run_probes(
                 model,
@@ -94,9 +97,9 @@ def verify(
                 sequence_length=sequence_length or _usual_length(model, batch),
                 group_size=group_size,
                 record_loss=record_loss,
+                update=update or MEAN_GRADIENT,
                 rule=clip or FlatClip(clip_norm=1.0),
-                path=path,
-                settings=settings,
+                settings=replace(settings or StepSettings(), path=tried_path),
                 thorough=True,
             )
         except (InputError, MixedExamplesError) as error:
@@ -139,19 +142,19 @@ def check_model(
     sequence_length: int | None,
     group_size: int,
     record_loss: RecordLoss,
+    update: UpdateRule,
     rule: ClipRule,
-    path: Path,
-    settings: FastSettings,
+    settings: StepSettings,
 ) -> bool:
     """The small version that every run begins with; raises `UnsafeModelError`.
 
     Token ids are made up for a Hugging Face model; for others, rows like the example's. False if
     nothing tells what rows look like.
     """
-    if path == "fast" and not settings.check:
+    if not settings.checks_model:
         if not is_proven(model):
             raise InputError(
-                f"FastSettings(check=False) with {type(model).__name__}: only architectures that "
+                f"StepSettings(check=False) with {type(model).__name__}: only architectures that "
                 "are proven by tests can be trained unchecked. Leave check=True."
             )
         return True
@@ -169,8 +172,8 @@ def check_model(
         sequence_length=sequence_length or _usual_length(model, example),
         group_size=group_size,
         record_loss=record_loss,
+        update=update,
         rule=rule,
-        path=path,
         settings=settings,
     ).raise_if_unsafe()
     return True
@@ -204,15 +207,17 @@ def run_probes(
     sequence_length: int,
     group_size: int,
     record_loss: RecordLoss,
+    update: UpdateRule,
     rule: ClipRule,
-    path: Path,
-    settings: FastSettings | None = None,
+    settings: StepSettings,
     thorough: bool = False,
 ) -> Verified:
     """Probe one path; the model is left as it was.
 
     Raises if the model cannot be tried at all: a layer mixes rows, dropout is on, rows do not fit.
     """
+    # An update of another kind than the mean gradient has no fast path.
+    path: Path = settings.path if update.is_mean_gradient else "plain"
     modes = {module: module.training for module in model.modules()}
     state = ModuleState(model)
     try:
@@ -231,9 +236,9 @@ def run_probes(
             longest=sequence_length,
             group_size=group_size,
             record_loss=record_loss,
+            update=update,
             rule=rule,
-            path=path,
-            settings=settings or FastSettings(),
+            settings=replace(settings, path=path),
         )
         cause = _keeps(kept[0]) if kept and path == "fast" else ""
         probes = () if cause and not thorough else tuple(trial.probes(thorough))
@@ -259,6 +264,6 @@ def _keeps(name: str) -> str:
     return (
         f"the model keeps {name!r} between forward passes, so that one user's length changes the "
         "gradients of others and of later steps (rotary embeddings of type 'dynamic' and "
-        "'longrope' do). Use records that are too short to change it, or clipping=\"plain\", which "
+        "'longrope' do). Use records that are too short to change it, or path=\"plain\", which "
         "puts it back after every user."
     )

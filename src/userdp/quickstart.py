@@ -20,19 +20,19 @@ import torch
 import transformers
 from torch import nn
 
-from userdp import runs
+from userdp import training
 from userdp.config import load_config
 from userdp.data import synthetic
 from userdp.data.identity import load_or_create_key
 from userdp.data.store import UserStore, write_store
 from userdp.data.tokens import TokenRows, tokenise
 from userdp.evaluation import evaluate
+from userdp.losses import causal_lm_loss
 from userdp.models.load import Lora, load_model
 from userdp.plan import Plan
 from userdp.report import svg
 from userdp.report.write import Section, write_report
 from userdp.training import OnStep
-from userdp.updates import causal_lm_loss
 
 # What the terminal shows while a stage runs: a title, and for training a plan or a number of steps.
 Progress = Callable[[str, Plan | int | None], AbstractContextManager[OnStep]]
@@ -155,7 +155,7 @@ def run(
     del model
 
     with progress("fine-tuning with user-level privacy", plan) as tick:
-        private_run = runs.train_from_config(
+        private_run = training.train_from_config(
             config_path, config, plan, out / "private", on_step=tick
         )
     with progress("measuring the private model", None):

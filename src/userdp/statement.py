@@ -52,6 +52,7 @@ class Statement:
     adjacency: str
     neighbours: str
     sampler: str
+    noise: str
     mechanism: str
     steps: int
     num_users: int

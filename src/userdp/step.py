@@ -10,38 +10,29 @@ post-processing and costs nothing. Every paper's step is this one with other par
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.clipping.flat import ClippedSum
-from userdp.clipping.plain import PlainClipping
-from userdp.clipping.rules import AdaptiveClip
-from userdp.digests import (
-    code_version,
-    index_digest,
-    optimizer_digest,
-    trained_digest,
-    weights_digest,
-)
+from userdp.clipping.rules import CLIP_RULES
+from userdp.clipping.settings import StepSettings
+from userdp.clipping.summation import summation
 from userdp.errors import BudgetExhaustedError, InputError, MixedExamplesError
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
-from userdp.lineage import begin_run, check_current
+from userdp.losses import Batch, RecordLoss, causal_lm_loss
 from userdp.models.checks import check_optimizer, refuse_mixing, trainable_parameters
-from userdp.models.proven import model_check
-from userdp.noise.draw import add_gaussian_, noisy_number
-from userdp.noise.secret import RunSecret
+from userdp.noise.draw import NUMBER_PURPOSE, PURPOSE, noisy_number
 from userdp.plan import Plan
 from userdp.probe import check_model, vocabulary_of
-from userdp.sampling import Cohort, PoissonUsers
+from userdp.run_record import RunRecord
+from userdp.sampling import Cohort
 from userdp.statement import Statement
-from userdp.updates import Batch, RecordLoss, causal_lm_loss
+from userdp.streams import RunSecret
 
 # Groups whose rows are taken for an example until one of them can be read.
 _EXAMPLES = 3
@@ -78,83 +69,61 @@ class PrivateStep:
         index: UserIndex,
         *,
         record_loss: RecordLoss = causal_lm_loss,
-        clipping: Literal["fast", "plain"] = "fast",
-        settings: FastSettings | None = None,
-        microbatch_records: int | None = None,
+        settings: StepSettings | None = None,
         sequence_length: int | None = None,
-        ledger: Ledger | None = None,
+        record: RunRecord | None = None,
         secret: RunSecret | None = None,
     ) -> None:
         refuse_mixing(model)
         self._parameters = list(trainable_parameters(model).values())
         check_optimizer(optimizer, self._parameters)
+        settings = settings or StepSettings()
         self.model = model
         self.optimizer = optimizer
         self.plan = plan
-        secret = secret or RunSecret.from_system()
-        settings = settings or FastSettings()
-        self.ledger = ledger or Ledger.create(
-            plan,
-            bound_to={
-                "initial_weights": weights_digest(model),
-                "optimizer": optimizer_digest(optimizer),
-                "code": code_version(),
-            },
-            fixed_seed=secret.fixed_seed,
-            model_check=model_check(model, checked=clipping == "plain" or settings.check),
+        self.record = record or RunRecord.create(
+            plan, model, optimizer, settings=settings, secret=secret
         )
-        if self.ledger.plan != plan or self.ledger.fixed_seed != secret.fixed_seed:
-            raise InputError("the ledger was opened for another plan or another kind of seed.")
         # What was spent on these weights before is composed, or refused, before the first step.
-        begin_run(model, self.ledger)
-        self._secret = secret.bound_to(self.ledger.run_digest)
-        if not secret.fixed_seed:
-            # A ledger can be copied and gone on with twice under one secret: the run's name alone
-            # would give both the same noise, and the difference of the two models would have none.
-            self._secret = self._secret.bound_to(secrets.token_hex(32))
-        for unnamed in _unnamed(self.ledger, model, optimizer, index):
-            self._secret = self._secret.bound_to(unnamed)
-        self._clipping: FastClipping | PlainClipping
-        if clipping == "fast":
-            self._clipping = FastClipping(
-                model,
-                self._parameters,
-                plan.clip,
-                record_loss=record_loss,
-                settings=settings,
-                sequence_length=sequence_length,
-            )
-        else:
-            self._clipping = PlainClipping(
-                model,
-                self._parameters,
-                record_loss=record_loss,
-                microbatch_records=microbatch_records,
-                compute_dtype=settings.compute_dtype,
-            )
+        self.record.begin(plan, model, optimizer, index)
+        self._summation = summation(
+            model,
+            self._parameters,
+            plan.update,
+            plan.clip,
+            record_loss=record_loss,
+            settings=settings,
+            sequence_length=sequence_length,
+        )
         self._check = partial(
             check_model,
             model,
             sequence_length=sequence_length,
-            group_size=plan.sampler.group_size if isinstance(plan.sampler, PoissonUsers) else 1,
+            group_size=plan.sampler.rows_in_a_group,
             record_loss=record_loss,
+            update=plan.update,
             rule=plan.clip,
-            path=clipping,
             settings=settings,
         )
         self._is_checked = False
         self._sequence_length = sequence_length
         self._vocabulary = vocabulary_of(model)
         self._clip = plan.clip
+        self._noise = plan.noise.started()
         self._index = plan.sampler.limit_contributions(
-            index, self._secret.rng("limit contributions", 0)
+            index, self.record.streams("limit contributions")
         )
         self._drawn: Cohort | None = None
 
     @property
+    def ledger(self) -> Ledger:
+        """What was charged so far."""
+        return self.record.ledger
+
+    @property
     def steps_left(self) -> int:
         """How many planned steps are not yet taken."""
-        return self.plan.steps - self.ledger.steps
+        return self.plan.steps - self.record.steps
 
     def cohorts(self) -> Iterator[Cohort]:
         """Every remaining step's cohort; apply each before asking for the next."""
@@ -168,14 +137,14 @@ class PrivateStep:
                 f"all {self.plan.steps:,} planned steps are taken: another would cost more than "
                 "the plan allows. Plan more steps before training."
             )
-        check_current(self.model, self.ledger)
+        self.record.check_current(self.model)
         if self._drawn is not None:
             raise InputError(
                 "a cohort was drawn and not applied: leaving steps out makes the sampling other "
                 "than what is accounted. Apply every cohort, empty ones too."
             )
         self._drawn = self.plan.sampler.draw(
-            self._index, self._secret.rng("cohort", self.ledger.steps)
+            self._index, self.record.steps, self.record.streams("cohort")
         )
         return self._drawn
 
@@ -190,7 +159,7 @@ class PrivateStep:
         groups = list(_counted(batches, len(cohort)))
         groups = self._readable(groups)
         self._check_like([group for group in groups if len(next(iter(group.values())))])
-        total = self._clipping.clipped_sum(groups, self._clip)
+        total = self._summation.clipped_sum(groups, self._clip)
         self._release(total)
 
     def check_model(self, example: Batch | None = None) -> None:
@@ -203,7 +172,7 @@ class PrivateStep:
             return
         self._is_checked = self._check(example)
         # From here on a group that fails does so because of its own data.
-        self._clipping.skip_failing = self._is_checked
+        self._summation.skip_failing = self._is_checked
 
     def _check_like(self, examples: Sequence[Batch]) -> None:
         """Check the model with rows like those of a group; another group if that one is odd."""
@@ -256,16 +225,18 @@ class PrivateStep:
 
     def _release(self, total: ClippedSum) -> None:
         """Noise the clipped sum, divide, step: everything that leaves the private side."""
-        step = self.ledger.steps
+        step = self.record.steps
         values = total.total.values
-        add_gaussian_(
+        self._noise.add_(
             values,
+            offset=0,
+            size=len(values),
             noise_stddev=self.plan.noise_stddev_of(self._clip),
-            secret=self._secret,
             step=step,
+            streams=self.record.streams(PURPOSE),
         )
         # On disk before any weight of this step can be seen.
-        self.ledger.charge_step()
+        self.record.charge_step()
         # Divide by E|U|, not |U|: the realised cohort size is secret (C24 Alg. 2).
         values /= self.plan.divisor
         for parameter, value in zip(self._parameters, total.total.views, strict=True):
@@ -273,42 +244,55 @@ class PrivateStep:
         self.optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
-        if isinstance(self._clip, AdaptiveClip):
-            self._clip = self._adapted(self._clip, total, step)
+        self._clip = self._clip.following(self._noisy_share_within(total, step))
 
-    def _adapted(self, clip: AdaptiveClip, total: ClippedSum, step: int) -> AdaptiveClip:
-        """The next step's rule, from a noisy count that the step's price includes."""
+    def _noisy_share_within(self, total: ClippedSum, step: int) -> float | None:
+        """The share of updates within the clip norm, if the rule asks for it: a priced count."""
+        if self._clip.count_stddev is None:
+            return None
         # Centred at half of what is expected: one update then moves the count by 1/2, not 1.
         centred = float(total.num_within) - 0.5 * total.num_updates
-        noisy = noisy_number(centred, noise_stddev=clip.count_noise, secret=self._secret, step=step)
-        return clip.following(noisy / self.plan.divisor + 0.5)
+        noisy = noisy_number(
+            centred,
+            noise_stddev=self._clip.count_stddev,
+            streams=self.record.streams(NUMBER_PURPOSE),
+            step=step,
+        )
+        return noisy / self.plan.divisor + 0.5
 
     @property
     def clip_norm(self) -> float:
         """The clip norm of the next step: the plan's, or what an adaptive rule has come to."""
         return self._clip.clip_norm
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on beside the model, the optimizer and the record. Secret.
+
+        Samplers and streams have no state: the number of the step is enough.
+        """
+        return {
+            "step": self.record.steps,
+            "clip": CLIP_RULES.to_json(self._clip),
+            "noise": self._noise.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave after as many steps as are recorded."""
+        if self._drawn is not None or state["step"] != self.record.steps:
+            raise InputError(
+                f"the state is that of step {state['step']}, and the record has "
+                f"{self.record.steps} steps: they must be of the same moment."
+            )
+        self._clip = CLIP_RULES.from_json(state["clip"])
+        self._noise.load_state_dict(state["noise"])
+
     def statement(self) -> Statement:
         """What may be said about the model after the steps taken so far."""
-        return self.ledger.statement()
+        return self.record.statement()
 
     def finish(self) -> None:
         """Close the ledger with the digest of the weights as they are: no step can follow."""
-        self.ledger.finish({"final_weights": trained_digest(self.model)})
-
-
-def _unnamed(
-    ledger: Ledger, model: nn.Module, optimizer: torch.optim.Optimizer, index: UserIndex
-) -> list[str]:
-    """What the noise depends on beside what the ledger names already. Secret."""
-    named = ledger.bound_to
-    found: list[str] = []
-    if "initial_weights" not in named:
-        found += [weights_digest(model), optimizer_digest(optimizer)]
-    # Under a fixed seed there is nothing to protect, and tests compare neighbours by equal noise.
-    if "data" not in named and not ledger.fixed_seed:
-        found.append(index_digest(index))
-    return found
+        self.record.finish(self.model)
 
 
 def _counted(batches: Iterable[Batch], expected: int) -> Iterator[Batch]:

@@ -1,49 +1,51 @@
-"""The private loop over a store; reads like the box of Charles et al. 2024, Alg. 1 and 2."""
+"""The private loop over a store; reads like the box of Charles et al. 2024, Alg. 1 and 2.
+
+`train` is the loop. `train_from_config` is what the command calls: it makes everything that the
+configuration names, runs the loop, and leaves the run in a directory:
+
+    config.toml  ledger.jsonl  statement.json  model/  report.html  MODEL_CARD.md
+    secret/    for the owner alone, never to be published
+
+Nothing else leaves a run: no loss on its training users, no norm, no cohort.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
-from userdp.clipping.fast import FastSettings
+from userdp.clipping.settings import StepSettings
+from userdp.config import Config, load_config
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows, tokenise, tokenise_selected, tokenizer_digest
-from userdp.digests import (
-    code_version,
-    model_digest,
-    optimizer_digest,
-    scheduler_digest,
-    trained_digest,
-    weights_digest,
-)
+from userdp.digests import model_digest, scheduler_digest
 from userdp.earlier import Earlier
 from userdp.errors import InputError
-from userdp.history import ATTRIBUTE, carry, history_of, write_history
+from userdp.history import history_of
 from userdp.ledger import Ledger
 from userdp.lineage import earlier_runs
+from userdp.losses import Batch
 from userdp.models.checks import trainable_parameters
-from userdp.models.load import save_model
-from userdp.models.proven import model_check
-from userdp.noise.secret import RunSecret
+from userdp.models.load import Lora, load_adapter, load_model, load_tokenizer
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.probe import check_positions
-from userdp.run_files import model_files, overlap, write_training_users
+from userdp.run_files import overlap, write_training_users
+from userdp.run_record import OnStep, RunRecord
 from userdp.sampling import Cohort
 from userdp.statement import Statement
 from userdp.step import PrivateStep
-from userdp.updates import Batch
-
-OnStep = Callable[[int], None]
+from userdp.streams import RunSecret
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +73,7 @@ def train(
     scheduler: Any = None,
     sequence_length: int = 128,
     selection: Selection | None = None,
-    clipping: Literal["fast", "plain"] = "fast",
-    settings: FastSettings | None = None,
-    microbatch_records: int | None = None,
+    settings: StepSettings | None = None,
     out: str | Path | None = None,
     bound_to: dict[str, str] | None = None,
     paid: Sequence[Paid] = (),
@@ -86,8 +86,8 @@ def train(
     Records of several owners need a `selection` that bounds what each of them contributes; a long
     record is then cut to one row, so that the bound on records is one on rows.
 
-    `clipping` is "fast" (many users in one backward pass, with `settings`) or "plain" (one user at
-    a time, `microbatch_records` rows of it); both give the same sums.
+    `settings` say how sums are computed: in batches of many users, or one user at a time. The sums
+    are the same.
 
     With `out`, the run's directory gets the ledger (row by row, before each step's weights exist)
     and at the end the model. Looks at the data that were `paid` for are charged before the first
@@ -106,43 +106,37 @@ def train(
     cautions = (*store.cautions, *_check_declared(model, store, before))
     check_positions(model, sequence_length)
     rows = _rows(store, tokenizer, plan, selection, sequence_length)
-    secret = secret or RunSecret.from_system()
-    settings = settings or FastSettings()
+    settings = settings or StepSettings()
     if optimizer is None:
         optimizer = make_optimizer(model, "adamw", learning_rate)
-    path = Path(out) if out is not None else None
-    if path is not None:
-        path.mkdir(parents=True, exist_ok=True)
     homes = history_of(model).homes
-    ledger = Ledger.create(
+    record = RunRecord.create(
         plan,
-        path=path / "ledger.jsonl" if path is not None else None,
+        model,
+        optimizer,
+        settings=settings,
+        secret=secret,
+        path=Path(out) if out is not None else None,
         bound_to={
             "data": store.fingerprint,
             "selection": _selection_name(store, selection),
             "sequence_length": str(sequence_length),
             "tokenizer": tokenizer_digest(tokenizer),
             "model": model_digest(model),
-            "initial_weights": weights_digest(model),
-            "optimizer": optimizer_digest(optimizer),
             "schedule": scheduler_digest(scheduler),
-            "clipping": f"{clipping}, {settings}, microbatch_records={microbatch_records}",
+            "settings": str(settings),
             "device": next(model.parameters()).device.type,
-            "code": code_version(),
-        }
-        | (bound_to or {}),
-        fixed_seed=secret.fixed_seed,
-        data_cautions=cautions,
-        # Under a fixed seed the whole record repeats; otherwise no two runs share a key.
-        key=secret.ledger_key() if secret.fixed_seed else None,
-        model_check=model_check(model, checked=clipping == "plain" or settings.check),
+            **(bound_to or {}),
+        },
+        cautions=cautions,
+        on_step=on_step,
     )
-    with contextlib.closing(ledger):
-        ledger.inherit(before)
+    with record.closing():
+        record.ledger.inherit(before)
         for item in paid:
-            ledger.charge(item.event, what=item.what)
-        if path is not None:
-            write_training_users(path, ledger.run_digest, store, homes)
+            record.ledger.charge(item.event, what=item.what)
+        if record.path is not None:
+            write_training_users(record.path, record.ledger.run_digest, store, homes)
         # Dropout off: the noise regularises enough, and a group's update is then a function of its
         # rows.
         model.eval()
@@ -151,12 +145,9 @@ def train(
             optimizer,
             plan,
             rows.index(),
-            clipping=clipping,
             settings=settings,
-            microbatch_records=microbatch_records,
             sequence_length=sequence_length,
-            ledger=ledger,
-            secret=secret,
+            record=record,
         )
         # A model that does not tell its vocabulary reads the tokenizer's.
         tokens = torch.arange(len(tokenizer))[None]
@@ -165,17 +156,9 @@ def train(
             step.apply(cohort_batches(rows, cohort, pad_token=tokenizer.pad_token_id))
             if scheduler is not None:
                 scheduler.step()
-            if on_step is not None:
-                on_step(ledger.steps)
-        files: dict[str, str] = {}
-        if path is not None:
-            save_model(model, tokenizer, path / "model")
-            history = vars(model)[ATTRIBUTE]
-            carry(model, dataclasses.replace(history, homes=(*homes, path.resolve())))
-            write_history(path / "model", history)
-            files = model_files(path / "model")
-        ledger.finish({"final_weights": trained_digest(model)}, model_files=files)
-    return Run(model=model, ledger=ledger, path=path)
+            record.step_done()
+        record.finish(model, tokenizer)
+    return Run(model=model, ledger=record.ledger, path=record.path)
 
 
 UNCHECKED_PEOPLE = (
@@ -257,3 +240,104 @@ def cohort_batches(rows: TokenRows, cohort: Cohort, *, pad_token: int) -> Iterat
     for group in cohort:
         input_ids, labels = rows.padded(group, pad_token=pad_token)
         yield {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+
+
+def train_from_config(
+    config_path: Path, config: Config, plan: Plan, out: Path, *, on_step: OnStep | None = None
+) -> Run:
+    """Train as the configuration says and leave the run in `out`."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} already holds something: choose another output directory.")
+    paid = config.load_paid()
+    plan.check_paid(paid)
+    store = UserStore.open(config.data.store)
+    settings = config.training
+    model, tokenizer = load_configured_model(config)
+    optimizer = make_optimizer(model, settings.optimizer, settings.learning_rate)
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(config_path, out / "config.toml")
+    try:
+        run = train(
+            model,
+            tokenizer,
+            store,
+            plan,
+            optimizer=optimizer,
+            scheduler=make_schedule(optimizer, settings.schedule, settings.steps),
+            sequence_length=config.data.sequence_length,
+            selection=config.load_selection(),
+            settings=step_settings(config),
+            out=out,
+            bound_to={"config": hashlib.sha256(config_path.read_bytes()).hexdigest()},
+            paid=paid,
+            other_people=config.privacy.other_people,
+            secret=None
+            if settings.fixed_seed is None
+            else RunSecret.fixed_for_tests(settings.fixed_seed),
+            on_step=on_step,
+        )
+    except InputError:
+        _clear_if_unbegun(out)
+        raise
+    write_statement(run, out)
+    return run
+
+
+def load_configured_model(config: Config) -> tuple[nn.Module, Any]:
+    """The model to train, with its adapters if they are asked for, and its tokenizer."""
+    return load_model(
+        config.model.path,
+        lora=Lora(**config.model.lora.model_dump()) if config.model.lora else None,
+        gguf_file=config.model.gguf_file,
+        dtype=getattr(torch, config.model.dtype),
+        device=config.training.device,
+    )
+
+
+def step_settings(config: Config) -> StepSettings:
+    """How the configuration wants sums to be computed."""
+    given = config.training
+    shared = StepSettings.__dataclass_fields__.keys() & type(given).model_fields.keys()
+    return StepSettings(
+        **{name: getattr(given, name) for name in shared - {"compute_dtype"}},
+        compute_dtype=torch.bfloat16 if given.autocast_dtype == "bfloat16" else None,
+    )
+
+
+def _clear_if_unbegun(out: Path) -> None:
+    """A run that was refused before its first step has released nothing: leave nothing of it."""
+    ledger = out / "ledger.jsonl"
+    rows = ledger.read_text().splitlines() if ledger.is_file() else []
+    if any(json.loads(row)["kind"] == "step" for row in rows):
+        return
+    for file in (ledger, out / "config.toml"):
+        file.unlink(missing_ok=True)
+    shutil.rmtree(out / "secret", ignore_errors=True)
+    out.rmdir()
+
+
+def write_statement(run: Run, out: Path) -> None:
+    """Write what may be said about the run's model."""
+    (out / "statement.json").write_text(json.dumps(run.statement.to_json(), indent=1) + "\n")
+
+
+def make_schedule(optimizer: torch.optim.Optimizer, name: str, steps: int) -> Any:
+    """A constant rate, or one that stays for half of the run and then falls to zero in a line."""
+    if name == "constant":
+        return None
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, 2 * max(0, steps - step) / steps)
+    )
+
+
+def load_run(run: Path) -> tuple[nn.Module, Any, Config]:
+    """The model a run left, its tokenizer, and its configuration."""
+    config = load_config(run / "config.toml")
+    saved = run / "model"
+    if not saved.is_dir():
+        raise InputError(f"{run} holds no model: did the run finish?")
+    if config.model.lora is None:
+        model, tokenizer = load_model(saved)
+        return model, tokenizer, config
+    base, _ = load_model(config.model.path, gguf_file=config.model.gguf_file)
+    return load_adapter(base, saved), load_tokenizer(str(saved)), config

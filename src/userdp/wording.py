@@ -1,22 +1,14 @@
-"""The words of a statement: samplers, clip rules, earlier runs, and what epsilon lets one promise.
+"""The words of a statement: what epsilon lets one promise, what is assumed and what not covered.
 
-Words follow numbers here and nowhere else; nothing ever reads a number back from words.
+A part has its own `words`. Words follow numbers; nothing ever reads a number back from words.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from userdp.clipping.rules import (
-    AdaptiveClip,
-    AutomaticClip,
-    ClipRule,
-    NormalisedClip,
-    PerLayerClip,
-)
 from userdp.earlier import Earlier
-from userdp.sampling import PoissonRecords, PoissonUsers
-from userdp.units import Adjacency, SamplingUnit
+from userdp.units import Adjacency
 
 # Up to this epsilon: how the information fares, and what whoever has the model can learn. At
 # epsilon 1 an attacker's odds change by a factor of at most 2.7, at 4 by 55, at 10 by 22,000.
@@ -37,45 +29,6 @@ def promise_in_words(adjacency: Adjacency, epsilon: float) -> str:
         if epsilon <= largest:
             return adjacency.promised(degree, learns)
     return ""
-
-
-def sampling_unit(sampler: PoissonUsers | PoissonRecords) -> SamplingUnit:
-    """What one coin of the sampler decides."""
-    return SamplingUnit.USER if isinstance(sampler, PoissonUsers) else SamplingUnit.RECORD
-
-
-def sampler_in_words(sampler: PoissonUsers | PoissonRecords) -> str:
-    """Who takes part in a step."""
-    match sampler:
-        case PoissonUsers() as users:
-            return (
-                f"Poisson sampling of users, rate={users.user_sampling_prob:.6g}, at most "
-                f"{users.group_size} records a user and step"
-            )
-        case PoissonRecords() as records:
-            return (
-                f"Poisson sampling of records, rate={records.record_sampling_prob:.6g}, at "
-                f"most {records.group_size} records a user"
-            )
-
-
-def clip_in_words(clip: ClipRule) -> str:
-    """How updates are bounded."""
-    match clip:
-        case AutomaticClip() as rule:
-            return f"automatic clipping to norm 1, stability={rule.stability:g}"
-        case AdaptiveClip() as rule:
-            return (
-                f"clip_norm={rule.clip_norm:g} at first, then the {rule.target_quantile:g} "
-                f"quantile of norms by counts with noise {rule.count_noise:g}, paid for in "
-                "every step"
-            )
-        case PerLayerClip() as rule:
-            return f"clip_norm={rule.clip_norm:g} split evenly over the layers"
-        case NormalisedClip() as rule:
-            return f"clip_norm={rule.clip_norm:g}, divided by it"
-        case rule:
-            return f"clip_norm={rule.clip_norm:g}"
 
 
 def assumptions(

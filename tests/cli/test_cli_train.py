@@ -84,7 +84,7 @@ def test_run_directory_holds_the_allow_list_and_nothing_else(run: Path) -> None:
 def test_ledger_and_statement_hold_no_loss_norm_or_cohort(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
     assert [set(row) for row in rows[1:-1]] == [{"kind", "step", "tag", "hash"}] * 4
-    assert set(rows[-1]) == {"kind", "steps", "digests", "model_files", "tag", "hash"}
+    assert set(rows[-1]) == {"kind", "steps", "event", "digests", "model_files", "tag", "hash"}
     statement = json.loads((run / "statement.json").read_text())
     assert set(statement) == {
         "guarantee",
@@ -96,6 +96,7 @@ def test_ledger_and_statement_hold_no_loss_norm_or_cohort(run: Path) -> None:
         "promise",
         "sampler",
         "mechanism",
+        "noise",
         "steps",
         "num_users",
         "certified_by",

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 import models_zoo
 from userdp.clipping import one_pass, products
-from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.fast import FastClipping
 from userdp.clipping.one_pass import OnePass
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import ClipRule, FlatClip
-from userdp.updates import Batch, RecordLoss, causal_lm_loss, mean_gradient
+from userdp.clipping.settings import StepSettings
+from userdp.losses import Batch, RecordLoss, causal_lm_loss
+from userdp.updates.mean_gradient import mean_gradient
 
 # Ragged in every way: users of one to five records, of none, and of one that is hardly a token.
 RAGGED = [[5, 9, 3], [4], [], [7, 7], [12, 2, 6, 8, 5], [3], [1], [6, 11]]
@@ -89,10 +91,10 @@ def fast_sum(
     groups: Sequence[Batch],
     rule: ClipRule,
     record_loss: RecordLoss = causal_lm_loss,
-    settings: FastSettings | None = None,
+    settings: StepSettings | None = None,
 ) -> list[Tensor]:
     """The fast path's sum; one record a row unless the settings say otherwise."""
-    settings = settings or FastSettings()
+    settings = settings or StepSettings()
     if settings.join_records is None:
         settings = replace(settings, join_records=False)
     fast = FastClipping(model, trainable(model), rule, record_loss=record_loss, settings=settings)
@@ -118,7 +120,7 @@ def assert_same_as_plain(
     *,
     record_loss: RecordLoss = causal_lm_loss,
     rule: ClipRule | None = None,
-    settings: FastSettings | None = None,
+    settings: StepSettings | None = None,
     tolerance: float | None = None,
 ) -> None:
     """The fast path's sum is the plain loop's: to 1e-10 in float64, 1e-5 in float32."""

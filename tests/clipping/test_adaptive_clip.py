@@ -15,12 +15,13 @@ import models_zoo
 import userdp.step
 from userdp.accounting.quantile import adaptive_clipping_noise
 from userdp.clipping.rules import AdaptiveClip
+from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError
 from userdp.index import UserIndex
-from userdp.noise.secret import RunSecret
+from userdp.losses import Batch
 from userdp.plan import Plan
 from userdp.step import PrivateStep
-from userdp.updates import Batch
+from userdp.streams import RunSecret
 
 SEED = RunSecret.fixed_for_tests(3)
 USERS = 40
@@ -117,7 +118,7 @@ def test_fast_and_plain_clipping_adapt_alike() -> None:
             torch.optim.SGD(model.parameters(), lr=0.3),
             plan,
             UserIndex.from_owners(range(len(RAGGED))),
-            clipping=clipping,  # type: ignore[arg-type]
+            settings=StepSettings(path=clipping),  # type: ignore[arg-type]
             secret=SEED,
         )
         norms: list[float] = []
@@ -144,7 +145,7 @@ def released_count(monkeypatch: pytest.MonkeyPatch, groups: list[Batch], clippin
     index = UserIndex.from_owner_numbers(np.arange(len(groups)), num_users=len(groups))
     rule = AdaptiveClip(clip_norm=0.5, count_noise=1.0)
     plan = plan_of(rule, num_users=len(groups), expected_cohort_size=len(groups))
-    step = make_step(plan, index=index, clipping=clipping)
+    step = make_step(plan, index=index, settings=StepSettings(path=clipping))
     step.draw()
     step.apply(groups)
     (value,) = seen

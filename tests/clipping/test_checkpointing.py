@@ -28,10 +28,11 @@ import models_zoo
 from userdp.clipping import compiled
 from userdp.clipping.checkpointed import blocks_of, checkpointed_blocks
 from userdp.clipping.compiled import Execution
-from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.fast import FastClipping
 from userdp.clipping.rules import FlatClip
+from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError
-from userdp.updates import Batch, causal_lm_loss
+from userdp.losses import Batch, causal_lm_loss
 
 RULE = FlatClip(clip_norm=0.5)
 FORMS = {"stored": contextlib.nullcontext, "pairs": pairs_wherever_possible}
@@ -42,8 +43,8 @@ WITHOUT_BLOCKS = ["lstm tied", "own parameter", "albert"]
 ALIKE = [[9, 9]] * 4
 
 
-def checkpointing(**settings: Any) -> FastSettings:
-    return FastSettings(checkpoint_blocks=True, **settings)
+def checkpointing(**settings: Any) -> StepSettings:
+    return StepSettings(checkpoint_blocks=True, **settings)
 
 
 # ---- the sum
@@ -86,7 +87,7 @@ def test_sum_in_bfloat16_is_bitwise_the_same() -> None:
             model,
             cohort(RAGGED),
             RULE,
-            settings=FastSettings(compute_dtype=torch.bfloat16, checkpoint_blocks=checkpoint),
+            settings=StepSettings(compute_dtype=torch.bfloat16, checkpoint_blocks=checkpoint),
         )
         for checkpoint in (False, True)
     ]
@@ -185,7 +186,7 @@ def count_calls(model: nn.Module, run: Callable[[], Any]) -> int:
 
 
 def one_batch(model: nn.Module, *, checkpoint: bool) -> list[Tensor]:
-    settings = FastSettings(checkpoint_blocks=checkpoint, check=False)
+    settings = StepSettings(checkpoint_blocks=checkpoint, check=False)
     return fast_sum(model, cohort(ALIKE), RULE, settings=settings)
 
 
@@ -219,7 +220,7 @@ def clipping(model: nn.Module, **settings: Any) -> FastClipping:
         trainable(model),
         RULE,
         record_loss=causal_lm_loss,
-        settings=FastSettings(check=False, **settings),
+        settings=StepSettings(check=False, **settings),
     )
 
 
@@ -292,7 +293,7 @@ def test_input_of_a_layer_without_a_rule_is_let_go(checkpoint: bool) -> None:
         alive[:] = [reference() is not None for reference in seen]
         return losses
 
-    settings = FastSettings(checkpoint_blocks=checkpoint, check=False)
+    settings = StepSettings(checkpoint_blocks=checkpoint, check=False)
     fast_sum(model, cohort(ALIKE), RULE, loss, settings)
     assert len(alive) >= 2
     assert set(alive) == {not checkpoint}
@@ -381,7 +382,7 @@ def test_callers_own_checkpointing_works_as_before_and_blocks_run_twice_not_thri
 
     assert_untouched(model, step)
     assert count_calls(model, step) == surveyed + 2 * len(blocks_of(model))
-    settings = FastSettings(checkpoint_blocks=checkpoint)
+    settings = StepSettings(checkpoint_blocks=checkpoint)
     assert_same_as_plain(model, cohort(RAGGED), settings=settings)
     assert flags(model) == before
     assert model.is_gradient_checkpointing

@@ -15,12 +15,12 @@ import models_zoo
 from userdp.clipping import one_pass
 from userdp.clipping.compiled import Execution
 from userdp.clipping.factors import clip_factors
-from userdp.clipping.fast import FastSettings
 from userdp.clipping.forms import Pair, Rows, Stored
 from userdp.clipping.pack import Users, pack
 from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip, NormalisedClip, PerLayerClip
+from userdp.clipping.settings import StepSettings
 from userdp.clipping.sums import Sums
-from userdp.updates import causal_lm_loss
+from userdp.losses import causal_lm_loss
 
 ROUNDING = 1e-5
 # Users in a batch, and places for users: two stay empty.
@@ -137,7 +137,7 @@ def test_bound_holds_inside_a_callers_autocast(forms: str) -> None:
 def test_callers_autocast_changes_nothing(tokens: int) -> None:
     model = shake(models_zoo.build("gpt2 tied", torch.float32))
     rule = FlatClip(clip_norm=0.1)
-    settings = FastSettings(microbatch_tokens=tokens)
+    settings = StepSettings(microbatch_tokens=tokens)
     groups = cohort([[9, 12, 7], [5], [5], [8, 3]])
     expected = [t.clone() for t in fast_sum(model, groups, rule, settings=settings)]
     with torch.autocast("cpu", torch.bfloat16):

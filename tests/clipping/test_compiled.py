@@ -24,9 +24,10 @@ from torch import nn
 
 import models_zoo
 from userdp.clipping import compiled, one_pass
-from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.fast import FastClipping
 from userdp.clipping.rules import FlatClip
-from userdp.updates import causal_lm_loss
+from userdp.clipping.settings import StepSettings
+from userdp.losses import causal_lm_loss
 
 # Warnings of torch about itself, while it traces.
 pytestmark = [
@@ -34,7 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 
-COMPILED = FastSettings(compile_blocks=True)
+COMPILED = StepSettings(compile_blocks=True)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ def test_compiled_products_that_give_their_norms_need_no_graph_break(
 ) -> None:
     monkeypatch.setattr(one_pass, "MOST_BY_ROW", 0)
     model = shake(models_zoo.build("gpt2 tied"))
-    settings = FastSettings(compile_blocks=True, mix_sizes=mix_sizes, microbatch_tokens=400)
+    settings = StepSettings(compile_blocks=True, mix_sizes=mix_sizes, microbatch_tokens=400)
     with squares_wherever_possible():
         assert_same_as_plain(model, cohort(LENGTHS), settings=settings)
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -99,7 +100,7 @@ def test_compiled_blocks_give_the_plain_loops_sum_of_joined_records(
     name: str, lengths: list[list[int]]
 ) -> None:
     model = shake(models_zoo.build(name))
-    settings = FastSettings(compile_blocks=True, join_records=True)
+    settings = StepSettings(compile_blocks=True, join_records=True)
     assert_same_as_plain(model, cohort(lengths), settings=settings)
     assert not torch._dynamo.utils.counters["graph_break"]
 
@@ -122,7 +123,7 @@ def test_compiled_pairs_give_the_plain_loops_sum() -> None:
 
 def test_compiled_user_in_pieces_gives_the_plain_loops_sum() -> None:
     model = shake(models_zoo.build("gpt2 tied"))
-    settings = FastSettings(compile_blocks=True, microbatch_tokens=10)
+    settings = StepSettings(compile_blocks=True, microbatch_tokens=10)
     assert_same_as_plain(model, cohort([[9, 9, 9], [5, 6], [9]]), settings=settings)
 
 

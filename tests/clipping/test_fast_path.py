@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import models_zoo
-from userdp.clipping.fast import FastClipping, FastSettings, Step
+from userdp.clipping.fast import FastClipping, Step
 from userdp.clipping.one_pass import OnePass, pair_is_cheaper
 from userdp.clipping.pack import Users
 from userdp.clipping.plain import PlainClipping
@@ -39,9 +39,10 @@ from userdp.clipping.rules import (
     NormalisedClip,
     PerLayerClip,
 )
+from userdp.clipping.settings import StepSettings
 from userdp.clipping.verify import FastPathError
+from userdp.losses import Batch, causal_lm_loss
 from userdp.models.load import Lora, add_lora
-from userdp.updates import Batch, causal_lm_loss
 
 ZOO = [*models_zoo.BUILDERS, *models_zoo.MORE_BUILDERS]
 FORMS = {
@@ -80,7 +81,7 @@ def test_merged_adapters_match_the_plain_loop(name: str, dtype: torch.dtype) -> 
     model = shake(models_zoo.build(name, dtype))
     for rule in (None, PerLayerClip(clip_norm=0.05)):
         assert_same_as_plain(
-            model, cohort(RAGGED), rule=rule, settings=FastSettings(merge_lora=True)
+            model, cohort(RAGGED), rule=rule, settings=StepSettings(merge_lora=True)
         )
 
 
@@ -123,7 +124,7 @@ def test_microbatch_size_does_not_change_the_sum(name: str) -> None:
     rule = FlatClip(clip_norm=middle_clip(model, groups, loss))
     # From users cut into single rows to the whole cohort at once.
     sums = [
-        fast_sum(model, groups, rule, loss, FastSettings(microbatch_tokens=tokens))
+        fast_sum(model, groups, rule, loss, StepSettings(microbatch_tokens=tokens))
         for tokens in (1, 16, 40, 1000)
     ]
     assert max(difference(other, sums[-1]) for other in sums[:-1]) <= 1e-12
@@ -135,8 +136,8 @@ def test_user_of_a_hundred_long_records_is_clipped_once(name: str) -> None:
     model = shake(models_zoo.build(name))
     groups = cohort([[30] * 100, [30], [5, 6], [20, 10, 30]])
     rule = FlatClip(clip_norm=norms(model, groups)[0] / 2)
-    assert_same_as_plain(model, groups, rule=rule, settings=FastSettings(microbatch_tokens=256))
-    alone = fast_sum(model, groups[:1], rule, settings=FastSettings(microbatch_tokens=256))
+    assert_same_as_plain(model, groups, rule=rule, settings=StepSettings(microbatch_tokens=256))
+    alone = fast_sum(model, groups[:1], rule, settings=StepSettings(microbatch_tokens=256))
     norm = math.sqrt(sum(float(t.square().sum()) for t in alone))
     assert norm <= rule.clip_norm * (1 + 1e-5)
     assert norm >= rule.clip_norm * (1 - 1e-5)
@@ -152,7 +153,7 @@ def test_what_an_earlier_cohort_left_in_the_sum_does_not_count(
     # a batch, and of nobody.
     model = shake(models_zoo.build(name))
     rule = FlatClip(clip_norm=0.5)
-    settings = FastSettings(microbatch_tokens=40, join_records=False, mix_sizes=mix)
+    settings = StepSettings(microbatch_tokens=40, join_records=False, mix_sizes=mix)
     with FORMS[forms]():
         fast = FastClipping(
             model, trainable(model), rule, record_loss=causal_lm_loss, settings=settings
@@ -177,7 +178,7 @@ def test_a_captured_step_sets_or_adds_as_it_did_when_it_was_captured(
     # A stand-in for captured graphs: what the step read of the object then is what it reads later.
     model = shake(models_zoo.build("gpt2 tied"))
     rule = FlatClip(clip_norm=0.5)
-    settings = FastSettings(microbatch_tokens=40, join_records=False)
+    settings = StepSettings(microbatch_tokens=40, join_records=False)
     fast = FastClipping(
         model, trainable(model), rule, record_loss=causal_lm_loss, settings=settings
     )
@@ -311,7 +312,7 @@ def test_updates_within_the_clip_norm_are_counted_alike(forms: str) -> None:
             trainable(model),
             rule,
             record_loss=causal_lm_loss,
-            settings=FastSettings(microbatch_tokens=100),
+            settings=StepSettings(microbatch_tokens=100),
         )
         found = fast.clipped_sum(groups, rule)
     assert 1 < int(expected.num_within) < len(groups) - 1
@@ -397,5 +398,5 @@ def test_fast_path_matches_plain_loop_on_random_models_and_cohorts(
             model,
             cohort(lengths),
             rule=FlatClip(clip_norm=clip_norm),
-            settings=FastSettings(microbatch_tokens=tokens),
+            settings=StepSettings(microbatch_tokens=tokens),
         )

@@ -25,12 +25,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import models_zoo
-from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.fast import FastClipping
 from userdp.clipping.joined import can_join, is_joined, joined, separated, worth_joining
 from userdp.clipping.pack import Users, power_of_two
 from userdp.clipping.rules import FlatClip, PerLayerClip
+from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError
-from userdp.updates import (
+from userdp.losses import (
     IGNORED_LABEL,
     JOINED_RECORD,
     JOINED_WEIGHT,
@@ -41,7 +42,7 @@ from userdp.updates import (
     record_mask,
 )
 
-JOINED = FastSettings(join_records=True)
+JOINED = StepSettings(join_records=True)
 # Those of the zoo that can be told which tokens are one record.
 CAN_JOIN = [
     "gpt2 tied",
@@ -120,7 +121,7 @@ def test_joined_sum_is_the_plain_loops(name: str, forms: str) -> None:
 def test_joined_users_of_every_size_sum_up_as_in_the_plain_loop(mixed: bool, tokens: int) -> None:
     # With ten tokens a batch, most users are larger than a batch and come in pieces.
     model = shake(models_zoo.build("gpt2 tied"))
-    settings = FastSettings(join_records=True, mix_sizes=mixed, microbatch_tokens=tokens)
+    settings = StepSettings(join_records=True, mix_sizes=mixed, microbatch_tokens=tokens)
     assert_same_as_plain(model, cohort(RAGGED), settings=settings)
     rule = PerLayerClip(clip_norm=0.3)
     assert_same_as_plain(model, cohort(RAGGED, seed=1), settings=settings, rule=rule)
@@ -163,7 +164,7 @@ def tokens_run(fast: FastClipping, groups: list[dict[str, Tensor]], rule: FlatCl
     return seen
 
 
-def clipping_of(name: str, settings: FastSettings | None = None) -> FastClipping:
+def clipping_of(name: str, settings: StepSettings | None = None) -> FastClipping:
     model = models_zoo.build(name)
     loss = models_zoo.loss_of(name)
     rule = FlatClip(clip_norm=0.5)
@@ -174,7 +175,7 @@ def test_short_records_beside_a_long_one_take_far_fewer_tokens() -> None:
     groups = cohort([[14, 3, 2, 4, 3, 2], [2, 2, 13], [3, 3, 3, 12, 2]])
     rule = FlatClip(clip_norm=0.5)
     batches = {
-        choice: tokens_run(clipping_of("llama", FastSettings(join_records=choice)), groups, rule)
+        choice: tokens_run(clipping_of("llama", StepSettings(join_records=choice)), groups, rule)
         for choice in (None, False)
     }
     tokens = {
@@ -356,7 +357,7 @@ def test_model_inside_another_module_and_tiny_vocabularies_are_run_as_before() -
 
 def test_joined_rows_are_no_longer_than_a_batch() -> None:
     groups = cohort([[14, 3, 2, 4, 3, 2], [2, 2, 13], [3, 3, 3, 12, 2]])
-    fast = clipping_of("llama", FastSettings(join_records=True, microbatch_tokens=16))
+    fast = clipping_of("llama", StepSettings(join_records=True, microbatch_tokens=16))
     batches = tokens_run(fast, groups, FlatClip(clip_norm=0.5))
     assert max(users.batch["input_ids"].numel() for users in batches) <= 16
 

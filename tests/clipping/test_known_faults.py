@@ -23,7 +23,8 @@ from userdp.clipping.compiled import Execution
 from userdp.clipping.one_pass import OnePass
 from userdp.clipping.pack import pack
 from userdp.clipping.rules import FlatClip
-from userdp.updates import RecordLoss, causal_lm_loss, mean_gradient
+from userdp.losses import RecordLoss, causal_lm_loss
+from userdp.updates.mean_gradient import mean_gradient
 
 FORMS = {"stored": contextlib.nullcontext, "pairs": pairs_wherever_possible}
 USERS = [[9, 4], [9, 9], [9, 2], [9, 6]]

@@ -24,13 +24,13 @@ import models_zoo
 from userdp.clipping import one_pass
 from userdp.clipping.compiled import Execution, has_aligned_head
 from userdp.clipping.factors import clip_factors
-from userdp.clipping.fast import FastSettings
 from userdp.clipping.forms import Form, Rows, Stored
 from userdp.clipping.mixed import Sizes, pack_runs
 from userdp.clipping.pack import Runs
 from userdp.clipping.rules import FlatClip
+from userdp.clipping.settings import StepSettings
 from userdp.clipping.sums import Sums
-from userdp.updates import causal_lm_loss
+from userdp.losses import causal_lm_loss
 
 # Rows of one length within a user, so that many short rows meet few long ones.
 UNLIKE = st.lists(
@@ -64,7 +64,7 @@ def test_many_short_rows_beside_a_long_one_give_the_plain_loops_sum() -> None:
             shake(models_zoo.build("llama tied")),
             cohort([[60], [3] * 15, [4] * 12, [50]]),
             rule=FlatClip(clip_norm=0.5),
-            settings=FastSettings(mix_sizes=True, microbatch_tokens=1500, check=False),
+            settings=StepSettings(mix_sizes=True, microbatch_tokens=1500, check=False),
         )
 
 

@@ -29,15 +29,16 @@ from torch import Tensor, nn
 
 import models_zoo
 from userdp.clipping import one_pass
-from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.fast import FastClipping
 from userdp.clipping.mixed import Sizes, pack_runs
 from userdp.clipping.pack import Users, pack
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip, NormalisedClip, PerLayerClip
-from userdp.updates import IGNORED_LABEL, causal_lm_loss
+from userdp.clipping.settings import StepSettings
+from userdp.losses import IGNORED_LABEL, causal_lm_loss
 
 ZOO = [*models_zoo.BUILDERS, *models_zoo.MORE_BUILDERS]
-MIXED = FastSettings(mix_sizes=True, microbatch_tokens=400)
+MIXED = StepSettings(mix_sizes=True, microbatch_tokens=400)
 
 
 @contextlib.contextmanager
@@ -228,14 +229,14 @@ def test_any_cohort_gives_the_plain_loops_sum(
             model,
             cohort(lengths),
             rule=FlatClip(clip_norm=0.5),
-            settings=FastSettings(mix_sizes=True, microbatch_tokens=tokens),
+            settings=StepSettings(mix_sizes=True, microbatch_tokens=tokens),
         )
 
 
 def test_merged_adapters_and_users_larger_than_a_batch() -> None:
     model = shake(models_zoo.build("llama tied + lora"))
     groups = cohort([[30] * 20, [30], [5, 6], [20, 10, 30]])
-    settings = FastSettings(mix_sizes=True, merge_lora=True, microbatch_tokens=256)
+    settings = StepSettings(mix_sizes=True, merge_lora=True, microbatch_tokens=256)
     assert_same_as_plain(model, groups, settings=settings)
 
 
@@ -260,7 +261,7 @@ def test_rows_that_cannot_be_padded_are_batched_with_their_like() -> None:
         return model(batch["x"])[:, 0] ** 2
 
     rule = FlatClip(clip_norm=0.3)
-    settings = FastSettings(mix_sizes=True, microbatch_tokens=8)
+    settings = StepSettings(mix_sizes=True, microbatch_tokens=8)
     found = fast_sum(model, groups, rule, loss, settings)  # type: ignore[arg-type]
     assert difference(found, plain_sum(model, groups, rule, loss)) <= 1e-12  # type: ignore[arg-type]
 
@@ -291,7 +292,7 @@ def test_groups_with_unlike_tensors_go_into_batches_of_their_own(mix_sizes: bool
     groups = cohort([[4, 4], [5], [6, 3], [5]])
     for odd in groups[1::2]:
         odd["attention_mask"] = torch.ones_like(odd["labels"])
-    assert_same_as_plain(model, groups, settings=FastSettings(mix_sizes=mix_sizes))
+    assert_same_as_plain(model, groups, settings=StepSettings(mix_sizes=mix_sizes))
 
 
 def test_rows_that_are_no_sequences_are_not_mixed_unless_asked(

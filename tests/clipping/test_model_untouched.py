@@ -17,10 +17,10 @@ from comparing import RAGGED, cohort, fast_sum, shake
 from torch import Tensor, nn
 
 import models_zoo
-from userdp.clipping.fast import FastSettings
 from userdp.clipping.rules import FlatClip
+from userdp.clipping.settings import StepSettings
 from userdp.errors import MixedExamplesError
-from userdp.updates import Batch, causal_lm_loss
+from userdp.losses import Batch, causal_lm_loss
 
 RULE = FlatClip(clip_norm=0.5)
 NAMES = ["gpt2 tied", "llama tied + lora", "lstm", "gemma", "own parameter", "bert"]
@@ -67,7 +67,7 @@ def assert_untouched(model: nn.Module, run: Callable[[], Any]) -> None:
 def step(name: str, model: nn.Module, **settings: Any) -> list[Tensor]:
     groups = cohort(RAGGED, masked=name in models_zoo.MASKED)
     loss = models_zoo.loss_of(name)
-    return fast_sum(model, groups, RULE, loss, FastSettings(**settings))
+    return fast_sum(model, groups, RULE, loss, StepSettings(**settings))
 
 
 @pytest.mark.parametrize("tokens", [8, 1000])
@@ -104,7 +104,7 @@ def test_step_that_fails_leaves_the_model_as_it_was(name: str, tokens: int) -> N
                 cohort(RAGGED, masked=name in models_zoo.MASKED),
                 RULE,
                 failing,
-                FastSettings(microbatch_tokens=tokens),
+                StepSettings(microbatch_tokens=tokens),
             )
 
     assert_untouched(model, run)
@@ -215,7 +215,7 @@ def test_replaced_forward_of_a_layer_is_refused_by_name() -> None:
     layer.forward = layer.forward
 
     def run() -> None:
-        with pytest.raises(MixedExamplesError, match=r"forward of a Conv1D.*clipping=\"plain\""):
+        with pytest.raises(MixedExamplesError, match=r"forward of a Conv1D.*path=\"plain\""):
             step("gpt2 tied", model)
 
     assert_untouched(model, run)

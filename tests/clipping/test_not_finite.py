@@ -19,9 +19,10 @@ from comparing import (
 from torch import Tensor, nn
 
 import models_zoo
-from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.fast import FastClipping
 from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip, PerLayerClip
-from userdp.updates import Batch, causal_lm_loss
+from userdp.clipping.settings import StepSettings
+from userdp.losses import Batch, causal_lm_loss
 
 FORMS = {"stored": contextlib.nullcontext, "pairs": pairs_wherever_possible}
 # No user but the poisoned one has this token.
@@ -101,7 +102,7 @@ def test_user_alone_or_in_pieces_that_is_not_finite_adds_nothing(tokens: int) ->
         trainable(model)[0][POISON] = math.nan
     rule = FlatClip(clip_norm=0.5)
     groups = poisoned_cohort([0])
-    settings = FastSettings(microbatch_tokens=tokens)
+    settings = StepSettings(microbatch_tokens=tokens)
     assert all(not t.any() for t in fast_sum(model, groups[:1], rule, settings=settings))
     found = fast_sum(model, groups, rule, settings=settings)
     assert difference(found, plain_sum(model, groups[1:], rule)) <= 1e-5
@@ -121,5 +122,5 @@ def test_user_whose_squared_norm_overflows_float32_adds_nothing() -> None:
     model = shake(models_zoo.build("gpt2 tied", torch.float32))
     rule = FlatClip(clip_norm=0.5)
     groups = poisoned_cohort([2])
-    found = fast_sum(model, groups, rule, loss_with_poison(1e25), FastSettings(check=False))
+    found = fast_sum(model, groups, rule, loss_with_poison(1e25), StepSettings(check=False))
     assert difference(found, plain_sum(model, groups[:2] + groups[3:], rule)) <= 1e-5

@@ -12,7 +12,7 @@ from userdp.clipping.factors import clip_factors
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip, PerLayerClip
-from userdp.updates import Batch
+from userdp.losses import Batch
 
 RULES = [FlatClip(clip_norm=0.5), PerLayerClip(clip_norm=0.5), AutomaticClip()]
 

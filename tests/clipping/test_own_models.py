@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import models_zoo
 import userdp
-from userdp.clipping.fast import FastSettings
 from userdp.clipping.rules import FlatClip
+from userdp.clipping.settings import StepSettings
 from userdp.clipping.verify import FastPathError
 from userdp.errors import InputError, MixedExamplesError
 
@@ -208,7 +208,7 @@ class MixesRows(nn.Module):
 
 
 def test_rows_that_change_each_other_are_caught_by_the_check() -> None:
-    with pytest.raises(FastPathError, match='clipping="plain"'):
+    with pytest.raises(FastPathError, match='path="plain"'):
         fast_sum(around(MixesRows()), cohort(RAGGED), RULE)
 
 
@@ -222,7 +222,7 @@ def test_lstm_with_a_state_of_its_own_is_refused() -> None:
             state = x.new_zeros(1, len(x), WIDTH)
             return self.layer(x, (state, state))[0]
 
-    with pytest.raises(InputError, match='clipping="plain"'):
+    with pytest.raises(InputError, match='path="plain"'):
         fast_sum(around(WithState()), cohort(RAGGED), RULE)
 
 
@@ -230,7 +230,7 @@ def test_dropout_that_is_on_is_refused_by_name() -> None:
     model = models_zoo.build("gpt2 tied").train()
     with pytest.raises(InputError, match=r"dropout at 'transformer\.drop'.*model\.eval"):
         fast_sum(model, cohort(RAGGED), RULE)
-    checked = userdp.verify(model, models_zoo.ragged_batch([5, 6], seed=0), clipping="fast")
+    checked = userdp.verify(model, models_zoo.ragged_batch([5, 6], seed=0), path="fast")
     assert not checked.safe
     assert "dropout at" in checked.cause
 
@@ -261,7 +261,7 @@ def test_frozen_parts_are_left_out(frozen: str) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(frozen not in name)
     assert 0 < len(trainable(model)) < len(list(model.parameters()))
-    assert_same_as_plain(model, cohort(RAGGED), settings=FastSettings(microbatch_tokens=60))
+    assert_same_as_plain(model, cohort(RAGGED), settings=StepSettings(microbatch_tokens=60))
 
 
 class ByName(nn.Module):
@@ -281,4 +281,4 @@ class ByName(nn.Module):
 @pytest.mark.parametrize("mix_sizes", [False, True])
 def test_layers_called_by_name_are_clipped_alike(mix_sizes: bool) -> None:
     model = shake(ByName().double())
-    assert_same_as_plain(model, cohort(RAGGED), settings=FastSettings(mix_sizes=mix_sizes))
+    assert_same_as_plain(model, cohort(RAGGED), settings=StepSettings(mix_sizes=mix_sizes))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from userdp.clipping.pack import MOST_PADDING, PADDING, Users, ladder_step, pack, size_of
-from userdp.updates import IGNORED_LABEL
+from userdp.losses import IGNORED_LABEL
 
 GROUPS = st.lists(
     st.tuples(st.integers(0, 6), st.integers(1, 40), st.sampled_from([None, 1, 2])), max_size=25

@@ -18,7 +18,7 @@ from userdp.clipping.one_pass import OnePass
 from userdp.clipping.pack import Users
 from userdp.clipping.products import can_square, num_tiles, products_with_squares, users_products
 from userdp.clipping.rules import FlatClip
-from userdp.updates import causal_lm_loss
+from userdp.losses import causal_lm_loss
 
 ENDS = [3, 3, 9, 12]
 

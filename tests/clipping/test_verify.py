@@ -15,16 +15,17 @@ import models_zoo
 from userdp.clipping import layers
 from userdp.clipping import verify as verify_module
 from userdp.clipping.compiled import Execution
-from userdp.clipping.fast import FastClipping, FastSettings
+from userdp.clipping.fast import FastClipping
 from userdp.clipping.forms import Rows
 from userdp.clipping.pack import Users
 from userdp.clipping.rules import FlatClip, PerLayerClip
+from userdp.clipping.settings import StepSettings
 from userdp.clipping.verify import FastPathError, Verification, compare_on
 from userdp.errors import InputError, MixedExamplesError
 from userdp.index import UserIndex
+from userdp.losses import causal_lm_loss
 from userdp.plan import Plan
 from userdp.step import PrivateStep
-from userdp.updates import causal_lm_loss
 
 ZOO = [*models_zoo.BUILDERS, *models_zoo.MORE_BUILDERS]
 
@@ -89,7 +90,7 @@ def test_verify_says_which_layers_have_no_rule_of_their_own() -> None:
 
 
 def test_verify_names_a_weight_used_outside_its_layer() -> None:
-    with pytest.raises(FastPathError, match=r"'embedding\.weight'.*clipping=\"plain\""):
+    with pytest.raises(FastPathError, match=r"'embedding\.weight'.*path=\"plain\""):
         compare_on(broken_model(), batch())
 
 
@@ -187,12 +188,12 @@ def fast(model: nn.Module, **settings: Any) -> FastClipping:
         trainable(model),
         FlatClip(clip_norm=1.0),
         record_loss=causal_lm_loss,
-        settings=FastSettings(**settings),
+        settings=StepSettings(**settings),
     )
 
 
 def test_first_batch_is_checked_and_the_error_says_what_to_do() -> None:
-    with pytest.raises(FastPathError, match=r"'embedding\.weight'.*Use clipping=\"plain\""):
+    with pytest.raises(FastPathError, match=r"'embedding\.weight'.*Use path=\"plain\""):
         fast(broken_model()).clipped_sum(cohort(RAGGED), FlatClip(clip_norm=1.0))
 
 
@@ -296,7 +297,7 @@ def test_step_of_a_model_the_fast_path_gets_wrong_is_not_taken() -> None:
             torch.optim.SGD(model.parameters(), lr=0.1),
             plan,
             UserIndex.from_owners([0, 0, 1, 1, 2, 2, 3, 3]),
-            clipping=clipping,  # type: ignore[arg-type]
+            settings=StepSettings(path=clipping),  # type: ignore[arg-type]
         )
         rows = batch(8)
         groups = [{n: t[list(g)] for n, t in rows.items()} for g in step.draw()]

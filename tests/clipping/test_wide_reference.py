@@ -10,7 +10,8 @@ from comparing import cohort, shake, trainable
 
 import models_zoo
 from userdp.clipping.wide_reference import wide_gradient
-from userdp.updates import causal_lm_loss, mean_gradient
+from userdp.losses import causal_lm_loss
+from userdp.updates.mean_gradient import mean_gradient
 
 
 @pytest.mark.parametrize(

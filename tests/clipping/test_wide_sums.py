@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import FlatClip
-from userdp.updates import Batch
+from userdp.losses import Batch
 
 USERS = 600
 

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from userdp.clipping.flat import FlatBuffer
+from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
-from userdp.noise.draw import add_gaussian_
-from userdp.noise.secret import RunSecret
+from userdp.noise.draw import add_normal_
 from userdp.plan import Plan
+from userdp.run_record import RunRecord
 from userdp.step import PrivateStep
+from userdp.streams import RunSecret
 
 SECRET = RunSecret.fixed_for_tests(2)
 
@@ -46,8 +48,8 @@ def train(
         plan,
         index,
         record_loss=lambda model, batch: scale * (model(batch["x"])[:, 0] - 1.0) ** 2,
-        microbatch_records=microbatch_records,
-        ledger=ledger,
+        settings=StepSettings(microbatch_records=microbatch_records),
+        record=None if ledger is None else RunRecord(ledger, SECRET),
         secret=SECRET,
     )
     history = [parameters_of(model)]
@@ -119,8 +121,7 @@ def test_row_4_empty_cohorts_take_100_noisy_steps_and_are_charged(tmp_path: Path
         plan,
         UserIndex.from_owners(range(100)),
         record_loss=lambda model, batch: model(batch["x"])[:, 0] ** 2,
-        ledger=ledger,
-        secret=SECRET,
+        record=RunRecord(ledger, SECRET),
     )
     inputs = data(100)
     empty = moved = 0
@@ -189,11 +190,11 @@ def test_row_7_noise_is_drawn_once_a_step_whatever_the_accumulation(
 ) -> None:
     draws: list[int] = []
 
-    def counted(values, *, noise_stddev, secret, step):  # type: ignore[no-untyped-def]
+    def counted(values, *, step, **others):  # type: ignore[no-untyped-def]
         draws.append(step)
-        add_gaussian_(values, noise_stddev=noise_stddev, secret=secret, step=step)
+        add_normal_(values, step=step, **others)
 
-    monkeypatch.setattr("userdp.step.add_gaussian_", counted)
+    monkeypatch.setattr("userdp.noise.draw.add_normal_", counted)
     plan = Plan.sample_users(
         num_users=4,
         expected_cohort_size=4,
@@ -238,7 +239,14 @@ def test_row_10_with_the_sum_zeroed_weights_move_by_the_noise_and_nothing_else(
     expected = history[0].clone()
     for number in range(2):
         noise = FlatBuffer(list(step.model.parameters()))
-        add_gaussian_(noise.values, noise_stddev=plan.noise_stddev, secret=secret, step=number)
+        add_normal_(
+            noise.values,
+            offset=0,
+            size=len(noise.values),
+            stddev=plan.noise_stddev,
+            step=number,
+            streams=secret.streams("noise"),
+        )
         expected -= 0.1 * torch.cat([(n / plan.divisor).flatten() for n in noise.views])
         torch.testing.assert_close(history[number + 1], expected, rtol=1e-6, atol=1e-7)
 

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from userdp.clipping.rules import AdaptiveClip, ClipRule
+from userdp.clipping.settings import StepSettings
 from userdp.index import UserIndex
-from userdp.noise.secret import RunSecret
+from userdp.losses import Batch
 from userdp.plan import Plan
 from userdp.step import PrivateStep
-from userdp.updates import Batch
+from userdp.streams import RunSecret, Streams
 
 USERS = 40
 ROWS_EACH = 20
@@ -114,20 +115,21 @@ def test_no_two_draws_of_a_run_share_a_stream(unit: str, monkeypatch: pytest.Mon
     # The streams' own keys are looked at: the cohort, the noise and the noise on the count of any
     # two steps must have been keyed differently.
     keys: list[bytes] = []
-    honest = RunSecret.stream_key
+    honest = Streams.key
 
-    def noted(self: RunSecret, purpose: str, step: int) -> bytes:
-        keys.append(honest(self, purpose, step))
+    def noted(self: Streams, step: int, piece: int = 0) -> bytes:
+        keys.append(honest(self, step, piece))
         return keys[-1]
 
-    monkeypatch.setattr(RunSecret, "stream_key", noted)
+    monkeypatch.setattr(Streams, "key", noted)
     adaptive = unit == "users, adaptive clipping"
     clip: dict[str, ClipRule] = {"clip": AdaptiveClip(clip_norm=1.0, count_noise=2.0)}
     plan = records_plan() if unit == "records" else users_plan(**(clip if adaptive else {}))
     run(make(plan), torch.ones(3))
     assert len(set(keys)) == len(keys)
-    # For the rows that are kept, then at each step for the cohort, the noise, and the count's.
-    assert len(keys) >= 1 + plan.steps * (3 if adaptive else 2)
+    # For the rows that record sampling keeps, then at each step for the cohort, the noise, and the
+    # count's.
+    assert len(keys) >= (unit == "records") + plan.steps * (3 if adaptive else 2)
 
 
 def test_no_draw_comes_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +214,9 @@ def test_noise_on_the_sum_grows_with_an_adaptive_clip_norm() -> None:
 
 def movement(plan: Plan, *, clipping: str) -> float:
     """How far one user of four records, all far outside the clip norm, moves the sum."""
-    step = make(plan, index=UserIndex.from_owners(["ann"] * 4), clipping=clipping)
+    step = make(
+        plan, index=UserIndex.from_owners(["ann"] * 4), settings=StepSettings(path=clipping)
+    )  # type: ignore[arg-type]
     cohort = step.draw()
     step.apply({"x": torch.tensor([[1e6, 0.0, 0.0]]).expand(len(rows), -1)} for rows in cohort)
     return float(step.model.weight.detach().norm()) * plan.divisor

@@ -13,10 +13,10 @@ import models_zoo
 from userdp.clipping.plain import clip_update, clipped_sum
 from userdp.clipping.rules import FlatClip
 from userdp.index import UserIndex
-from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
 from userdp.step import PrivateStep
-from userdp.updates import mean_gradient
+from userdp.streams import RunSecret
+from userdp.updates.mean_gradient import mean_gradient
 
 TOLERANCE = 1e-5
 SHAPES = [(7, 3), (5,), (2, 2, 2)]

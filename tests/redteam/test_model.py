@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import families
 import tiny
 from cli_runner import userdp as run_cli
-from userdp import FastSettings, FlatClip, Plan, PrivateStep, UserIndex, train, verify
+from userdp import FlatClip, Plan, PrivateStep, StepSettings, UserIndex, train, verify
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.made_up import MadeUp
 from userdp.clipping.plain import PlainClipping
@@ -24,9 +24,9 @@ from userdp.clipping.verify import FastPathError
 from userdp.data.record import Record
 from userdp.data.store import write_store
 from userdp.errors import InputError, MixedExamplesError
+from userdp.losses import causal_lm_loss
 from userdp.models.proven import is_proven
-from userdp.noise.secret import RunSecret
-from userdp.updates import causal_lm_loss
+from userdp.streams import RunSecret
 
 MADE_UP = MadeUp.tokens(families.VOCABULARY)
 SMALL = [MADE_UP.group(1, 10, seed=i) for i in range(30)]
@@ -43,7 +43,7 @@ def clipping(model: nn.Module, kind: str, **settings: Any) -> FastClipping | Pla
         parameters,
         RULE,
         record_loss=causal_lm_loss,
-        settings=FastSettings(join_records=False, **settings),
+        settings=StepSettings(join_records=False, **settings),
     )
 
 
@@ -142,7 +142,7 @@ def test_no_step_of_such_a_model_is_taken_on_the_fast_path(path: Any) -> None:
         plan,
         UserIndex.from_owners(range(8)),
         record_loss=distance,
-        clipping=path,
+        settings=StepSettings(path=path),
         secret=RunSecret.fixed_for_tests(0),
     )
     batches = [{"x": x[rows], "y": y[rows]} for rows in step.draw()]
@@ -178,7 +178,7 @@ def test_one_users_value_never_ends_a_run_nor_changes_another_users_update(
             plan,
             UserIndex.from_owners(owners),
             record_loss=squares,
-            clipping=path,
+            settings=StepSettings(path=path),
             secret=RunSecret.fixed_for_tests(1),
         )
         found: list[Tensor] = []
@@ -215,7 +215,7 @@ def test_a_user_with_no_finite_number_zeroes_nobody_else() -> None:
     expected = PlainClipping(model, parameters, record_loss=squares).clipped_sum(groups[1:], rule)
     for mix in (False, True):
         fast = FastClipping(
-            model, parameters, rule, record_loss=squares, settings=FastSettings(mix_sizes=mix)
+            model, parameters, rule, record_loss=squares, settings=StepSettings(mix_sizes=mix)
         )
         found = fast.clipped_sum(poisoned, rule)
         torch.testing.assert_close(found.total.values, expected.total.values)
@@ -263,7 +263,7 @@ def test_joining_follows_from_each_users_own_records() -> None:
 
 def test_join_records_is_refused_before_any_data_is_seen() -> None:
     model = families.build(families.SAFE["mistral, window"])
-    settings = FastSettings(join_records=True)
+    settings = StepSettings(join_records=True)
     with pytest.raises(InputError, match="records of length 48 were tried"):
         FastClipping(
             model, list(model.parameters()), RULE, record_loss=causal_lm_loss, settings=settings
@@ -343,7 +343,7 @@ def test_an_encoder_is_not_trained_from_the_command_line(tmp_path: Any) -> None:
     assert "padded" in found["cause"]
     assert found["largest_movement"] > 1
     assert max(probe["coupling"] for probe in found["details"]) > 0.01
-    plain = config(tmp_path, "s", training='clipping = "plain"')
+    plain = config(tmp_path, "s", training='path = "plain"')
     result = run_cli("verify", plain, "--json")
     assert (result.code, result.json["safe"], result.json["cause"]) == (0, True, None)
     assert result.json["largest_movement"] <= 1 + 1e-5
@@ -359,7 +359,7 @@ def test_a_step_goes_on_without_the_user_that_cannot_be_read(path: Any) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1),
         plan,
         UserIndex.from_owners(range(6)),
-        clipping=path,
+        settings=StepSettings(path=path),
         sequence_length=families.LENGTH,
         secret=RunSecret.fixed_for_tests(0),
     )
@@ -399,7 +399,7 @@ def _picky_step(model: nn.Module, plan: Plan, loss: Any, path: Any) -> PrivateSt
         plan,
         UserIndex.from_owners(range(5)),
         record_loss=loss,
-        clipping=path,
+        settings=StepSettings(path=path),
         secret=RunSecret.fixed_for_tests(0),
     )
 
@@ -424,8 +424,8 @@ def test_a_model_is_probed_in_the_mode_that_it_is_trained_in() -> None:
         return (model(batch["x"])[:, 0] - batch["y"]) ** 2
 
     batch = {"x": torch.zeros(1, 3), "y": torch.zeros(1)}
-    assert verify(model.eval(), batch, record_loss=squares, clipping="fast").safe
-    assert not verify(model.train(), batch, record_loss=squares, clipping="fast").safe
+    assert verify(model.eval(), batch, record_loss=squares, path="fast").safe
+    assert not verify(model.train(), batch, record_loss=squares, path="fast").safe
     assert model.training
 
 
@@ -538,7 +538,7 @@ class SeesByData(nn.Module):
 def test_what_is_written_through_data_is_found(in_training: bool) -> None:
     batch = {"x": torch.zeros(1, 3), "y": torch.zeros(1)}
     model = SeesByData(in_training=in_training).train(in_training)
-    found = verify(model, batch, record_loss=squares, clipping="plain")
+    found = verify(model, batch, record_loss=squares, path="plain")
     assert "'seen' is written during the forward pass" in found.cause
 
 
@@ -558,7 +558,7 @@ def test_a_user_of_large_numbers_is_tried() -> None:
     torch.manual_seed(0)
     batch = {"x": torch.zeros(1, 3)}
     found = verify(
-        OneScale(), batch, record_loss=lambda m, b: torch.tanh(m(b["x"])[:, 0]), clipping="fast"
+        OneScale(), batch, record_loss=lambda m, b: torch.tanh(m(b["x"])[:, 0]), path="fast"
     )
     assert not found.safe
 
@@ -579,7 +579,7 @@ def test_joined_and_long_users_share_a_cohort_in_mixed_batches() -> None:
     large = MADE_UP.group(80, 21, seed=1)
     ragged = MADE_UP.group(4, 40, seed=2)
     ragged["labels"][1:, 3:] = -100
-    parameters, settings = list(model.parameters()), FastSettings(mix_sizes=True)
+    parameters, settings = list(model.parameters()), StepSettings(mix_sizes=True)
     fast = FastClipping(model, parameters, RULE, record_loss=causal_lm_loss, settings=settings)
     expected = clipping(model, "plain").clipped_sum([large, ragged], RULE).total.values
     found = fast.clipped_sum([large, ragged], RULE).total.values
@@ -606,7 +606,7 @@ def test_groups_that_do_not_fit_together_count_as_zero(kind: str, path: Any) -> 
         torch.optim.SGD(model.parameters(), lr=0.1),
         everybody(4, steps=1),
         UserIndex.from_owners(range(4)),
-        clipping=path,
+        settings=StepSettings(path=path),
         sequence_length=families.LENGTH,
         secret=RunSecret.fixed_for_tests(0),
     )
@@ -662,7 +662,7 @@ def test_classification_in_a_loop_of_ones_own(labels: Tensor, path: Any) -> None
         everybody(4),
         UserIndex.from_owners(range(4)),
         record_loss=class_loss,
-        clipping=path,
+        settings=StepSettings(path=path),
         secret=RunSecret.fixed_for_tests(0),
     )
     for cohort in step.cohorts():
@@ -707,7 +707,7 @@ def test_the_probe_leaves_every_module_in_its_own_mode() -> None:
     model.train()
     model[0].eval()
     batch = {"x": torch.zeros(1, 3), "y": torch.zeros(1)}
-    verify(model, batch, record_loss=squares, clipping="plain")
+    verify(model, batch, record_loss=squares, path="plain")
     assert [module.training for module in model] == [False, True, True]
 
 

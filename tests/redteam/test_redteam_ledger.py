@@ -17,6 +17,7 @@ from tiny import make_model, make_store
 from userdp import Ledger, Plan, PrivateStep, UserIndex, chain
 from userdp.errors import LedgerError
 from userdp.run_files import read_run
+from userdp.run_record import RunRecord
 
 
 def small_plan(**changes: Any) -> Plan:
@@ -58,7 +59,7 @@ noise_multiplier = {noise}
 delta = 1e-3
 [training]
 steps = 3
-clipping = "plain"
+path = "plain"
 {more}
 """
 
@@ -125,7 +126,8 @@ def forged(path: Path) -> None:
     """Seven times the noise, and every hash computed again: what anyone can do without the key."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows[0]["plan"]["noise"]["noise_multiplier"] = 7.0
-    rows[0]["step_event"]["event"]["noise_multiplier"] = 7.0
+    for row in (rows[0], rows[-1]):
+        row["event"]["event"]["event"]["noise_multiplier"] = 7.0
     before, lines = "", []
     for row in rows:
         del row["hash"]
@@ -197,7 +199,7 @@ def own_loop(model: torch.nn.Module, ledger: Ledger | None, **options: Any) -> P
         small_plan(),
         UserIndex.from_owners([user for user in range(40) for _ in range(2)]),
         record_loss=lambda model, batch: model(batch["x"])[:, 0] ** 2,
-        ledger=ledger,
+        record=None if ledger is None else RunRecord(ledger, options.pop("secret", None)),
         **options,
     )
 

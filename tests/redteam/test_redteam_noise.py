@@ -16,11 +16,21 @@ import torch
 
 import userdp
 from tiny import make_model, make_store
-from userdp import AdaptiveClip, FastSettings, Ledger, Plan, PrivateStep, UserIndex, training
+from userdp import (
+    AdaptiveClip,
+    Ledger,
+    Plan,
+    PrivateStep,
+    StepSettings,
+    UserIndex,
+    run_record,
+    training,
+)
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
 from userdp.digests import weights_digest
-from userdp.noise.secret import RunSecret
+from userdp.run_record import RunRecord
+from userdp.streams import RunSecret, Streams
 
 PUBLIC: dict[str, Any] = {
     "num_users": 40,
@@ -36,7 +46,7 @@ PUBLIC: dict[str, Any] = {
 def test_the_secret_comes_from_the_system_and_from_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("userdp.noise.secret.secrets.token_bytes", lambda count: b"s" * count)
+    monkeypatch.setattr("userdp.streams.secrets.token_bytes", lambda count: b"s" * count)
     assert RunSecret.from_system().key == b"s" * 32
 
 
@@ -49,8 +59,8 @@ def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
     """What the noise of a run with these changes is bound to, under one fixed secret."""
     found: list[str] = []
 
-    def stop(*args: Any, ledger: Ledger, **options: Any) -> None:
-        found.append(ledger.run_digest)
+    def stop(*args: Any, record: RunRecord, **options: Any) -> None:
+        found.append(record.ledger.run_digest)
         raise Stopped
 
     monkeypatch.setattr(training, "PrivateStep", stop)
@@ -119,9 +129,9 @@ def test_whatever_changes_the_released_values_changes_the_noise(bound: Any) -> N
         "schedule's function": {"scheduler": linear(0.1)},
         "schedule's closure": {"scheduler": linear(0.2)},
         "sequence length": {"sequence_length": 8},
-        "path": {"clipping": "plain"},
-        "settings": {"settings": FastSettings(join_records=False)},
-        "microbatch": {"microbatch_records": 1},
+        "path": {"settings": StepSettings(path="plain")},
+        "settings": {"settings": StepSettings(join_records=False)},
+        "microbatch": {"settings": StepSettings(microbatch_records=1)},
         "weights": {"model": moved},
         "dtype": {"model": copy.deepcopy(bound.model).double()},
         "model's configuration": {"model": other_config},
@@ -140,7 +150,7 @@ def test_whatever_changes_the_released_values_changes_the_noise(bound: Any) -> N
 
 def test_code_and_device_are_bound_too(bound: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = bound()
-    monkeypatch.setattr(training, "code_version", lambda: "another version")
+    monkeypatch.setattr(run_record, "code_version", lambda: "another version")
     assert bound() != before
 
 
@@ -178,7 +188,7 @@ def test_an_own_loop_that_goes_on_with_a_change_draws_other_noise(
 ) -> None:
     """The same secret and the same ledger: what is left to tell two continuations apart."""
     # Were the system's randomness to repeat, a change would still give other noise.
-    monkeypatch.setattr("userdp.step.secrets.token_hex", lambda count: "0" * 2 * count)
+    monkeypatch.setattr("userdp.run_record.secrets.token_hex", lambda count: "0" * 2 * count)
     secret = RunSecret(key=b"k" * 32, fixed_seed=False)
     plan = Plan.sample_users(**PUBLIC)
     (tmp_path / "0").mkdir()
@@ -194,7 +204,7 @@ def test_an_own_loop_that_goes_on_with_a_change_draws_other_noise(
         home = Path(shutil.copytree(tmp_path / "0", tmp_path / str(number)))
         ledger = Ledger.open(home / "ledger.jsonl")
         model = change.pop("model", None) or a_model()
-        keys.append(own_step(model, ledger=ledger, secret=secret, **change)._secret.key)
+        keys.append(own_step(model, record=RunRecord(ledger, secret), **change).record._secret.key)
         ledger.close()
     assert len(set(keys)) == len(changes)
     assert keys[0] == keys[-1]
@@ -210,13 +220,16 @@ def test_copies_of_an_unfinished_run_share_no_noise_under_one_secret(tmp_path: P
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     secret = RunSecret(key=b"k" * 32, fixed_seed=False)
     steps = [
-        own_step(a_model(seed), ledger=Ledger.open(tmp_path / name / "ledger.jsonl"), secret=secret)
+        own_step(
+            a_model(seed),
+            record=RunRecord(Ledger.open(tmp_path / name / "ledger.jsonl"), secret),
+        )
         for seed, name in enumerate("ab")
     ]
     # One ledger in memory, two steps on it.
     ledger = Ledger.create(plan, bound_to=named, fixed_seed=False)
-    steps += [own_step(a_model(), ledger=ledger, secret=secret) for _ in range(2)]
-    assert len({step._secret.key for step in steps}) == 4
+    steps += [own_step(a_model(), record=RunRecord(ledger, secret)) for _ in range(2)]
+    assert len({step.record._secret.key for step in steps}) == 4
     for step in steps:
         step.ledger.close()
 
@@ -224,7 +237,7 @@ def test_copies_of_an_unfinished_run_share_no_noise_under_one_secret(tmp_path: P
 def test_an_own_loop_binds_weights_and_optimizer_without_a_ledger_too() -> None:
     secret = RunSecret.fixed_for_tests(1)
     keys = [
-        own_step(model, secret=secret, lr=lr)._secret.key
+        own_step(model, secret=secret, lr=lr).record._secret.key
         for model, lr in ((a_model(), 0.1), (a_model(), 0.2), (a_model(1), 0.1))
     ]
     assert len(set(keys)) == 3
@@ -263,20 +276,20 @@ def test_the_rows_that_record_sampling_keeps_follow_the_secret() -> None:
 
 
 def test_no_two_uses_of_randomness_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[bytes, str, int]] = []
-    honest = RunSecret.stream_key
+    asked: list[tuple[Streams, int, int]] = []
+    honest = Streams.key
 
-    def watched(self: RunSecret, purpose: str, step: int) -> bytes:
-        asked.append((self.key, purpose, step))
-        return honest(self, purpose, step)
+    def watched(self: Streams, step: int, piece: int = 0) -> bytes:
+        asked.append((self, step, piece))
+        return honest(self, step, piece)
 
-    monkeypatch.setattr(RunSecret, "stream_key", watched)
+    monkeypatch.setattr(Streams, "key", watched)
     clip = AdaptiveClip(clip_norm=1.0, count_noise=2.0)
     plan = Plan.sample_users(**(PUBLIC | {"clip_norm": None, "clip": clip}))
     cohorts(own_step(a_model(), plan=plan, secret=RunSecret.fixed_for_tests(1)))
     # A step draws its cohort, its noise and its noisy count, each from a stream of its own.
     assert len(asked) == len(set(asked)) >= 3 * plan.steps
-    assert len({honest(RunSecret(key=k, fixed_seed=True), p, s) for k, p, s in asked}) == len(asked)
+    assert len({honest(*one) for one in asked}) == len(asked)
 
 
 def test_the_count_of_adaptive_clipping_gets_fresh_noise_at_every_step() -> None:

@@ -21,6 +21,7 @@ from userdp import Adjacency, Ledger, Lora, Plan, PrivateStep, UserIndex, load_m
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
 from userdp.clipping.rules import FlatClip
+from userdp.clipping.settings import StepSettings
 from userdp.config import load_config
 from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
@@ -29,8 +30,9 @@ from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.history import ANCESTRY_FILE, history_of, merged
 from userdp.lineage import earlier_runs
 from userdp.noise.gaussian import Gaussian
-from userdp.noise.secret import RunSecret
+from userdp.run_record import RunRecord
 from userdp.sampling import PoissonUsers
+from userdp.streams import RunSecret
 from userdp.training import UNCHECKED_PEOPLE
 
 FIXED_GRAPH = [Adjacency.FIXED_GRAPH_ZERO_OUT, Adjacency.FIXED_GRAPH_REPLACE]
@@ -52,7 +54,7 @@ def the_plan(**changes: Any) -> Plan:
 def oracle(plan: Plan, steps: int) -> float:
     """Another library's epsilon of so many steps."""
     accountant = PLDAccountant(value_discretization_interval=1e-3)
-    accountant.compose(plan.step_event(), steps)
+    accountant.compose(plan.event(steps))
     return float(accountant.get_epsilon(plan.delta))
 
 
@@ -76,7 +78,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(model: Any, tokenizer: Any, store: UserStore, **options: Any) -> userdp.training.Run:
     plan = options.pop("plan", None) or the_plan()
     return userdp.train(
-        model, tokenizer, store, plan, sequence_length=16, clipping="plain", **options
+        model,
+        tokenizer,
+        store,
+        plan,
+        sequence_length=16,
+        settings=StepSettings(path="plain"),
+        **options,
     )
 
 
@@ -178,9 +186,9 @@ def own_loop(
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
         plan or the_plan(),
         UserIndex.from_owners(range(20)),
-        clipping="plain",
+        settings=StepSettings(path="plain"),
         record_loss=lambda model, batch: model(batch["x"])[:, 0] ** 2,
-        ledger=ledger,
+        record=None if ledger is None else RunRecord(ledger),
     )
 
 
@@ -308,7 +316,7 @@ def config_on(root: Path, path: Path, **changes: str) -> Path:
         f'[data]\nstore = "{root}/{values["store"]}"\nsequence_length = 16\n{values["data"]}\n'
         f'[model]\npath = "{values["model"]}"\n[privacy]\nnum_users = 20\n'
         "expected_cohort_size = 10\ngroup_size = 2\nclip_norm = 1.0\nnoise_multiplier = 2.0\n"
-        f'delta = 1e-3\n{values["privacy"]}\n[training]\nsteps = 2\nclipping = "plain"\n'
+        f'delta = 1e-3\n{values["privacy"]}\n[training]\nsteps = 2\npath = "plain"\n'
     )
     return path
 
@@ -336,7 +344,7 @@ def test_a_past_that_the_runs_own_ledger_contradicts_is_refused(root: Path, tmp_
     run = Path(shutil.copytree(root / "run", tmp_path / "earlier"))
     path = run / "model" / ANCESTRY_FILE
     data = json.loads(path.read_text())
-    data["runs"][0]["steps"] = 1
+    data["runs"][0]["steps"] = data["runs"][0]["event"]["count"] = 1
     path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
     config = config_on(root, tmp_path / "a.toml", model=str(run / "model"))
     result = command("train", config, "--out", tmp_path / "run")
@@ -400,7 +408,7 @@ def test_a_model_of_a_run_that_lost_its_past_is_not_loaded(
 def test_an_edited_past_is_refused(root: Path, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(root / "run" / "model", tmp_path / "model"))
     data = json.loads((copied / ANCESTRY_FILE).read_text())
-    data["runs"][0]["step_event"]["event"]["noise_multiplier"] = 90.0
+    data["runs"][0]["event"]["event"]["event"]["noise_multiplier"] = 90.0
     (copied / ANCESTRY_FILE).write_text(json.dumps(data))
     model, tokenizer = load_model(copied)
     with pytest.raises(LedgerError, match="edited"):

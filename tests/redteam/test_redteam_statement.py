@@ -43,7 +43,7 @@ def fixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     (root / "run.toml").write_text(
         f'[data]\nstore = "{root}/store"\nsequence_length = 16\n[model]\npath = "{root}/base"\n'
         "[privacy]\nnum_users = 20\nexpected_cohort_size = 10\ngroup_size = 2\nclip_norm = 1.0\n"
-        'noise_multiplier = 0.3\ndelta = 1e-3\n[training]\nsteps = 5\nclipping = "plain"\n'
+        'noise_multiplier = 0.3\ndelta = 1e-3\n[training]\nsteps = 5\npath = "plain"\n'
         "fixed_seed = 1\n"
     )
     told = command("train", root / "run.toml", "--out", root / "run", "--json").json

@@ -26,7 +26,7 @@ from userdp.earlier import Earlier
 from userdp.errors import InputError
 from userdp.paid import Paid
 from userdp.plan import Plan
-from userdp.sampling import PoissonRecords, PoissonUsers
+from userdp.sampling import PoissonRecords, PoissonUsers, Sampler
 from userdp.statement import Statement, epsilon_text
 from userdp.units import Adjacency, SamplingUnit
 
@@ -51,7 +51,7 @@ GroupSize = Annotated[
 AdjacencyOption = Annotated[Adjacency, typer.Option(help="Which datasets are neighbours.")]
 
 
-def sampler_of(unit: SamplingUnit, rate: float, group_size: int) -> PoissonUsers | PoissonRecords:
+def sampler_of(unit: SamplingUnit, rate: float, group_size: int) -> Sampler:
     """The sampler that --unit, --rate and --group-size describe."""
     if unit is SamplingUnit.USER:
         return PoissonUsers(user_sampling_prob=rate, group_size=group_size)

@@ -42,12 +42,12 @@ def evaluate(
     if not allow_overlap:
         _refuse_training_users(Path(model), run, held_out)
     common.quiet_transformers()
-    from userdp import evaluation, runs
+    from userdp import evaluation, training
     from userdp.data.tokens import tokenise
     from userdp.models.load import load_model
 
     if run is not None and (run / "config.toml").is_file():
-        loaded, tokenizer, config = runs.load_run(run)
+        loaded, tokenizer, config = training.load_run(run)
         sequence_length = sequence_length or config.data.sequence_length
     else:
         loaded, tokenizer = load_model(model if run is None else run / "model")

@@ -19,9 +19,8 @@ from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.cli import common
 from userdp.errors import InputError, UnaccountedPlanError
-from userdp.noise.gaussian import Gaussian
-from userdp.plan import step_event
-from userdp.sampling import PoissonRecords
+from userdp.noise import Gaussian
+from userdp.prices import event_of
 from userdp.statement import round_up
 from userdp.units import Adjacency, SamplingUnit
 
@@ -145,10 +144,10 @@ class Mechanism:
                 num_users=self.num_users,
                 noise_multiplier=noise_multiplier,
             )
-        else:
-            sampler = common.sampler_of(self.unit, self.rate, group_size)
-            step = step_event(sampler, Gaussian(noise_multiplier=noise_multiplier), self.adjacency)
-        return events.repeated(step, self.steps)
+            return events.repeated(step, self.steps)
+        sampler = common.sampler_of(self.unit, self.rate, group_size)
+        noise = Gaussian(noise_multiplier=noise_multiplier)
+        return event_of(sampler, noise, self.adjacency, steps=self.steps)
 
     def evaluate(self, noise_multiplier: float, delta: float) -> Evaluation:
         """Epsilon by the chosen accountant."""
@@ -209,9 +208,7 @@ class Mechanism:
         )
         if self.cap is not None:
             words += f", at most {self.cap:,} of {self.num_users:,} users a step"
-        if isinstance(
-            common.sampler_of(self.unit, self.rate or 1.0, self.group_size), PoissonRecords
-        ):
+        if self.unit is SamplingUnit.RECORD:
             words += f", at most {self.group_size} records a user"
         return words
 

@@ -15,9 +15,9 @@ from userdp.accounting.quantile import private_quantile
 from userdp.cli import common
 from userdp.data.store import UserStore
 from userdp.errors import InputError
-from userdp.noise.secret import RunSecret
 from userdp.paid import Paid, write_paid
 from userdp.statement import epsilon_text
+from userdp.streams import RunSecret
 from userdp.units import Adjacency
 
 
@@ -61,7 +61,7 @@ def quantile(
         quantile=quantile,
         noise_multiplier=noise_multiplier,
         # A fresh secret each time: two looks never share their noise.
-        rng=RunSecret.from_system().rng("quantile", 0),
+        rng=RunSecret.from_system().streams("quantile").rng(0),
     )
     paid = Paid(
         what=f"{of.value.replace('-', ' ')}, private {quantile:g} quantile", event=found.event

@@ -40,7 +40,7 @@ def train(
 
     # torch only from here on: a wrong configuration is refused at once.
     common.quiet_transformers()
-    from userdp import evaluation, runs
+    from userdp import evaluation, training
     from userdp.data.tokens import tokenise
 
     held_out, unchecked = None, False
@@ -53,17 +53,17 @@ def train(
         unchecked = shared is None or not before.is_known
         if unchecked:
             common.say(f"note: {common.UNCHECKED_OVERLAP}")
-    if settings.training.on_cuda and settings.training.clipping == "fast":
+    if settings.training.on_cuda and settings.training.path == "fast":
         common.say("the first steps compile the model for its batches: a minute or two")
     with common.training_progress(plan, paid=paid, earlier=earlier) as on_step:
-        run = runs.train_from_config(config, settings, plan, out, on_step=on_step)
+        run = training.train_from_config(config, settings, plan, out, on_step=on_step)
     loss = None
     if held_out is not None:
         # Again, by the finished run's own lists: they name every run behind the model.
         shared = shared_users(out, held_out)
         common.refuse_overlap(shared, held_out)
         unchecked = shared is None
-        model, tokenizer, _ = runs.load_run(out)
+        model, tokenizer, _ = training.load_run(out)
         rows = tokenise(held_out, tokenizer, sequence_length=settings.data.sequence_length)
         loss = evaluation.evaluate(model, rows, pad_token=tokenizer.pad_token_id).loss
     statement = run.statement

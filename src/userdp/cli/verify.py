@@ -20,9 +20,10 @@ def verify(
     """Probe the configured model with made-up users; the data is not read. Exit code 1: unsafe."""
     settings = load_config(config)
     common.quiet_transformers()
-    from userdp import probe, runs
+    from userdp import probe
+    from userdp.training import load_configured_model, step_settings
 
-    model, _ = runs.load_configured_model(settings)
+    model, _ = load_configured_model(settings)
     model.eval()
     privacy = settings.privacy
     length = settings.data.sequence_length
@@ -33,8 +34,8 @@ def verify(
             sequence_length=length,
             group_size=1 if privacy.unit is SamplingUnit.RECORD else privacy.group_size or 2,
             clip=settings.clip_rule(),
-            clipping=settings.training.clipping,
-            settings=runs.fast_settings(settings),
+            path=settings.training.path,
+            settings=step_settings(settings),
         )
     lines = [
         f"{p.name}: {p.movement:.6f} clip norms, {p.coupling:.1e} of it not the user's own"

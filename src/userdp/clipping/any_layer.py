@@ -96,7 +96,7 @@ class _ByUser(torch.autograd.Function):
                 raise MixedExamplesError(
                     f"{name} has no rule of its own and gives an output of shape "
                     f"{tuple(output.shape)} for {tape.rows} rows: records cannot be told apart. "
-                    'Use clipping="plain".'
+                    'Use path="plain".'
                 )
         return outputs
 

@@ -26,7 +26,7 @@ from userdp.clipping import kernels
 from userdp.clipping.checkpointed import checkpointed_blocks
 from userdp.clipping.layers import Tape, only
 from userdp.clipping.swap import swapped
-from userdp.updates import (
+from userdp.losses import (
     Batch,
     RecordLoss,
     TokenMean,

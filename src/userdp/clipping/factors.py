@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from userdp.clipping.rules import AutomaticClip, ClipRule, NormalisedClip, PerLayerClip
+from userdp.clipping.rules import ClipRule
 
 # Scaled updates aim this many roundings below the bound, so that rounding cannot carry them over:
 # one part in a million in float32.
@@ -37,18 +37,15 @@ def clip_factors(
     nobody can poison the sum.
     """
     norms = squared_norms.clamp(min=0).sqrt()
-    if isinstance(rule, AutomaticClip):
-        factors = (1 - margin) / (norms + rule.stability)
-    else:
-        layers = len(squared_norms) if isinstance(rule, PerLayerClip) else 1
-        norm_bound = rule.clip_norm if clip_norm is None else clip_norm
-        bound = norm_bound * (1 - margin) / math.sqrt(layers)
-        factors = torch.where(norms <= bound, 1.0, bound / norms)
-        if isinstance(rule, NormalisedClip):
-            factors = factors / norm_bound
+    norm_bound = rule.clip_norm if clip_norm is None else clip_norm
+    layers = math.sqrt(len(squared_norms)) if rule.by_layer else 1.0
+    factors = rule.factor(norms, norm_bound, (1 - margin) / layers)
+    # Whatever the rule says, nobody gets beyond its bound.
+    most = largest_norm(rule, norm_bound) / layers / norms
+    factors = torch.minimum(torch.maximum(factors, -most), most)
     # Not a number is not below anything.
-    counts = (squared_norms <= LARGEST_NORM**2).all(0, keepdim=True)
-    return torch.where(counts, factors, 0.0)
+    counts = (squared_norms <= LARGEST_NORM**2) & torch.isfinite(factors)
+    return torch.where(counts.all(0, keepdim=True), factors, 0.0)
 
 
 def power_of_two_below(factors: Tensor) -> Tensor:
@@ -95,6 +92,4 @@ def _rounding_factors(factors: Tensor, exposed: Tensor, dtype: torch.dtype, eps:
 
 def largest_norm(rule: ClipRule, clip_norm: Tensor | float | None = None) -> Tensor | float:
     """The largest norm that a clipped update may have; `clip_norm` as in `clip_factors`."""
-    if isinstance(rule, AutomaticClip | NormalisedClip) or clip_norm is None:
-        return rule.bound
-    return clip_norm
+    return rule.bound if clip_norm is None else rule.bound_at(clip_norm)

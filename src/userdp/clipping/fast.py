@@ -19,7 +19,6 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,10 +38,11 @@ from userdp.clipping.pack import Users, has_tokens, pack, power_of_two, size_of
 from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.recurrent import Lstm
 from userdp.clipping.rules import ClipRule
+from userdp.clipping.settings import StepSettings
 from userdp.clipping.survey import Survey, find_layers
 from userdp.clipping.verify import NothingFiniteError, compare_with_plain, refuse_dropout
 from userdp.errors import InputError, MixedExamplesError
-from userdp.updates import Batch, RecordLoss, Update, joined_lm_loss
+from userdp.losses import Batch, RecordLoss, Update, joined_lm_loss
 
 Step = Callable[[Users], Any]
 _LOG = logging.getLogger(__name__)
@@ -64,29 +64,6 @@ CUDA_STORED_SHARE = 0.3
 MOST_BY_ROW = 2**21
 
 
-@dataclass(frozen=True, kw_only=True)
-class FastSettings:
-    """How the fast path runs; None leaves the choice to the device.
-
-    `compute_dtype` is what products are computed in while weights stay as they are. `merge_lora`
-    computes with W + s B A formed first: faster, rounded differently (`merged_lora`). `mix_sizes`
-    puts users of unlike size into batches of few shapes (`mixed`), as captured steps want them;
-    otherwise users of like size share a batch (`pack`). `checkpoint_blocks` keeps only the input of
-    every block and runs the block again in the backward pass: less memory, more time
-    (`checkpointed`). `join_records` puts several records of a user into one row (`joined`); None
-    does so for those users for whom it saves much.
-    """
-
-    microbatch_tokens: int | None = None
-    compute_dtype: torch.dtype | None = None
-    compile_blocks: bool | None = None
-    merge_lora: bool = False
-    checkpoint_blocks: bool = False
-    mix_sizes: bool | None = None
-    join_records: bool | None = None
-    check: bool = True
-
-
 class FastClipping:
     """Clipped sums of cohorts, as the plain loop would give them.
 
@@ -101,10 +78,10 @@ class FastClipping:
         rule: ClipRule,
         *,
         record_loss: RecordLoss,
-        settings: FastSettings | None = None,
+        settings: StepSettings | None = None,
         sequence_length: int | None = None,
     ) -> None:
-        settings = settings or FastSettings()
+        settings = settings or StepSettings()
         self.skip_failing = False
         # Whether the paths were seen to differ: then the plain loop does the work.
         self._differs = False

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from userdp.updates import wide_dtype
+from userdp.losses import wide_dtype
 
 # Every parameter starts on such a boundary, as vector loads and stores want it.
 _ALIGNMENT = 4

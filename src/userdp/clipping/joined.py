@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from userdp.clipping.compiled import can_skip_mask, pretrained
 from userdp.clipping.pack import power_of_two, size_of
-from userdp.updates import (
+from userdp.losses import (
     IGNORED_LABEL,
     JOINED_POSITION,
     JOINED_RECORD,

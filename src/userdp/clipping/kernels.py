@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from userdp.updates import at_least_float32, wide_dtype
+from userdp.losses import at_least_float32, wide_dtype
 
 # A Gram norm is a sum of terms that may cancel: its rounding error is relative to the sum of their
 # sizes, at most ||x||^2 ||y||^2. This many roundings of it are added, so that cancellation cannot

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from userdp.clipping.forms import Form, Pair, Rows, Stored
 from userdp.clipping.pack import power_of_two
 from userdp.clipping.products import products_with_squares, users_products
-from userdp.updates import wide_dtype
+from userdp.losses import wide_dtype
 
 # Sums that a device must have to do at the same time; a width of some hundred numbers each.
 _AT_ONCE = 16

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from userdp.clipping.joined import is_joined, separated
 from userdp.clipping.pack import PADDING, Users, is_padded
-from userdp.updates import (
+from userdp.losses import (
     IGNORED_LABEL,
     JOINED_POSITION,
     JOINED_RECORD,

@@ -33,7 +33,7 @@ from userdp.clipping.pack import (
     size_of,
     together,
 )
-from userdp.updates import Batch
+from userdp.losses import Batch
 
 # The most tokens of a user in batches of the first kind; in each further kind twice as many.
 FIRST_KIND = 512

@@ -28,12 +28,12 @@ from userdp.clipping.merged_lora import MergedLora
 from userdp.clipping.pack import Users
 from userdp.clipping.products import can_square, num_tiles
 from userdp.clipping.recurrent import Lstm
-from userdp.clipping.rules import ClipRule, PerLayerClip
+from userdp.clipping.rules import ClipRule
 from userdp.clipping.sums import Sums
 from userdp.clipping.survey import TRIAL_ROWS, Called, Layer, LayerRule, Survey, counts_rows
 from userdp.clipping.survey import survey as survey_of
 from userdp.errors import InputError
-from userdp.updates import Batch, wide_dtype
+from userdp.losses import Batch, wide_dtype
 
 # What is cheaper of a user with L tokens, in products of a Gram norm, as measured on an H200: those
 # of a pair, L (L + 128) (I + O) in tiles of 128, and so many for each value that is scaled; or, for
@@ -87,7 +87,7 @@ class OnePass:
         self._giver: dict[int, nn.Module] = {}
         self._inputs_from: dict[nn.Module, nn.Module] = {}
         self._tapes = self._make_tapes()
-        self._sums = Sums(max(self._group.values()) + 1 if isinstance(rule, PerLayerClip) else 1)
+        self._sums = Sums(max(self._group.values()) + 1 if rule.by_layer else 1)
         self.margin = ROUNDING_MARGIN * torch.finfo(wide_dtype(self._parameters[0].dtype)).eps
 
     # ---- set-up
@@ -354,7 +354,7 @@ class OnePass:
                 giver = next(other.name for other in self._layers if other.module is source)
                 raise InputError(
                     f"{giver!r} has the same input as {layer.name!r}, and the loss does not use "
-                    'its output. Freeze it, or use clipping="plain" ([training] clipping).'
+                    'its output. Freeze it, or use path="plain" ([training] path).'
                 )
             tape = self._tapes[layer.module]
             for name, form in layer.rule.forms(layer.module, gradients, inputs).items():

@@ -17,9 +17,9 @@ from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors, largest_norm
 from userdp.clipping.forms import Stored
 from userdp.clipping.layer_groups import clip_groups
 from userdp.clipping.pack import Users
-from userdp.clipping.rules import ClipRule, PerLayerClip
+from userdp.clipping.rules import ClipRule
 from userdp.clipping.sums import Sums
-from userdp.updates import Update, at_least_float32
+from userdp.losses import Update, at_least_float32
 
 
 class OneUser:
@@ -33,7 +33,7 @@ class OneUser:
         self._rule = rule
         groups = clip_groups(model)
         self._groups = [groups[id(parameter)] for parameter in parameters]
-        self._sums = Sums(max(self._groups) + 1 if isinstance(rule, PerLayerClip) else 1)
+        self._sums = Sums(max(self._groups) + 1 if rule.by_layer else 1)
 
     def gradient(self, rows: Users, execution: Execution) -> Update:
         """The gradient of the weighted losses of these rows, one tensor a parameter. Secret."""

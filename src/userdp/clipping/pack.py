@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from userdp.updates import (
+from userdp.losses import (
     IGNORED_LABEL,
     JOINED_POSITION,
     JOINED_RECORD,

@@ -22,8 +22,10 @@ from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
 from userdp.clipping.flat import ClippedSum, FlatBuffer
 from userdp.clipping.layer_groups import clip_groups
 from userdp.clipping.module_state import ModuleState
-from userdp.clipping.rules import ClipRule, PerLayerClip
-from userdp.updates import Batch, RecordLoss, Update, at_least_float32, mean_gradient
+from userdp.clipping.rules import ClipRule
+from userdp.losses import Batch, RecordLoss, Update, at_least_float32
+from userdp.updates.contract import UpdateRule
+from userdp.updates.mean_gradient import MEAN_GRADIENT
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ def clip_update(
         [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in wide]
     )
     numbers = list(range(len(wide))) if layers is None else list(layers)
-    if isinstance(rule, PerLayerClip):
+    if rule.by_layer:
         zeros = squares.new_zeros(max(numbers) + 1)
         squared = zeros.index_add_(0, torch.tensor(numbers, device=squares.device), squares)
     else:
@@ -85,7 +87,7 @@ def clipped_sum(
 
 
 class PlainClipping:
-    """Clipped sums of cohorts, one group at a time.
+    """Clipped sums of cohorts, one group at a time; `update` is what each group gives.
 
     With `skip_failing`, a group whose update cannot be computed counts as zero. That is for steps
     after the model was probed: then it is this group's data that fails, and whether a run goes on
@@ -98,10 +100,12 @@ class PlainClipping:
         parameters: Sequence[nn.Parameter],
         *,
         record_loss: RecordLoss,
+        update: UpdateRule | None = None,
         microbatch_records: int | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self._model = model
+        self._rule = update or MEAN_GRADIENT
         self._parameters = list(parameters)
         self._record_loss = record_loss
         self._microbatch_records = microbatch_records
@@ -142,7 +146,7 @@ class PlainClipping:
         device, dtype = self._parameters[0].device, self._compute_dtype
         try:
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                return mean_gradient(
+                return self._rule.of_group(
                     self._model,
                     self._parameters,
                     {name: tensor.to(device) for name, tensor in group.items()},

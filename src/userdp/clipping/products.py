@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from userdp.updates import wide_dtype
+from userdp.losses import wide_dtype
 
 # CUDA's grouped products want whole vectors of 16 bytes.
 _ALIGNMENT = 8

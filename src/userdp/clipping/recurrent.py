@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from userdp.clipping.layers import StoredForms, Tape, per_user
 from userdp.errors import InputError
-from userdp.updates import wide_dtype
+from userdp.losses import wide_dtype
 
 
 class Lstm(StoredForms):
@@ -39,7 +39,7 @@ class Lstm(StoredForms):
         if not isinstance(x, Tensor) or hx is not None:
             raise InputError(
                 "the fast path runs an LSTM on padded rows from a zero state: give it a tensor "
-                'alone, or use clipping="plain".'
+                'alone, or use path="plain".'
             )
         tape: Tape = module.userdp_tape
         hidden: list[Tensor] = []

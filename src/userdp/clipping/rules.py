@@ -1,29 +1,51 @@
-"""How updates are clipped, and how far one user can then move their sum. Needs no torch."""
+"""How updates are clipped, and how far one user can then move their sum. Needs no torch.
+
+A clip rule is its equation: from the norm D of an update to the factor that the update is scaled
+by. `clip_norm` is an argument of the equation because an adaptive rule changes it from step to
+step, and a captured GPU step reads it from the device. `share` is the part of the bound that an
+update may use up: a little less than 1, so that rounding cannot carry it over the bound.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 from userdp.errors import InputError
-from userdp.units import Adjacency
+from userdp.parts import Part, Registry
 
 # The square of a norm, and a factor between it and the largest norm, must be numbers of float32.
 SMALLEST_NORM = 1e-15
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlatClip:
-    """Scale a whole update so that its L2 norm is at most S: pi(D, S) = D * min(1, S / ||D||).
+class ClipRule(Part):
+    """From the norm of an update to its factor.
 
-    S = `clip_norm`, D the update over all trainable parameters together.
-    Reference: McMahan et al. 2018, Eq. 1 (FlatClip).
+    A subclass is a frozen dataclass that sets `name` and has `clip_norm` and `bound`.
+
+    Guarantee that every subclass must keep: factor(norm, clip_norm, share) * norm is at most
+    share * bound_at(clip_norm), for every norm.
     """
 
+    # Whether each layer is clipped on its own; `share` is then that of one layer.
+    by_layer: ClassVar[bool] = False
     clip_norm: float
 
-    def __post_init__(self) -> None:
-        _check_size("clip_norm", self.clip_norm)
+    @abstractmethod
+    def factor(self, norms: Any, clip_norm: Any, share: float) -> Any:
+        """What updates of these norms (an array) are multiplied by."""
+
+    @abstractmethod
+    def bound_at(self, clip_norm: Any) -> Any:
+        """The largest norm a clipped update can have where the clip norm is this one."""
+
+    @property
+    def bound(self) -> float:
+        """The largest norm a clipped update can have."""
+        return self.bound_at(self.clip_norm)
 
     @property
     def bounds_updates(self) -> bool:
@@ -31,19 +53,56 @@ class FlatClip:
         return math.isfinite(self.clip_norm)
 
     @property
-    def bound(self) -> float:
-        """The largest norm a clipped update can have."""
-        return self.clip_norm
+    def count_stddev(self) -> float | None:
+        """The noise on the count of unclipped updates that each step releases; None if it does not.
 
-    def sensitivity(self, adjacency: Adjacency) -> float:
-        """How far the clipped sum moves between neighbours, per update the user contributes.
-
-        >>> FlatClip(clip_norm=0.5).sensitivity(Adjacency.ADD_REMOVE)
-        0.5
+        A step's price covers this count: the sum gets more noise for it (`Plan.noise_stddev`).
         """
-        return adjacency.sensitivity_factor * self.bound
+        return None
+
+    def following(self, noisy_share_within: float | None) -> ClipRule:
+        """The rule of the next step; None is given where no count is released."""
+        return self
+
+    def at(self, clip_norm: float) -> ClipRule:
+        """The same rule with another clip norm; itself if it has none to choose."""
+        return replace(self, clip_norm=clip_norm)
 
 
+CLIP_RULES: Registry[ClipRule] = Registry("clipping")
+
+
+@CLIP_RULES.register
+@dataclass(frozen=True, kw_only=True)
+class FlatClip(ClipRule):
+    """Scale a whole update so that its L2 norm is at most S: pi(D, S) = D * min(1, S / ||D||).
+
+    S = `clip_norm`, D the update over all trainable parameters together.
+    Reference: McMahan et al. 2018, Eq. 1 (FlatClip).
+    """
+
+    name: ClassVar[str] = "flat"
+    keys: ClassVar[Mapping[str, str]] = {"clip_norm": "clip_norm"}
+    clip_norm: float
+
+    def __post_init__(self) -> None:
+        _check_size("clip_norm", self.clip_norm)
+
+    def factor(self, norms: Any, clip_norm: Any, share: float) -> Any:
+        """min(1, S / ||D||)."""
+        return (clip_norm * share / norms).clip(max=1.0)
+
+    def bound_at(self, clip_norm: Any) -> Any:
+        """S."""
+        return clip_norm
+
+    @property
+    def words(self) -> str:
+        """How updates are bounded."""
+        return f"clip_norm={self.clip_norm:g}"
+
+
+@CLIP_RULES.register
 @dataclass(frozen=True, kw_only=True)
 class PerLayerClip(FlatClip):
     """Clip each of the m layers on its own to S_j = S / sqrt(m); together they have norm S at most.
@@ -52,7 +111,16 @@ class PerLayerClip(FlatClip):
     Reference: McMahan et al. 2018, Sec. 2.3 (PerLayerClip).
     """
 
+    name: ClassVar[str] = "per-layer"
+    by_layer: ClassVar[bool] = True
 
+    @property
+    def words(self) -> str:
+        """How updates are bounded."""
+        return f"clip_norm={self.clip_norm:g} split evenly over the layers"
+
+
+@CLIP_RULES.register
 @dataclass(frozen=True, kw_only=True)
 class NormalisedClip(FlatClip):
     """Clip to S and divide by S, so that the learning rate need not follow the clip norm.
@@ -61,50 +129,66 @@ class NormalisedClip(FlatClip):
     Reference: De et al. 2022, Sec. 3.1.
     """
 
+    name: ClassVar[str] = "normalised"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not math.isfinite(self.clip_norm):
             raise InputError("clip_norm=inf cannot be divided by: give a finite one.")
 
-    @property
-    def bound(self) -> float:
-        """The largest norm a clipped update can have."""
+    def factor(self, norms: Any, clip_norm: Any, share: float) -> Any:
+        """min(1, S / ||D||) / S."""
+        return super().factor(norms, clip_norm, share) / clip_norm
+
+    def bound_at(self, clip_norm: Any) -> Any:
+        """1."""
         return 1.0
 
+    @property
+    def words(self) -> str:
+        """How updates are bounded."""
+        return f"clip_norm={self.clip_norm:g}, divided by it"
 
+
+@CLIP_RULES.register
 @dataclass(frozen=True, kw_only=True)
-class AutomaticClip:
+class AutomaticClip(ClipRule):
     """Bring every update to a norm just below 1 whatever its size: D / (||D|| + gamma).
 
     gamma = `stability` keeps small updates small. There is no clip norm to tune.
     Reference: Bu et al. 2023 (AUTO-S).
     """
 
+    name: ClassVar[str] = "automatic"
     stability: float = 0.01
 
     def __post_init__(self) -> None:
         _check_size("stability", self.stability)
 
     @property
-    def clip_norm(self) -> float:
+    def clip_norm(self) -> float:  # type: ignore[override]
         """The largest norm a clipped update can have."""
         return 1.0
 
-    @property
-    def bounds_updates(self) -> bool:
-        """There always is a bound."""
-        return True
+    def factor(self, norms: Any, clip_norm: Any, share: float) -> Any:
+        """1 / (||D|| + gamma)."""
+        return share / (norms + self.stability)
 
-    @property
-    def bound(self) -> float:
-        """The largest norm a clipped update can have."""
+    def bound_at(self, clip_norm: Any) -> Any:
+        """1."""
         return 1.0
 
-    def sensitivity(self, adjacency: Adjacency) -> float:
-        """How far the clipped sum moves between neighbours, per update the user contributes."""
-        return adjacency.sensitivity_factor * self.bound
+    def at(self, clip_norm: float) -> Self:
+        """The same rule: it has no clip norm to choose."""
+        return self
+
+    @property
+    def words(self) -> str:
+        """How updates are bounded."""
+        return f"automatic clipping to norm 1, stability={self.stability:g}"
 
 
+@CLIP_RULES.register
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveClip(FlatClip):
     """Flat clipping whose norm follows a quantile of the users' norms, for a price.
@@ -115,7 +199,15 @@ class AdaptiveClip(FlatClip):
     Reference: Andrew et al. 2021, Alg. 1.
     """
 
-    count_noise: float
+    name: ClassVar[str] = "adaptive"
+    keys: ClassVar[Mapping[str, str]] = {
+        "clip_norm": "clip_norm",
+        "clip_count_noise": "count_noise",
+        "clip_quantile": "target_quantile",
+    }
+    count_noise: float = field(
+        metadata={"hint": "A twentieth of the expected cohort size is common."}
+    )
     target_quantile: float = 0.5
     learning_rate: float = 0.2
 
@@ -130,7 +222,12 @@ class AdaptiveClip(FlatClip):
         if not math.isfinite(self.clip_norm):
             raise InputError("clip_norm=inf cannot adapt: give a finite one to begin with.")
 
-    def following(self, noisy_share_within: float) -> AdaptiveClip:
+    @property
+    def count_stddev(self) -> float:
+        """s."""
+        return self.count_noise
+
+    def following(self, noisy_share_within: float | None) -> AdaptiveClip:
         """The rule of the next step, given the noisy share of updates within this one's norm.
 
         >>> rule = AdaptiveClip(clip_norm=1.0, count_noise=5.0)
@@ -139,11 +236,17 @@ class AdaptiveClip(FlatClip):
         >>> rule.following(noisy_share_within=1.0).clip_norm < 1.0
         True
         """
+        assert noisy_share_within is not None
         factor = math.exp(-self.learning_rate * (noisy_share_within - self.target_quantile))
         return replace(self, clip_norm=max(self.clip_norm * factor, SMALLEST_NORM))
 
-
-ClipRule = FlatClip | AutomaticClip
+    @property
+    def words(self) -> str:
+        """How updates are bounded."""
+        return (
+            f"clip_norm={self.clip_norm:g} at first, then the {self.target_quantile:g} quantile of "
+            f"norms by counts with noise {self.count_noise:g}, paid for in every step"
+        )
 
 
 def _check_size(name: str, value: float) -> None:

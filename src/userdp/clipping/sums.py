@@ -14,7 +14,7 @@ from userdp.clipping.factors import power_of_two_below, rounding_factors
 from userdp.clipping.formed import Entry, FormedBatch, Grouped, alike, entries_of
 from userdp.clipping.forms import Pair, Rows, Stored
 from userdp.clipping.pack import Runs
-from userdp.updates import at_least_float32
+from userdp.losses import at_least_float32
 
 if TYPE_CHECKING:
     from userdp.clipping.triton_gram import GramTable

@@ -108,7 +108,7 @@ def _refuse_weights_read_past_their_layer(
         if gradient is not None:
             raise MixedExamplesError(
                 f"{name!r} is read without calling its layer: the fast path would not see its "
-                'gradient. Use clipping="plain".'
+                'gradient. Use path="plain".'
             )
 
 
@@ -232,5 +232,5 @@ def check_rows(layer: Layer, called: Called, more: Called) -> None:
         raise MixedExamplesError(
             f"{type(layer.module).__name__} at {layer.name!r} sees an input of shape {shape} for "
             f"{TRIAL_ROWS} rows: the fast path cannot tell records apart there. Use "
-            'clipping="plain".'
+            'path="plain".'
         )

@@ -35,7 +35,7 @@ def swapped(
                 raise MixedExamplesError(
                     f"the forward of a {type(module).__name__} was replaced on the object itself "
                     "(as accelerate's hooks do): the fast path would not be seen. Remove the hook, "
-                    'or use clipping="plain".'
+                    'or use path="plain".'
                 )
             before[module] = type(module)
             module.__class__ = _stand_in(type(module), rule)

@@ -22,11 +22,11 @@ from userdp.clipping.made_up import own_groups
 from userdp.clipping.one_pass import OnePass
 from userdp.clipping.pack import Users
 from userdp.clipping.plain import PlainClipping, clipped_sum
-from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip
+from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.survey import find_layers
 from userdp.clipping.wide_reference import wide_gradient
 from userdp.errors import InputError, MixedExamplesError
-from userdp.updates import Batch, RecordLoss, Update, causal_lm_loss
+from userdp.losses import Batch, RecordLoss, Update, causal_lm_loss
 
 # Users compared; enough to see one counted as another.
 _COMPARED = 4
@@ -89,7 +89,7 @@ class Verification:
                 f"the fast path differs from the plain loop at {name!r}: relative error "
                 f"{error:.1e}, tolerance {self.tolerance_of(name):.1e}. The model uses that weight "
                 "in a way the fast path does not see, or reads the padding of other users. Use "
-                'clipping="plain", and please report the model.'
+                'path="plain", and please report the model.'
             )
 
 
@@ -213,9 +213,7 @@ def _spread_out(users: list[int], most: int) -> list[int]:
 
 def _with_norm(rule: ClipRule, clip_norm: float) -> ClipRule:
     """The same kind of rule at another clip norm; one that clips nothing stays."""
-    if isinstance(rule, AutomaticClip) or not rule.bounds_updates:
-        return rule
-    return replace(rule, clip_norm=clip_norm)
+    return rule.at(clip_norm) if rule.bounds_updates else rule
 
 
 class _Oracle:

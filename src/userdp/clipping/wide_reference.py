@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from userdp.updates import Batch, RecordLoss, Update, wide_dtype
+from userdp.losses import Batch, RecordLoss, Update, wide_dtype
 
 
 def wide_gradient(

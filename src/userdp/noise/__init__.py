@@ -1,1 +1,6 @@
-"""Noise: what is added (`gaussian`), where randomness comes from (`secret`), its draw (`draw`)."""
+"""What is added to the clipped sum: one file per noise (`contract` says what a noise is)."""
+
+from userdp.noise.contract import NOISES, Noise
+from userdp.noise.gaussian import Gaussian
+
+__all__ = ["NOISES", "Gaussian", "Noise"]

@@ -1,34 +1,50 @@
-"""Independent Gaussian noise at every step. Needs no torch."""
+"""Independent Gaussian noise at every step. Needs torch only to draw."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from userdp.errors import InputError
+from userdp.noise.contract import NOISES, Noise
+from userdp.streams import Streams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
+@NOISES.register
 @dataclass(frozen=True, kw_only=True)
-class Gaussian:
+class Gaussian(Noise):
     """Fresh N(0, (sigma * sensitivity)^2) on every coordinate; sigma = `noise_multiplier`.
 
     Reference: Charles et al. 2024, Alg. 1 and 2.
+
+    >>> Gaussian(noise_multiplier=2.0).noise_stddev(0.5)
+    1.0
     """
 
+    name: ClassVar[str] = "gaussian"
+    title: ClassVar[str] = "Gaussian"
     noise_multiplier: float
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
-            raise InputError(
-                f"noise_multiplier={self.noise_multiplier} must be a finite number, 0 or more."
-            )
+    def add_(
+        self,
+        values: Tensor,
+        *,
+        offset: int,
+        size: int,
+        noise_stddev: float,
+        step: int,
+        streams: Streams,
+    ) -> None:
+        """Add independent normal numbers of this standard deviation."""
+        from userdp.noise.draw import add_normal_
 
-    def noise_stddev(self, sensitivity: float) -> float:
-        """The standard deviation on each coordinate of the clipped sum.
+        add_normal_(
+            values, offset=offset, size=size, stddev=noise_stddev, step=step, streams=streams
+        )
 
-        >>> Gaussian(noise_multiplier=2.0).noise_stddev(0.5)
-        1.0
-        """
-        if self.noise_multiplier == 0:
-            return 0.0
-        return self.noise_multiplier * sensitivity
+    @property
+    def words(self) -> str:
+        """The multiplier."""
+        return f"noise_multiplier={self.noise_multiplier:.4g}"

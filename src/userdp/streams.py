@@ -1,9 +1,11 @@
-"""Where randomness comes from: one 256-bit secret a run, one stream per purpose and step.
+"""Where randomness comes from: one 256-bit secret a run, one stream per purpose, step and piece.
 
 The guarantee rests on nobody being able to guess or subtract the noise. So the secret comes from
-the operating system; every stream is keyed by a hash of the secret, the run it is bound to, the
-purpose and the step, so no two steps, purposes or runs share one. A fixed seed exists for tests,
-and the statement says so when it was used.
+the operating system. Every stream is keyed by a hash of the secret, the run that it is bound to,
+the purpose, the step and the piece, so no two of these share a stream. A fixed seed exists for
+tests, and the statement says so when it was used.
+
+Nothing here has a state: any step's stream can be asked for at any time, in any process.
 """
 
 from __future__ import annotations
@@ -46,22 +48,35 @@ class RunSecret:
         key = hashlib.blake2b(context.encode(), key=self.key, digest_size=32).digest()
         return replace(self, key=key)
 
-    def stream_key(self, purpose: str, step: int) -> bytes:
-        """128 bits that key the stream of one purpose at one step."""
-        return hashlib.blake2b(f"{purpose}:{step}".encode(), key=self.key, digest_size=16).digest()
+    def streams(self, purpose: str) -> Streams:
+        """The streams of one purpose: all that a part gets to see of the secret."""
+        return Streams(secret=self, purpose=purpose)
 
     def ledger_key(self) -> bytes:
         """256 bits that mark a ledger's rows: nothing about any stream follows from them."""
         return hashlib.blake2b(b"userdp ledger key", key=self.key, digest_size=32).digest()
 
-    def rng(self, purpose: str, step: int) -> np.random.Generator:
-        """The stream of one purpose at one step; asking again gives the same stream.
 
-        >>> secret = RunSecret.fixed_for_tests(1)
-        >>> secret.rng("noise", 3).random() == secret.rng("noise", 3).random()
-        True
-        >>> secret.rng("noise", 3).random() == secret.rng("noise", 4).random()
-        False
-        """
-        key = int.from_bytes(self.stream_key(purpose, step), "little")
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """The streams of one purpose, by step and by piece of the step.
+
+    >>> noise = RunSecret.fixed_for_tests(1).streams("noise")
+    >>> noise.rng(3).random() == noise.rng(3).random()
+    True
+    >>> noise.rng(3).random() == noise.rng(4).random()
+    False
+    """
+
+    secret: RunSecret
+    purpose: str
+
+    def key(self, step: int, piece: int = 0) -> bytes:
+        """128 bits that key one stream."""
+        name = f"{self.purpose}:{step}" + (f":{piece}" if piece else "")
+        return hashlib.blake2b(name.encode(), key=self.secret.key, digest_size=16).digest()
+
+    def rng(self, step: int, piece: int = 0) -> np.random.Generator:
+        """One stream; whoever asks again gets the same numbers again."""
+        key = int.from_bytes(self.key(step, piece), "little")
         return np.random.Generator(np.random.Philox(key=key))

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import models_zoo
-from userdp import runs, step
-from userdp.clipping import fast
-from userdp.clipping.fast import FastSettings
+from userdp import training
+from userdp.clipping import fast, summation
+from userdp.clipping.settings import StepSettings
 from userdp.config import load_config
 from userdp.data.store import UserStore
 from userdp.errors import InputError
@@ -30,7 +30,7 @@ def test_named_optimizer_over_the_trainable_parameters(
     name: str, kind: type[torch.optim.Optimizer]
 ) -> None:
     model = models_zoo.build("gpt2 + lora")
-    optimizer = runs.make_optimizer(model, name, 0.25)
+    optimizer = training.make_optimizer(model, name, 0.25)
     assert type(optimizer) is kind
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters() if p.requires_grad}
@@ -39,14 +39,14 @@ def test_named_optimizer_over_the_trainable_parameters(
 
 def test_linear_schedule_stays_for_half_and_then_falls_to_zero() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = runs.make_schedule(optimizer, "linear", 8)
+    schedule = training.make_schedule(optimizer, "linear", 8)
     rates = []
     for _ in range(8):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
     assert rates == pytest.approx([1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
-    assert runs.make_schedule(optimizer, "constant", 8) is None
+    assert training.make_schedule(optimizer, "constant", 8) is None
 
 
 def test_ledger_is_bound_to_data_and_configuration(
@@ -54,14 +54,14 @@ def test_ledger_is_bound_to_data_and_configuration(
 ) -> None:
     path = config_file()
     config = load_config(path)
-    run = runs.train_from_config(path, config, config.plan(), tmp_path / "run")
+    run = training.train_from_config(path, config, config.plan(), tmp_path / "run")
     first = json.loads((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()[0])
     bound = first["bound_to"]
     assert bound["data"] == UserStore.open(train_store).fingerprint
     assert bound["config"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert set(bound) == {
         *("data", "selection", "sequence_length", "tokenizer", "model", "initial_weights"),
-        *("optimizer", "schedule", "clipping", "device", "code", "config"),
+        *("optimizer", "schedule", "settings", "device", "code", "config"),
     }
     assert first["fixed_seed"] is True
     assert (tmp_path / "run" / "config.toml").read_bytes() == path.read_bytes()
@@ -72,8 +72,8 @@ def test_loaded_run_is_the_trained_model(config_file: Callable[..., Path], tmp_p
     for name, more in (("full", ""), ("adapter", "[model.lora]\nrank = 2")):
         path = config_file(model=more, name=f"{name}.toml")
         config = load_config(path)
-        run = runs.train_from_config(path, config, config.plan(), tmp_path / name)
-        again, _, _ = runs.load_run(tmp_path / name)
+        run = training.train_from_config(path, config, config.plan(), tmp_path / name)
+        again, _, _ = training.load_run(tmp_path / name)
         ids = torch.tensor([[1, 2, 3, 4]])
         with torch.no_grad():
             ours, theirs = (m.eval()(input_ids=ids).logits for m in (run.model, again))
@@ -86,17 +86,17 @@ def test_checkpointed_blocks_train_the_same_model(
     # One configuration for both: a run's noise follows from it. What it asks for is then undone.
     path = config_file(training="fixed_seed = 7\ncheckpoint_blocks = true")
     config = load_config(path)
-    clipping = step.FastClipping
+    clipping = summation.FastClipping
     weights: list[dict[str, torch.Tensor]] = []
     for checkpoint in (True, False):
 
-        def changed(*args: Any, settings: FastSettings, on: bool = checkpoint, **more: Any) -> Any:
+        def changed(*args: Any, settings: StepSettings, on: bool = checkpoint, **more: Any) -> Any:
             assert settings.checkpoint_blocks
             return clipping(*args, settings=replace(settings, checkpoint_blocks=on), **more)
 
-        monkeypatch.setattr(step, "FastClipping", changed)
+        monkeypatch.setattr(summation, "FastClipping", changed)
         out = tmp_path / f"run {checkpoint}"
-        run = runs.train_from_config(path, config, config.plan(), out)
+        run = training.train_from_config(path, config, config.plan(), out)
         weights.append(run.model.state_dict())
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name])
@@ -111,7 +111,7 @@ def test_directory_with_something_in_it_is_refused(
     path = config_file()
     config = load_config(path)
     with pytest.raises(InputError, match="already holds something"):
-        runs.train_from_config(path, config, config.plan(), out)
+        training.train_from_config(path, config, config.plan(), out)
     assert [p.name for p in out.iterdir()] == ["mine"]
 
 
@@ -122,7 +122,7 @@ def test_run_refused_before_its_first_step_leaves_nothing(
     config = load_config(path)
     monkeypatch.setattr(fast, "can_join", lambda *args: False)
     with pytest.raises(InputError, match="does not keep records apart"):
-        runs.train_from_config(path, config, config.plan(), tmp_path / "run")
+        training.train_from_config(path, config, config.plan(), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -136,5 +136,5 @@ def test_run_that_fails_after_a_step_keeps_its_ledger(
         raise InputError(f"stopped after {step}")
 
     with pytest.raises(InputError, match="stopped after 1"):
-        runs.train_from_config(path, config, config.plan(), tmp_path / "run", on_step=refuse)
+        training.train_from_config(path, config, config.plan(), tmp_path / "run", on_step=refuse)
     assert Ledger.read(tmp_path / "run" / "ledger.jsonl").steps == 1

@@ -1,22 +1,16 @@
-"""One group of records to one update: the mean gradient of the group's records.
+"""The loss of each record, by itself: what every update is made from.
 
-A group's update depends on that group alone, whatever else is in the step: the loss is taken per
-record, the mean over the group's own records, in microbatches if memory asks for it. Clipping comes
-later and once.
-
-Reference: Charles et al. 2024, Alg. 2 (g_u); McMahan et al. 2018, UserUpdateFedSGD.
+A loss is taken per record and never over a batch: a mean over the batch would mix users.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from userdp.errors import MixedExamplesError
 
 Batch = Mapping[str, Tensor]
 Update = list[Tensor]
@@ -111,40 +105,6 @@ def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _logits(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
-
-
-def mean_gradient(
-    model: nn.Module,
-    parameters: Sequence[Tensor],
-    batch: Batch,
-    *,
-    record_loss: RecordLoss = causal_lm_loss,
-    microbatch_records: int | None = None,
-) -> Update:
-    """The gradient of the mean of the records' losses, in float32 or better.
-
-    Never touches `.grad`. A parameter that the loss does not reach gets zero, and so does
-    everything if the group has no record: a user whose texts leave no token to predict is drawn
-    like any other.
-    """
-    num_records = len(next(iter(batch.values())))
-    update = [torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for p in parameters]
-    size = microbatch_records or max(num_records, 1)
-    for start in range(0, num_records, size):
-        stop = start + size
-        part = {name: tensor[start:stop] for name, tensor in batch.items()}
-        losses = record_loss(model, part)
-        if losses.shape != (len(next(iter(part.values()))),):
-            raise MixedExamplesError(
-                f"the loss has shape {tuple(losses.shape)}, not one value per record: a mean over "
-                "the batch would mix records before the group is formed. Return one loss per "
-                "record."
-            )
-        gradients = torch.autograd.grad(losses.sum() / num_records, parameters, allow_unused=True)
-        for total, gradient in zip(update, gradients, strict=True):
-            if gradient is not None:
-                total += gradient
-    return update
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

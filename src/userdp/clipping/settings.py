@@ -1,0 +1,46 @@
+"""How a clipped sum is computed: one object that passes through whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """How a step computes its clipped sum. Every choice gives the same sum, up to rounding.
+
+    None leaves a choice to the device.
+
+    `path`: "fast" computes many users in one backward pass; "plain" computes one user at a time.
+    `microbatch_tokens`: padded tokens in one backward pass (fast).
+    `microbatch_records`: records in one backward pass (plain).
+    `compute_dtype`: what products are computed in, while weights stay as they are.
+    `compile_blocks`: compile the model's blocks; on CUDA also capture each batch shape (fast).
+    `merge_lora`: compute with W + s B A formed first: faster, rounded differently (fast).
+    `checkpoint_blocks`: keep only the input of every block and run the block again in the backward
+    pass: less memory, more time (fast).
+    `mix_sizes`: users of unlike size share batches of few shapes, as captured steps want them;
+    otherwise users of like size share a batch (fast).
+    `join_records`: put several records of a user into one row; None does so for those users for
+    whom it saves much (fast).
+    `check`: compare the fast path with the plain loop on made-up values before it counts.
+    """
+
+    path: Literal["fast", "plain"] = "fast"
+    microbatch_tokens: int | None = None
+    microbatch_records: int | None = None
+    compute_dtype: torch.dtype | None = None
+    compile_blocks: bool | None = None
+    merge_lora: bool = False
+    checkpoint_blocks: bool = False
+    mix_sizes: bool | None = None
+    join_records: bool | None = None
+    check: bool = True
+
+    @property
+    def checks_model(self) -> bool:
+        """Whether the model is probed before its first step."""
+        return self.path == "plain" or self.check

@@ -1,0 +1,59 @@
+"""From the groups of a cohort to their clipped sum: which code does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from torch import nn
+
+from userdp.clipping.fast import FastClipping
+from userdp.clipping.flat import ClippedSum
+from userdp.clipping.plain import PlainClipping
+from userdp.clipping.rules import ClipRule
+from userdp.clipping.settings import StepSettings
+from userdp.losses import Batch, RecordLoss
+from userdp.updates.contract import UpdateRule
+
+
+class Summation(Protocol):
+    """The clipped sum of a cohort.
+
+    With `skip_failing`, a group whose update cannot be computed counts as zero.
+    """
+
+    skip_failing: bool
+
+    def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
+        """One update per group, each clipped once, and their sum. Secret."""
+        ...
+
+
+def summation(
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    update: UpdateRule,
+    rule: ClipRule,
+    *,
+    record_loss: RecordLoss,
+    settings: StepSettings,
+    sequence_length: int | None,
+) -> Summation:
+    """The fast path for mean gradients if it is asked for, else the plain loop."""
+    if settings.path == "fast" and update.is_mean_gradient:
+        return FastClipping(
+            model,
+            parameters,
+            rule,
+            record_loss=record_loss,
+            settings=settings,
+            sequence_length=sequence_length,
+        )
+    return PlainClipping(
+        model,
+        parameters,
+        record_loss=record_loss,
+        update=update,
+        microbatch_records=settings.microbatch_records,
+        compute_dtype=settings.compute_dtype,
+    )

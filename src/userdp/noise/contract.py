@@ -1,0 +1,78 @@
+"""What a noise is: it adds to any part of the clipped sum, at any step, exactly its own numbers.
+
+The clipped sum of all parameters lies in one flat buffer. Noise is drawn by position in it: whoever
+holds the values [a, b) draws the noise of these positions and of no others, and it is the same
+noise that a single process would draw there. So ranks need not talk to each other about noise.
+
+Public: the parameters. Secret: every number drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from userdp.errors import InputError
+from userdp.parts import Part, Registry
+from userdp.streams import Streams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Noise(Part):
+    """Noise of a stated size on every coordinate of the clipped sum.
+
+    A subclass is a frozen dataclass with a field `noise_multiplier`, which calibration chooses, and
+    sets `name`. A noise that must remember something between steps overrides `started`.
+    """
+
+    # Standard deviation over the norm of one clipped update.
+    noise_multiplier: float
+    # Said before the parameters in reports.
+    title: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
+            raise InputError(
+                f"noise_multiplier={self.noise_multiplier} must be a finite number, 0 or more."
+            )
+
+    def noise_stddev(self, sensitivity: float) -> float:
+        """The standard deviation on each coordinate of the clipped sum."""
+        if self.noise_multiplier == 0:
+            return 0.0
+        return self.noise_multiplier * sensitivity
+
+    @abstractmethod
+    def add_(
+        self,
+        values: Tensor,
+        *,
+        offset: int,
+        size: int,
+        noise_stddev: float,
+        step: int,
+        streams: Streams,
+    ) -> None:
+        """Add the noise of one step to `values`, in place.
+
+        `values` are the positions from `offset` on of a flat buffer of `size` numbers.
+        """
+
+    def started(self) -> Noise:
+        """The noise at the beginning of a run; a new object if it remembers something."""
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers between steps. Secret."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        if state:
+            raise InputError(f"{type(self).__name__} remembers nothing between steps.")
+
+
+NOISES: Registry[Noise] = Registry("noise")

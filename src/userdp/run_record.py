@@ -1,0 +1,173 @@
+"""The one owner of a run's side effects: ledger rows, files, progress and the secret.
+
+The step and the loop compute; whatever leaves them goes through here. A step's row is on disk
+before any weight of the step can be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from userdp.clipping.settings import StepSettings
+from userdp.digests import (
+    code_version,
+    index_digest,
+    optimizer_digest,
+    trained_digest,
+    weights_digest,
+)
+from userdp.errors import InputError
+from userdp.history import ATTRIBUTE, carry, history_of, write_history
+from userdp.index import UserIndex
+from userdp.ledger import Ledger
+from userdp.lineage import begin_run, check_current
+from userdp.models.load import save_model
+from userdp.models.proven import model_check
+from userdp.plan import Plan
+from userdp.run_files import model_files
+from userdp.statement import Statement
+from userdp.streams import RunSecret, Streams
+
+OnStep = Callable[[int], None]
+
+
+class RunRecord:
+    """The record of one run while it runs.
+
+    `on_step` is told how many steps are done, and nothing else: losses, norms and cohorts are
+    secret.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        secret: RunSecret | None = None,
+        *,
+        path: Path | None = None,
+        on_step: OnStep | None = None,
+    ) -> None:
+        self.ledger = ledger
+        self.path = path
+        self._secret = secret or RunSecret.from_system()
+        self._on_step = on_step
+
+    @staticmethod
+    def create(
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        settings: StepSettings,
+        secret: RunSecret | None = None,
+        path: Path | None = None,
+        bound_to: Mapping[str, str] | None = None,
+        cautions: Sequence[str] = (),
+        on_step: OnStep | None = None,
+    ) -> RunRecord:
+        """A new record, on disk if `path` is the run's directory.
+
+        `bound_to` names what the run depends on beside the weights, the optimizer and the code;
+        `cautions` are those of the data.
+        """
+        secret = secret or RunSecret.from_system()
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+        ledger = Ledger.create(
+            plan,
+            path=path / "ledger.jsonl" if path is not None else None,
+            bound_to={
+                "initial_weights": weights_digest(model),
+                "optimizer": optimizer_digest(optimizer),
+                "code": code_version(),
+                **(bound_to or {}),
+            },
+            fixed_seed=secret.fixed_seed,
+            data_cautions=cautions,
+            # Under a fixed seed the whole record repeats; otherwise no two runs share a key.
+            key=secret.ledger_key() if secret.fixed_seed else None,
+            model_check=model_check(model, checked=settings.checks_model),
+        )
+        return RunRecord(ledger, secret, path=path, on_step=on_step)
+
+    def begin(
+        self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, index: UserIndex
+    ) -> None:
+        """Compose what was spent on these weights before, and bind the noise to this very run."""
+        if self.ledger.plan != plan or self.ledger.fixed_seed != self._secret.fixed_seed:
+            raise InputError("the ledger was opened for another plan or another kind of seed.")
+        begin_run(model, self.ledger)
+        secret = self._secret.bound_to(self.ledger.run_digest)
+        if not secret.fixed_seed:
+            # A ledger can be copied and gone on with twice under one secret: the run's name alone
+            # would give both the same noise, and the difference of the two models would have none.
+            secret = secret.bound_to(secrets.token_hex(32))
+        for unnamed in _unnamed(self.ledger, model, optimizer, index):
+            secret = secret.bound_to(unnamed)
+        self._secret = secret
+
+    def streams(self, purpose: str) -> Streams:
+        """The run's randomness for one purpose."""
+        return self._secret.streams(purpose)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were charged."""
+        return self.ledger.steps
+
+    def check_current(self, model: nn.Module) -> None:
+        """Refuse a step when another run was begun on the same model since."""
+        check_current(model, self.ledger)
+
+    def charge_step(self) -> None:
+        """Record the next step; returns once it is on disk."""
+        self.ledger.charge_step()
+
+    def step_done(self) -> None:
+        """Tell whoever watches how many steps are done."""
+        if self._on_step is not None:
+            self._on_step(self.ledger.steps)
+
+    def finish(self, model: nn.Module, tokenizer: Any = None) -> None:
+        """Save the model if the run has a directory, and write the closing row."""
+        files: dict[str, str] = {}
+        if self.path is not None:
+            saved = self.path / "model"
+            save_model(model, tokenizer, saved)
+            history = vars(model)[ATTRIBUTE]
+            homes = (*history_of(model).homes, self.path.resolve())
+            carry(model, dataclasses.replace(history, homes=homes))
+            write_history(saved, history)
+            files = model_files(saved)
+        self.ledger.finish({"final_weights": trained_digest(model)}, model_files=files)
+
+    def statement(self) -> Statement:
+        """What may be said about the model after what is recorded so far."""
+        return self.ledger.statement()
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """The ledger is closed at the end, whatever happens."""
+        with contextlib.closing(self.ledger):
+            yield
+
+
+def _unnamed(
+    ledger: Ledger, model: nn.Module, optimizer: torch.optim.Optimizer, index: UserIndex
+) -> list[str]:
+    """What the noise depends on beside what the ledger names already. Secret."""
+    named = ledger.bound_to
+    found: list[str] = []
+    if "initial_weights" not in named:
+        found += [weights_digest(model), optimizer_digest(optimizer)]
+    # Under a fixed seed there is nothing to protect, and tests compare neighbours by equal noise.
+    if "data" not in named and not ledger.fixed_seed:
+        found.append(index_digest(index))
+    return found

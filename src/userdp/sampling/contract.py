@@ -1,0 +1,90 @@
+"""What a sampler is: public parameters, and the cohort of any step.
+
+A sampler has no state. Everything it draws comes from streams that are keyed by the step, so any
+process can draw any step's cohort, in any order, and gets the same one. A resumed run and many
+ranks need nothing else.
+
+Public: the parameters. They are all the accountant sees, and all it may see. Secret: every cohort,
+its size included.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from userdp.errors import InputError
+from userdp.index import Rows, UserIndex
+from userdp.parts import Part, Registry
+from userdp.sampling.cohort import Cohort
+from userdp.streams import Streams
+from userdp.units import SamplingUnit
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicNumbers:
+    """What a configuration says about a run's size, whichever sampler it asks for.
+
+    `expected_groups` is the expected number of groups a step, users or records; the noised sum is
+    divided by it. `num_records` is a public estimate of how many records are kept.
+    """
+
+    num_users: int
+    num_records: int
+    expected_groups: float
+    group_size: int
+    steps: int
+
+
+class Sampler(Part):
+    """Draws who takes part in a step.
+
+    A subclass is a frozen dataclass with a field `group_size`, and sets `name` and `unit`.
+    """
+
+    unit: ClassVar[SamplingUnit]
+    # The most rows of one user in one step's groups (unit user), or in the data (unit record).
+    group_size: int
+
+    @classmethod
+    @abstractmethod
+    def configured(cls, public: PublicNumbers, **own: Any) -> Self:
+        """The sampler for a run of this size; `own` are the values of its own `keys`."""
+
+    @abstractmethod
+    def draw(self, index: UserIndex, step: int, streams: Streams) -> Cohort:
+        """The cohort of one step: a function of the arguments alone."""
+
+    def limit_contributions(self, index: UserIndex, streams: Streams) -> UserIndex:
+        """The rows that take part at all, chosen once before training. By default all of them."""
+        return index
+
+    @property
+    def rows_in_a_group(self) -> int:
+        """The most rows that one group can have."""
+        return self.group_size if self.unit is SamplingUnit.USER else 1
+
+
+SAMPLERS: Registry[Sampler] = Registry("sampler")
+
+
+def at_most(rows: Rows, count: int, rng: np.random.Generator) -> Rows:
+    """`rows`, or `count` of them uniformly without replacement."""
+    if len(rows) <= count:
+        return rows
+    return rng.choice(rows, size=count, replace=False, shuffle=False)
+
+
+def check_probability(name: str, value: float) -> None:
+    """Refuse what is no sampling probability."""
+    if not 0.0 < value <= 1.0:
+        raise InputError(f"{name}={value} is not a probability: give a value above 0, at most 1.")
+
+
+def check_group_size(value: int) -> None:
+    """Refuse groups without records."""
+    if value < 1:
+        raise InputError(f"group_size={value}: a group has at least one record. Use 1 or more.")

@@ -1,0 +1,81 @@
+"""Poisson sampling of records (ELS)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from userdp.errors import InputError
+from userdp.index import UserIndex
+from userdp.sampling.cohort import Cohort
+from userdp.sampling.contract import (
+    SAMPLERS,
+    PublicNumbers,
+    Sampler,
+    at_most,
+    check_group_size,
+    check_probability,
+)
+from userdp.streams import Streams
+from userdp.units import SamplingUnit
+
+
+@SAMPLERS.register
+@dataclass(frozen=True, kw_only=True)
+class PoissonRecords(Sampler):
+    """Each of a user's at most G rows takes part by itself with probability p (ELS).
+
+    p = `record_sampling_prob`, G = `group_size`. The G rows are chosen once, before training.
+    Reference: Charles et al. 2024, Alg. 1.
+
+    >>> from userdp.streams import RunSecret
+    >>> index = UserIndex.from_owners(["ann", "bob", "ann"])
+    >>> sampler = PoissonRecords(record_sampling_prob=1.0, group_size=2)
+    >>> cohort = sampler.draw(index, 0, RunSecret.fixed_for_tests(0).streams("cohort"))
+    >>> [group.tolist() for group in cohort]
+    [[0], [2], [1]]
+    """
+
+    name: ClassVar[str] = "poisson"
+    unit: ClassVar[SamplingUnit] = SamplingUnit.RECORD
+    record_sampling_prob: float
+    group_size: int
+
+    def __post_init__(self) -> None:
+        check_probability("record_sampling_prob", self.record_sampling_prob)
+        check_group_size(self.group_size)
+
+    @classmethod
+    def configured(cls, public: PublicNumbers, **own: Any) -> Self:
+        """p is the expected batch size over the number of kept records."""
+        rate = public.expected_groups / public.num_records
+        return cls(record_sampling_prob=rate, group_size=public.group_size)
+
+    def limit_contributions(self, index: UserIndex, streams: Streams) -> UserIndex:
+        """At most G rows of each user, uniformly without replacement (Alg. 1, first loop)."""
+        rng = streams.rng(0)
+        kept = Cohort.of(
+            [at_most(index.rows_of(user), self.group_size, rng) for user in range(index.num_users)]
+        )
+        return UserIndex(indptr=kept.indptr, rows=kept.rows)
+
+    def draw(self, index: UserIndex, step: int, streams: Streams) -> Cohort:
+        """One group per sampled row."""
+        widest = int(np.diff(index.indptr).max(initial=0))
+        if widest > self.group_size:
+            raise InputError(
+                f"a user has {widest} rows and group_size={self.group_size}: the accounting would "
+                "not cover that user. Call limit_contributions first."
+            )
+        sampled = index.rows[streams.rng(step).random(index.num_rows) < self.record_sampling_prob]
+        return Cohort(indptr=np.arange(len(sampled) + 1, dtype=np.int64), rows=sampled)
+
+    @property
+    def words(self) -> str:
+        """Which records take part in a step."""
+        return (
+            f"Poisson sampling of records, rate={self.record_sampling_prob:.6g}, at "
+            f"most {self.group_size} records a user"
+        )

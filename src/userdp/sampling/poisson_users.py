@@ -1,0 +1,69 @@
+"""Poisson sampling of users (ULS)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from userdp.index import UserIndex
+from userdp.sampling.cohort import Cohort
+from userdp.sampling.contract import (
+    SAMPLERS,
+    PublicNumbers,
+    Sampler,
+    at_most,
+    check_group_size,
+    check_probability,
+)
+from userdp.streams import Streams
+from userdp.units import SamplingUnit
+
+
+@SAMPLERS.register
+@dataclass(frozen=True, kw_only=True)
+class PoissonUsers(Sampler):
+    """Each user takes part with probability q, with at most G rows drawn afresh (ULS).
+
+    q = `user_sampling_prob`, G = `group_size`.
+    Reference: Charles et al. 2024, Alg. 2; McMahan et al. 2018, Sec. 2 A).
+
+    >>> from userdp.streams import RunSecret
+    >>> index = UserIndex.from_owners(["ann", "bob", "ann"])
+    >>> sampler = PoissonUsers(user_sampling_prob=1.0, group_size=2)
+    >>> cohort = sampler.draw(index, 0, RunSecret.fixed_for_tests(0).streams("cohort"))
+    >>> [sorted(group.tolist()) for group in cohort]
+    [[0, 2], [1]]
+    """
+
+    name: ClassVar[str] = "poisson"
+    unit: ClassVar[SamplingUnit] = SamplingUnit.USER
+    user_sampling_prob: float
+    group_size: int
+
+    def __post_init__(self) -> None:
+        check_probability("user_sampling_prob", self.user_sampling_prob)
+        check_group_size(self.group_size)
+
+    @classmethod
+    def configured(cls, public: PublicNumbers, **own: Any) -> Self:
+        """q is the expected cohort size over the number of users."""
+        rate = public.expected_groups / public.num_users
+        return cls(user_sampling_prob=rate, group_size=public.group_size)
+
+    def draw(self, index: UserIndex, step: int, streams: Streams) -> Cohort:
+        """One group per sampled user."""
+        rng = streams.rng(step)
+        sampled = np.flatnonzero(rng.random(index.num_users) < self.user_sampling_prob)
+        return Cohort.of(
+            [at_most(index.rows_of(int(user)), self.group_size, rng) for user in sampled]
+        )
+
+    @property
+    def words(self) -> str:
+        """Who takes part in a step."""
+        return (
+            f"Poisson sampling of users, rate={self.user_sampling_prob:.6g}, at most "
+            f"{self.group_size} records a user and step"
+        )

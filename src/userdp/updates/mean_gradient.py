@@ -1,0 +1,93 @@
+"""The mean gradient of a group's records.
+
+Reference: Charles et al. 2024, Alg. 2 (g_u); McMahan et al. 2018, UserUpdateFedSGD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from userdp.errors import MixedExamplesError
+from userdp.updates.contract import UPDATE_RULES, UpdateRule
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from userdp.losses import Batch, RecordLoss
+
+
+@UPDATE_RULES.register
+@dataclass(frozen=True, kw_only=True)
+class MeanGradient(UpdateRule):
+    """The gradient of the mean of the records' losses."""
+
+    name: ClassVar[str] = "gradient"
+    is_mean_gradient: ClassVar[bool] = True
+
+    def of_group(
+        self,
+        model: nn.Module,
+        parameters: Sequence[Tensor],
+        batch: Batch,
+        *,
+        record_loss: RecordLoss,
+        microbatch_records: int | None = None,
+    ) -> list[Tensor]:
+        """The mean over the group's own records, in microbatches if memory asks for it."""
+        return mean_gradient(
+            model,
+            parameters,
+            batch,
+            record_loss=record_loss,
+            microbatch_records=microbatch_records,
+        )
+
+    @property
+    def words(self) -> str:
+        """Nothing: the mean gradient is what every statement takes for granted."""
+        return ""
+
+
+MEAN_GRADIENT = MeanGradient()
+
+
+def mean_gradient(
+    model: nn.Module,
+    parameters: Sequence[Tensor],
+    batch: Batch,
+    *,
+    record_loss: RecordLoss | None = None,
+    microbatch_records: int | None = None,
+) -> list[Tensor]:
+    """The gradient of the mean of the records' losses, in float32 or better.
+
+    Never touches `.grad`. A parameter that the loss does not reach gets zero, and so does
+    everything if the group has no record: a user whose texts leave no token to predict is drawn
+    like any other.
+    """
+    # Not at the top: a plan names this rule, and must load without torch.
+    import torch
+
+    from userdp.losses import causal_lm_loss, wide_dtype
+
+    record_loss = record_loss or causal_lm_loss
+    num_records = len(next(iter(batch.values())))
+    update = [torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for p in parameters]
+    size = microbatch_records or max(num_records, 1)
+    for start in range(0, num_records, size):
+        stop = start + size
+        part = {name: tensor[start:stop] for name, tensor in batch.items()}
+        losses = record_loss(model, part)
+        if losses.shape != (len(next(iter(part.values()))),):
+            raise MixedExamplesError(
+                f"the loss has shape {tuple(losses.shape)}, not one value per record: a mean over "
+                "the batch would mix records before the group is formed. Return one loss per "
+                "record."
+            )
+        gradients = torch.autograd.grad(losses.sum() / num_records, parameters, allow_unused=True)
+        for total, gradient in zip(update, gradients, strict=True):
+            if gradient is not None:
+                total += gradient
+    return update
