@@ -137,8 +137,9 @@ def test_the_ten_lines_of_the_readme_run(
     assert userdp.Ledger.read(tmp_path / "run" / "ledger.jsonl").steps == 2
 
 
-def test_the_configuration_in_the_docs_is_valid(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text()
+@pytest.mark.parametrize("page", ["configuration.md", "bounding.md"])
+def test_the_configuration_in_the_docs_is_valid(page: str, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / page).read_text()
     block = re.search(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert block
     path = tmp_path / "train.toml"
