@@ -50,7 +50,8 @@ ABOVE = {
     | {"bounding", "clipping", "data", "digests", "earlier", "ledger", "models", "noise", "paid"}
     | {"lineage", "plan", "probe", "run_files", "sampling", "statement", "step", "updates"},
     "gradient_norms": GROUND | {"data", "models", "updates"},
-    "runs": GROUND | {"clipping", "config", "data", "models", "noise", "plan", "training"},
+    "runs": GROUND
+    | {"clipping", "config", "data", "digests", "ledger", "models", "noise", "plan", "training"},
 }
 TOP = {"cli", "quickstart"}
 

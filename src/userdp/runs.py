@@ -20,11 +20,15 @@ from torch import nn
 from userdp.clipping.fast import FastSettings
 from userdp.config import Config, load_config
 from userdp.data.store import UserStore
-from userdp.errors import InputError
-from userdp.models.load import Lora, load_adapter, load_model, load_tokenizer
+from userdp.digests import base_digest, digest_precision
+from userdp.errors import InputError, LedgerError
+from userdp.ledger import Ledger
+from userdp.models.load import Lora, adapter_tensors, load_adapter, load_model, load_tokenizer
 from userdp.noise.secret import RunSecret
 from userdp.plan import Plan
 from userdp.training import OnStep, Run, make_optimizer, train
+
+OTHER_BASE = "the base model that was loaded is not the one the adapter was trained on."
 
 
 def train_from_config(
@@ -130,3 +134,26 @@ def load_run(run: Path) -> tuple[nn.Module, Any, Config]:
         return model, tokenizer, config
     base, _ = load_model(config.model.path, gguf_file=config.model.gguf_file)
     return load_adapter(base, saved), load_tokenizer(str(saved)), config
+
+
+def check_base(run: Path, ledger: Ledger, model: nn.Module, *, unfinished: bool) -> bool | None:
+    """Whether the loaded base below the run's adapter is the one that its closing row names.
+
+    Another base is refused, unless `unfinished` runs are read too. None if there is nothing to
+    compare: the run left a whole model, or its ledger names no base.
+    """
+    published = adapter_tensors(run / "model")
+    named = (ledger.end or {}).get("digests", {}).get("base_weights")
+    if published is None or named is None:
+        return None
+    precision = digest_precision(str(named))
+    is_same = (
+        isinstance(getattr(torch, precision, None), torch.dtype)
+        and base_digest(model, published, precision=precision) == named
+    )
+    if not is_same and not unfinished:
+        raise LedgerError(
+            f"{run}: {OTHER_BASE} Restore that base model, or say --unfinished to measure the "
+            "adapter on this one."
+        )
+    return is_same

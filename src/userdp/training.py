@@ -18,6 +18,7 @@ from userdp.clipping.fast import FastSettings
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows, tokenise, tokenise_selected, tokenizer_digest
 from userdp.digests import (
+    base_digest,
     code_version,
     model_digest,
     optimizer_digest,
@@ -31,7 +32,7 @@ from userdp.history import ATTRIBUTE, carry, history_of, write_history
 from userdp.ledger import Ledger
 from userdp.lineage import earlier_runs
 from userdp.models.checks import trainable_parameters
-from userdp.models.load import save_model
+from userdp.models.load import adapter_tensors, save_model
 from userdp.models.proven import model_check
 from userdp.noise.secret import RunSecret
 from userdp.paid import Paid
@@ -168,13 +169,18 @@ def train(
             if on_step is not None:
                 on_step(ledger.steps)
         files: dict[str, str] = {}
+        digests = {"final_weights": trained_digest(model)}
         if path is not None:
             save_model(model, tokenizer, path / "model")
             history = vars(model)[ATTRIBUTE]
             carry(model, dataclasses.replace(history, homes=(*homes, path.resolve())))
             write_history(path / "model", history)
             files = model_files(path / "model")
-        ledger.finish({"final_weights": trained_digest(model)}, model_files=files)
+            published = adapter_tensors(path / "model")
+            if published is not None:
+                # The adapter's files do not hold the base, and are nothing without it.
+                digests["base_weights"] = base_digest(model, published)
+        ledger.finish(digests, model_files=files)
     return Run(model=model, ledger=ledger, path=path)
 
 

@@ -51,6 +51,13 @@ def evaluate(
         sequence_length = sequence_length or config.data.sequence_length
     else:
         loaded, tokenizer = load_model(model if run is None else run / "model")
+    base_checked = None
+    if run is not None and record is not None and (run / "model/adapter_config.json").is_file():
+        base_checked = runs.check_base(run, record.ledger, loaded, unfinished=unfinished)
+        if base_checked is None:
+            common.say("note: the ledger does not name the base model, so it was not compared.")
+        elif not base_checked:
+            common.say(f"unfinished: {runs.OTHER_BASE}")
     rows = tokenise(held_out, tokenizer, sequence_length=sequence_length or 128)
     result = evaluation.evaluate(loaded, rows, pad_token=tokenizer.pad_token_id)
     common.emit(
@@ -62,7 +69,8 @@ def evaluate(
             "tokens": result.tokens,
             "users": result.users,
             "overlap_checked": not allow_overlap,
-            "unfinished": record is not None and bool(record.problems),
+            "unfinished": record is not None and (bool(record.problems) or base_checked is False),
+            "base_checked": base_checked,
         },
         f"loss {result.loss:.4f}, perplexity {result.perplexity:.2f}, "
         f"next token right {result.accuracy_top1:.1%}\n"

@@ -15,7 +15,7 @@ from typing import Any
 import peft
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from userdp.errors import InputError
@@ -107,7 +107,16 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
 def load_adapter(model: nn.Module, adapter: Path) -> nn.Module:
     """The base model with a saved adapter."""
     _refuse_pickle(adapter)
-    adapted = peft.PeftModel.from_pretrained(model, adapter)  # pyright: ignore[reportArgumentType]
+    try:
+        adapted = peft.PeftModel.from_pretrained(
+            model,  # pyright: ignore[reportArgumentType]
+            adapter,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise InputError(
+            f"the adapter in {adapter} does not fit its base model: {_first_line(error)} Load the "
+            "base that it was trained on."
+        ) from error
     _remember(adapted, adapter)
     return adapted
 
@@ -126,7 +135,8 @@ def _remember(model: nn.Module, source: Path) -> None:
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     """Refuse a tokenizer that can produce ids the model has no embedding for."""
-    embeddings = model.get_input_embeddings().num_embeddings  # pyright: ignore
+    # An adapter on the embedding has its weight, but not its number of embeddings.
+    embeddings = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
     if len(tokenizer) > embeddings:
         raise InputError(
             f"the tokenizer has {len(tokenizer):,} tokens and the model embeddings for "
@@ -142,6 +152,15 @@ def save_model(model: nn.Module, tokenizer: Any, out: Path) -> None:
         del config.quantization_config  # pyright: ignore[reportOptionalMemberAccess]
     model.save_pretrained(str(out))  # pyright: ignore[reportCallIssue]
     tokenizer.save_pretrained(out)
+
+
+def adapter_tensors(saved: Path) -> frozenset[str] | None:
+    """The names of the tensors in a saved adapter; None if a whole model is saved there."""
+    path = saved / "adapter_model.safetensors"
+    if not path.is_file():
+        return None
+    with safe_open(path, framework="pt") as file:
+        return frozenset(file.keys())
 
 
 def _move(model: nn.Module, device: str) -> nn.Module:
