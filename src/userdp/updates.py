@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from userdp.errors import MixedExamplesError
+from userdp.errors import InputError, MixedExamplesError
 
 Batch = Mapping[str, Tensor]
 Update = list[Tensor]
@@ -127,6 +127,7 @@ def mean_gradient(
     everything if the group has no record: a user whose texts leave no token to predict is drawn
     like any other.
     """
+    check_microbatch("microbatch_records", microbatch_records)
     num_records = len(next(iter(batch.values())))
     update = [torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for p in parameters]
     size = microbatch_records or max(num_records, 1)
@@ -145,6 +146,12 @@ def mean_gradient(
             if gradient is not None:
                 total += gradient
     return update
+
+
+def check_microbatch(name: str, size: int | None) -> None:
+    """Refuse a part of a batch that would hold nothing."""
+    if size is not None and size < 1:
+        raise InputError(f"{name}={size}: use 1 or more, or None for a size that is chosen here.")
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

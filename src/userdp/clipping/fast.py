@@ -42,7 +42,7 @@ from userdp.clipping.rules import ClipRule
 from userdp.clipping.survey import Survey, find_layers
 from userdp.clipping.verify import NothingFiniteError, compare_with_plain, refuse_dropout
 from userdp.errors import InputError, MixedExamplesError
-from userdp.updates import Batch, RecordLoss, Update, joined_lm_loss
+from userdp.updates import Batch, RecordLoss, Update, check_microbatch, joined_lm_loss
 
 Step = Callable[[Users], Any]
 _LOG = logging.getLogger(__name__)
@@ -124,6 +124,7 @@ class FastClipping:
             blocks_of(model)  # Raises now, not at the first step, if there are none.
         self._check = settings.check
         self._num_shapes = 0
+        check_microbatch("microbatch_tokens", settings.microbatch_tokens)
         self._max_tokens = settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS)
         self._max_users = None if on_cuda else self._stored_users()
         half = (self._dtype or self._parameters[0].dtype) == torch.bfloat16

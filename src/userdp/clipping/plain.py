@@ -23,7 +23,14 @@ from userdp.clipping.flat import ClippedSum, FlatBuffer
 from userdp.clipping.layer_groups import clip_groups
 from userdp.clipping.module_state import ModuleState
 from userdp.clipping.rules import ClipRule, PerLayerClip
-from userdp.updates import Batch, RecordLoss, Update, at_least_float32, mean_gradient
+from userdp.updates import (
+    Batch,
+    RecordLoss,
+    Update,
+    at_least_float32,
+    check_microbatch,
+    mean_gradient,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -104,6 +111,8 @@ class PlainClipping:
         self._model = model
         self._parameters = list(parameters)
         self._record_loss = record_loss
+        # Raises now: later, a failure would count its user as zero.
+        check_microbatch("microbatch_records", microbatch_records)
         self._microbatch_records = microbatch_records
         self._compute_dtype = compute_dtype
         self._state = ModuleState(model)
