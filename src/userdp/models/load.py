@@ -47,6 +47,8 @@ def load_model(
     Without `lora` every parameter is trained; with it, the adapters alone.
     """
     source = str(name_or_path)
+    _refuse_missing_path(source)
+    _refuse_missing_path(_base_of(Path(source)))
     _refuse_pickle(Path(source))
     tokenizer = load_tokenizer(source, gguf_file=gguf_file)
     options: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
@@ -65,6 +67,7 @@ def load_model(
 
 def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
     """The tokenizer, with the end-of-text token standing in for a missing padding token."""
+    _refuse_missing_path(source)
     options = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -123,14 +126,27 @@ def load_adapter(model: nn.Module, adapter: Path) -> nn.Module:
 
 def _remember(model: nn.Module, source: Path) -> None:
     """Let the model carry what was spent on it, where its directory says so."""
-    settings = source / "adapter_config.json"
-    if settings.is_file():
-        base = Path(json.loads(settings.read_text()).get("base_model_name_or_path") or "")
-        if base.is_dir() and base != source:
-            _remember(model, base)
+    base = Path(_base_of(source))
+    if base.name and base.is_dir() and base != source:
+        _remember(model, base)
     found = read_history(source)
     if found is not None:
         carry(model, merged(history_of(model), found))
+
+
+def _base_of(source: Path) -> str:
+    """The name or path of the base that a saved adapter belongs to; empty for a whole model."""
+    settings = source / "adapter_config.json"
+    if not settings.is_file():
+        return ""
+    try:
+        base = json.loads(settings.read_text()).get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise InputError(
+            f"{settings} cannot be read, so the adapter's base model is not known. Restore the "
+            "file."
+        ) from error
+    return str(base or "")
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
@@ -170,6 +186,23 @@ def _move(model: nn.Module, device: str) -> nn.Module:
         raise
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"device {device!r} cannot be used: {_first_line(error)}") from error
+
+
+def _refuse_missing_path(source: str) -> None:
+    """Refuse what can only be a path and leads nowhere: the hub would be asked for it, at length.
+
+    A hub name is a word, or two with one slash between.
+    """
+    path = Path(source)
+    if "/" not in source or path.exists():
+        return
+    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
+    if not is_path and not path.parent.is_dir():
+        return
+    way_out = "Write it without ~." if source.startswith("~") else "Check the spelling."
+    if not is_path:
+        way_out += f" If it is the name of a model on the hub, {path.parent}/ hides it here."
+    raise InputError(f"model {source!r}: there is no such directory. {way_out}")
 
 
 def _refuse_pickle(source: Path) -> None:
