@@ -138,7 +138,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "path", ["./modle", "../modle", "/no/modle", "~/modle", "a/b/modle", "there/modle", "./a b"]
+    "path",
+    [
+        "./nowhere",
+        "../nowhere",
+        "/no/nowhere",
+        "~/nowhere",
+        "a/b/nowhere",
+        "there/nowhere",
+        "./a b",
+    ],
 )
 def test_a_mistyped_path_is_refused_without_asking_the_hub(
     path: str, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -152,7 +161,7 @@ def test_a_mistyped_path_is_refused_without_asking_the_hub(
     assert asked == []
 
 
-@pytest.mark.parametrize("name", ["modle", "org/name", "org/name-1.5"])
+@pytest.mark.parametrize("name", ["nowhere", "org/name", "org/name-1.5"])
 def test_a_name_of_the_hub_is_asked_for(
     name: str, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,8 +103,8 @@ def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     if logits.shape[:2].numel() != labels.numel():
         raise InputError(
             f"the model predicts {logits.shape[1]} tokens for rows of {labels.shape[1]}. Prompt "
-            "tuning does so: it puts tokens before every row. Use LoRA or prefix tuning, or give a "
-            "record_loss that leaves those tokens out."
+            "tuning does so: it puts tokens before every row. Use LoRA or prefix tuning, or "
+            'clipping="plain" with a record_loss that leaves those tokens out.'
         )
     losses = F.cross_entropy(
         at_least_float32(logits).flatten(0, 1),
