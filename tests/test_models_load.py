@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import models_zoo
 from userdp.errors import InputError
-from userdp.models.load import Lora, add_lora, load_adapter, load_model, save_model
+from userdp.models.load import (
+    Lora,
+    add_lora,
+    load_adapter,
+    load_model,
+    load_tokenizer,
+    save_model,
+)
 from userdp.models.smollm2 import find_smollm2
 
 PROMPT = torch.tensor([[1, 2, 3]])
@@ -114,6 +122,68 @@ def test_missing_tokenizer_is_refused(checkpoint: Path) -> None:
 def test_empty_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="could not be loaded"):
         load_model(tmp_path)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names that transformers is asked for; it finds none, and no network is touched."""
+    names: list[str] = []
+
+    def ask(source: str, **options: object) -> None:
+        names.append(source)
+        raise OSError("not on the hub")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", ask)
+    return names
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "./nowhere",
+        "../nowhere",
+        "/no/nowhere",
+        "~/nowhere",
+        "a/b/nowhere",
+        "there/nowhere",
+        "./a b",
+    ],
+)
+def test_a_mistyped_path_is_refused_without_asking_the_hub(
+    path: str, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(InputError, match="no such directory") as refused:
+            load(path)
+        assert repr(path) in str(refused.value)
+    assert asked == []
+
+
+@pytest.mark.parametrize("name", ["nowhere", "org/name", "org/name-1.5"])
+def test_a_name_of_the_hub_is_asked_for(
+    name: str, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="not on the hub"):
+        load_model(name)
+    assert asked == [name]
+
+
+def test_an_adapter_whose_base_is_gone_is_refused_without_asking_the_hub(
+    tmp_path: Path, asked: list[str]
+) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    settings = {"base_model_name_or_path": str(tmp_path / "gone")}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=r"gone.*no such directory"):
+        load_model(adapter)
+    (adapter / "adapter_config.json").write_text("{")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_model(adapter)
+    assert asked == []
 
 
 def test_vocabulary_larger_than_the_embedding_is_refused(checkpoint: Path) -> None:

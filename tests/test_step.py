@@ -246,3 +246,11 @@ def test_repr_of_secrets_shows_nothing() -> None:
     assert repr(step.draw()) == "Cohort(<secret>)"
     assert repr(SEED) == "RunSecret(<secret>)"
     assert repr(UserIndex.from_owners(OWNERS)) == "UserIndex(<secret>)"
+
+
+@pytest.mark.parametrize("size", [0, -3])
+def test_a_part_of_a_batch_that_holds_nothing_is_refused(size: int) -> None:
+    with pytest.raises(InputError, match="microbatch_records"):
+        make(plan(), settings=StepSettings(path="plain", microbatch_records=size))
+    with pytest.raises(InputError, match="microbatch_tokens"):
+        make(plan(), settings=StepSettings(microbatch_tokens=size))

@@ -30,7 +30,7 @@ def make_store(path: Path, records_per_user: Sequence[int], *, seed: int = 0) ->
     return UserStore.open(path)
 
 
-def make_model(path: Path, *, seed: int = 0) -> tuple[Any, Any]:
+def make_model(path: Path, *, seed: int = 0, width: int = 16) -> tuple[Any, Any]:
     """A one-layer GPT-2 from its configuration, saved with a word tokenizer."""
     import torch
     import transformers
@@ -43,7 +43,7 @@ def make_model(path: Path, *, seed: int = 0) -> tuple[Any, Any]:
         transformers.GPT2Config(
             vocab_size=len(tokenizer),
             n_positions=64,
-            n_embd=16,
+            n_embd=width,
             n_layer=1,
             n_head=2,
             bos_token_id=tokenizer.eos_token_id,

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,50 @@ def trained_digest(model: nn.Module) -> str:
     return _named_digest((n, p) for n, p in model.named_parameters() if p.requires_grad)
 
 
-def _named_digest(named: Iterable[tuple[str, Tensor]]) -> str:
+def base_digest(model: nn.Module, published: Collection[str], *, precision: str = "") -> str:
+    """Names the saved tensors of an adapted model that its adapter's files do not hold.
+
+    `published` are the adapter's tensor names, as `peft` writes them. Numbers are compared in one
+    `precision`, which begins the digest: by default the narrowest one in the model. So a base that
+    was trained on in bfloat16 and is loaded in float32 later keeps its name.
+    """
+    own = {_base_name(name) for name in published}
+    tensors = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, Tensor) and _base_name(name) not in own
+    }
+    floats = [t.dtype for t in tensors.values() if t.is_floating_point()]
+    # Wider numbers than float32 may be read back as float32.
+    narrowest = min([torch.float32, *floats], key=lambda dtype: dtype.itemsize)
+    precision = precision or str(narrowest).removeprefix("torch.")
+    named = ((_base_name(name), tensor) for name, tensor in tensors.items())
+    return f"{precision} {_named_digest(named, getattr(torch, precision))}"
+
+
+def digest_precision(digest: str) -> str:
+    """The precision that a digest of a base was taken in."""
+    return digest.partition(" ")[0]
+
+
+def _base_name(name: str) -> str:
+    """The name of a tensor without what `peft` puts into it when it wraps a layer."""
+    name = name.removeprefix("base_model.model.")
+    for part in (".base_layer", ".original_module", ".modules_to_save", ".default"):
+        name = name.replace(f"{part}.", ".")
+    return name.removesuffix(".default")
+
+
+def _named_digest(named: Iterable[tuple[str, Tensor]], precision: torch.dtype | None = None) -> str:
     pairs = sorted(named, key=lambda pair: pair[0])
+
+    def digest_of(tensor: Tensor) -> str:
+        # Converted one at a time: a second copy of all weights need not fit in memory.
+        convert = precision is not None and tensor.is_floating_point()
+        return _tensor_digest(tensor.to(precision) if convert else tensor)
+
     with ThreadPoolExecutor(THREADS) as pool:
-        digests = list(pool.map(_tensor_digest, [tensor for _, tensor in pairs]))
+        digests = list(pool.map(digest_of, [tensor for _, tensor in pairs]))
     whole = hashlib.sha256()
     for (name, _), digest in zip(pairs, digests, strict=True):
         whole.update(f"{name}|{digest}\n".encode())

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from userdp.errors import InputError
+
 Batch = Mapping[str, Tensor]
 Update = list[Tensor]
 RecordLoss = Callable[[nn.Module, Batch], Tensor]
@@ -94,6 +96,12 @@ def weighted_token_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tens
 
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    if logits.shape[:2].numel() != labels.numel():
+        raise InputError(
+            f"the model predicts {logits.shape[1]} tokens for rows of {labels.shape[1]}. Prompt "
+            "tuning does so: it puts tokens before every row. Use LoRA or prefix tuning, or "
+            'path="plain" with a record_loss that leaves those tokens out.'
+        )
     losses = F.cross_entropy(
         at_least_float32(logits).flatten(0, 1),
         labels.flatten(),

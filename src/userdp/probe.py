@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from userdp.clipping.compiled import most_positions, pretrained
+from userdp.clipping.computed import refuse_computed_weights
 from userdp.clipping.made_up import MadeUp
 from userdp.clipping.module_state import ModuleState
 from userdp.clipping.pack import is_padded
@@ -224,6 +225,7 @@ def run_probes(
         refuse_mixing(model)
         if path == "fast":
             refuse_dropout(model)
+            refuse_computed_weights(model)
         # In the mode of training: some write only then.
         kept = what_it_keeps(model, made_up, record_loss, sequence_length)
         if path == "plain" and is_random(model, made_up, record_loss, sequence_length):

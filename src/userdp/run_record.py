@@ -18,6 +18,7 @@ from torch import nn
 
 from userdp.clipping.settings import StepSettings
 from userdp.digests import (
+    base_digest,
     code_version,
     index_digest,
     optimizer_digest,
@@ -29,7 +30,7 @@ from userdp.history import ATTRIBUTE, carry, history_of, write_history
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
 from userdp.lineage import begin_run, check_current
-from userdp.models.load import save_model
+from userdp.models.load import adapter_tensors, save_model
 from userdp.models.proven import model_check
 from userdp.plan import Plan
 from userdp.run_files import model_files
@@ -138,6 +139,7 @@ class RunRecord:
     def finish(self, model: nn.Module, tokenizer: Any = None) -> None:
         """Save the model if the run has a directory, and write the closing row."""
         files: dict[str, str] = {}
+        digests = {"final_weights": trained_digest(model)}
         if self.path is not None:
             saved = self.path / "model"
             save_model(model, tokenizer, saved)
@@ -146,7 +148,11 @@ class RunRecord:
             carry(model, dataclasses.replace(history, homes=homes))
             write_history(saved, history)
             files = model_files(saved)
-        self.ledger.finish({"final_weights": trained_digest(model)}, model_files=files)
+            published = adapter_tensors(saved)
+            if published is not None:
+                # The adapter's files do not hold the base, and are nothing without it.
+                digests["base_weights"] = base_digest(model, published)
+        self.ledger.finish(digests, model_files=files)
 
     def statement(self) -> Statement:
         """What may be said about the model after what is recorded so far."""

@@ -28,15 +28,15 @@ from userdp.clipping.settings import StepSettings
 from userdp.config import Config, load_config
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows, tokenise, tokenise_selected, tokenizer_digest
-from userdp.digests import model_digest, scheduler_digest
+from userdp.digests import base_digest, digest_precision, model_digest, scheduler_digest
 from userdp.earlier import Earlier
-from userdp.errors import InputError
+from userdp.errors import InputError, LedgerError
 from userdp.history import history_of
 from userdp.ledger import Ledger
 from userdp.lineage import earlier_runs
 from userdp.losses import Batch
 from userdp.models.checks import trainable_parameters
-from userdp.models.load import Lora, load_adapter, load_model, load_tokenizer
+from userdp.models.load import Lora, adapter_tensors, load_adapter, load_model, load_tokenizer
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.probe import check_positions
@@ -161,6 +161,7 @@ def train(
     return Run(model=model, ledger=record.ledger, path=record.path)
 
 
+OTHER_BASE = "the base model that was loaded is not the one the adapter was trained on."
 UNCHECKED_PEOPLE = (
     "that the people of the earlier runs are others was declared and could not be checked: a list "
     "of their users is not there, or hides ids under another key; whoever is in several runs has "
@@ -341,3 +342,26 @@ def load_run(run: Path) -> tuple[nn.Module, Any, Config]:
         return model, tokenizer, config
     base, _ = load_model(config.model.path, gguf_file=config.model.gguf_file)
     return load_adapter(base, saved), load_tokenizer(str(saved)), config
+
+
+def check_base(run: Path, ledger: Ledger, model: nn.Module, *, unfinished: bool) -> bool | None:
+    """Whether the loaded base below the run's adapter is the one that its closing row names.
+
+    Another base is refused, unless `unfinished` runs are read too. None if there is nothing to
+    compare: the run left a whole model, or its ledger names no base.
+    """
+    published = adapter_tensors(run / "model")
+    named = (ledger.end or {}).get("digests", {}).get("base_weights")
+    if published is None or named is None:
+        return None
+    precision = digest_precision(str(named))
+    is_same = (
+        isinstance(getattr(torch, precision, None), torch.dtype)
+        and base_digest(model, published, precision=precision) == named
+    )
+    if not is_same and not unfinished:
+        raise LedgerError(
+            f"{run}: {OTHER_BASE} Restore that base model, or say --unfinished to measure the "
+            "adapter on this one."
+        )
+    return is_same

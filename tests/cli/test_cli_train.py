@@ -257,7 +257,18 @@ def test_evaluating_on_training_users_needs_an_explicit_word(run: Path, train_st
     refused = userdp("evaluate", run, train_store)
     assert refused.code == 2
     assert "training users too" in refused.err
+    assert "--allow-overlap" in refused.err
     assert userdp("evaluate", run, train_store, "--allow-overlap").code == 0
+
+
+@pytest.mark.parametrize("length", [-3, 0, 1])
+def test_evaluating_on_rows_too_short_to_predict_is_refused(
+    run: Path, base_model: Path, held_out_store: Path, length: int
+) -> None:
+    for model in (run, base_model):
+        refused = userdp("evaluate", model, held_out_store, "--sequence-length", length)
+        assert refused.code == 2
+        assert f"--sequence-length {length}: predicting takes at least 2 tokens" in refused.err
 
 
 def test_training_with_overlapping_evaluation_users_is_refused(
@@ -268,6 +279,9 @@ def test_training_with_overlapping_evaluation_users_is_refused(
     result = userdp("train", path, "--out", tmp_path / "run")
     assert result.code == 2
     assert "training users too" in result.err
+    # The way out is one that this command has.
+    assert "[data] evaluation" in result.err
+    assert "--" not in result.err
     assert not (tmp_path / "run").exists()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -343,3 +344,101 @@ def test_counting_steps_does_not_read_all_rows_again() -> None:
     ledger._rows = Counted(ledger._rows)
     ledger.charge_step()
     assert ledger.steps == 4
+
+
+@pytest.fixture(scope="module")
+def adapter_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a store, a base model, and one run of adapters on it for each precision."""
+    found = tmp_path_factory.mktemp("adapter")
+    make_store(found / "store", [2] * 20)
+    make_model(found / "base")
+    settings = CONFIG.format(root=found, noise=2.0, more="")
+    for dtype in ("float32", "bfloat16"):
+        lora = f'[model]\ndtype = "{dtype}"\nlora = {{ rank = 2 }}'
+        (found / "run.toml").write_text(settings.replace("[model]", lora))
+        assert userdp("train", found / "run.toml", "--out", found / dtype).code == 0
+    return found
+
+
+def evaluated(run: Path, root: Path, *more: str) -> Any:
+    return userdp("evaluate", run, root / "store", "--allow-overlap", *more)
+
+
+@pytest.fixture
+def other_base(adapter_root: Path) -> Iterator[Path]:
+    """The base with one changed number; afterwards it is as it was."""
+    path = adapter_root / "base" / "model.safetensors"
+    content = path.read_bytes()
+    tensors = load_file(path)
+    tensors["transformer.ln_f.weight"][0] += 0.5
+    save_file(tensors, path, metadata={"format": "pt"})
+    yield path
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_is_evaluated_on_the_base_it_was_trained_on(
+    adapter_root: Path, tmp_path: Path, dtype: str, with_config: bool
+) -> None:
+    run = Path(shutil.copytree(adapter_root / dtype, tmp_path / "run"))
+    if not with_config:
+        (run / "config.toml").unlink()
+    told = evaluated(run, adapter_root, "--json").json
+    assert told["base_checked"] is True
+    assert told["unfinished"] is False
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_base_that_was_swapped_is_refused_and_named_when_asked_for(
+    adapter_root: Path, other_base: Path, tmp_path: Path, dtype: str, with_config: bool
+) -> None:
+    run = Path(shutil.copytree(adapter_root / dtype, tmp_path / "run"))
+    if not with_config:
+        (run / "config.toml").unlink()
+    refused = evaluated(run, adapter_root)
+    assert refused.code == 2
+    assert "not the one the adapter was trained on" in refused.err
+    assert "--unfinished" in refused.err
+    allowed = evaluated(run, adapter_root, "--unfinished", "--json")
+    assert "unfinished: the base model" in allowed.err
+    assert allowed.json["unfinished"] is True
+    assert allowed.json["base_checked"] is False
+
+
+def test_a_ledger_that_names_no_base_is_read_and_says_that_nothing_was_compared(
+    adapter_root: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(adapter_root / "float32", tmp_path / "run"))
+    path = run / "ledger.jsonl"
+    key = chain.read_key(path)
+    assert key is not None
+    *rows, end = [json.loads(line) for line in path.read_text().splitlines()]
+    del end["digests"]["base_weights"]
+    content = {name: end[name] for name in end if name not in ("hash", "tag")}
+    sealed = chain.canonical(chain.sealed(rows[-1]["hash"], content, key))
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]) + sealed + "\n")
+    result = evaluated(run, adapter_root, "--json")
+    assert result.json["base_checked"] is None
+    assert "does not name the base model" in result.err
+
+
+def test_a_base_of_another_shape_is_refused_in_our_words(adapter_root: Path) -> None:
+    path = adapter_root / "base"
+    kept = path.rename(adapter_root / "kept")
+    try:
+        make_model(path, width=32)
+        refused = evaluated(adapter_root / "float32", adapter_root)
+    finally:
+        shutil.rmtree(path)
+        kept.rename(path)
+    assert refused.code == 2
+    assert "does not fit its base model" in refused.err
+
+
+def test_a_run_of_a_whole_model_names_no_base(root: Path) -> None:
+    end = Ledger.read(root / "run" / "ledger.jsonl").end
+    assert end is not None
+    assert "base_weights" not in end["digests"]
+    assert evaluated(root / "run", root, "--json").json["base_checked"] is None

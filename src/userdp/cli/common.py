@@ -182,12 +182,14 @@ UNCHECKED_OVERLAP = (
 )
 
 
-def refuse_overlap(shared: int | None, held_out: UserStore) -> None:
-    """Raise if users of `held_out` were trained on; None: not known."""
+def refuse_overlap(shared: int | None, held_out: UserStore, *, way_out: str) -> None:
+    """Raise if users of `held_out` were trained on; None: not known.
+
+    `way_out` says what the caller of this command can do.
+    """
     if shared:
         raise InputError(
-            f"{held_out.path}: {shared:,} of its users are training users too. Evaluate on others, "
-            "or say --allow-overlap."
+            f"{held_out.path}: {shared:,} of its users are training users too. {way_out}"
         )
 
 

@@ -13,6 +13,8 @@ from userdp.errors import InputError
 from userdp.history import read_history
 from userdp.run_files import read_run, run_of, shared_users
 
+DEFAULT_LENGTH = 128
+
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="A run's directory, or a model's path or name.")],
@@ -32,6 +34,11 @@ def evaluate(
     json: common.Json = False,
 ) -> None:
     """Measure loss, perplexity and next-token accuracy on a store."""
+    if sequence_length is not None and sequence_length < 2:
+        raise InputError(
+            f"--sequence-length {sequence_length}: predicting takes at least 2 tokens. Give 2 or "
+            "more, or leave the option out."
+        )
     held_out = UserStore.open(store)
     run = run_of(Path(model))
     record = None
@@ -48,10 +55,20 @@ def evaluate(
 
     if run is not None and (run / "config.toml").is_file():
         loaded, tokenizer, config = training.load_run(run)
-        sequence_length = sequence_length or config.data.sequence_length
+        length = config.data.sequence_length
     else:
         loaded, tokenizer = load_model(model if run is None else run / "model")
-    rows = tokenise(held_out, tokenizer, sequence_length=sequence_length or 128)
+        length = DEFAULT_LENGTH
+    base_checked = None
+    if run is not None and record is not None and (run / "model/adapter_config.json").is_file():
+        base_checked = training.check_base(run, record.ledger, loaded, unfinished=unfinished)
+        if base_checked is None:
+            common.say("note: the ledger does not name the base model, so it was not compared.")
+        elif not base_checked:
+            common.say(f"unfinished: {training.OTHER_BASE}")
+    if sequence_length is not None:
+        length = sequence_length
+    rows = tokenise(held_out, tokenizer, sequence_length=length)
     result = evaluation.evaluate(loaded, rows, pad_token=tokenizer.pad_token_id)
     common.emit(
         json,
@@ -62,7 +79,8 @@ def evaluate(
             "tokens": result.tokens,
             "users": result.users,
             "overlap_checked": not allow_overlap,
-            "unfinished": record is not None and bool(record.problems),
+            "unfinished": record is not None and (bool(record.problems) or base_checked is False),
+            "base_checked": base_checked,
         },
         f"loss {result.loss:.4f}, perplexity {result.perplexity:.2f}, "
         f"next token right {result.accuracy_top1:.1%}\n"
@@ -85,4 +103,4 @@ def _refuse_training_users(model: Path, run: Path | None, held_out: UserStore) -
             f"{model}: {common.UNCHECKED_OVERLAP} Or say --allow-overlap: a loss on training users "
             "is covered by no guarantee."
         )
-    common.refuse_overlap(shared, held_out)
+    common.refuse_overlap(shared, held_out, way_out="Evaluate on others, or say --allow-overlap.")

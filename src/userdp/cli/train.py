@@ -13,6 +13,8 @@ from userdp.data.store import UserStore
 from userdp.history import read_history
 from userdp.run_files import Overlap, overlap, shared_users
 
+OTHER_USERS = "Name a store of other users as [data] evaluation, or leave that setting out."
+
 
 def train(
     config: Annotated[Path, typer.Argument(help="A TOML file; see docs/configuration.md.")],
@@ -47,9 +49,9 @@ def train(
     if settings.data.evaluation is not None:
         held_out = UserStore.open(settings.data.evaluation)
         shared = UserStore.open(settings.data.store).shares_users_with(held_out)
-        common.refuse_overlap(shared, held_out)
+        common.refuse_overlap(shared, held_out, way_out=OTHER_USERS)
         before = _in_earlier_runs(settings, held_out)
-        common.refuse_overlap(before.shared, held_out)
+        common.refuse_overlap(before.shared, held_out, way_out=OTHER_USERS)
         unchecked = shared is None or not before.is_known
         if unchecked:
             common.say(f"note: {common.UNCHECKED_OVERLAP}")
@@ -61,7 +63,7 @@ def train(
     if held_out is not None:
         # Again, by the finished run's own lists: they name every run behind the model.
         shared = shared_users(out, held_out)
-        common.refuse_overlap(shared, held_out)
+        common.refuse_overlap(shared, held_out, way_out=OTHER_USERS)
         unchecked = shared is None
         model, tokenizer, _ = training.load_run(out)
         rows = tokenise(held_out, tokenizer, sequence_length=settings.data.sequence_length)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from userdp.clipping.any_layer import AnyLayer
 from userdp.clipping.checkpointed import blocks_of
 from userdp.clipping.compiled import Execution, Graph, has_aligned_head, most_positions, padded_rows
+from userdp.clipping.computed import refuse_computed_weights
 from userdp.clipping.flat import ClippedSum, FlatBuffer
 from userdp.clipping.joined import USUAL_ROW, can_join, is_joined, joined, worth_joining
 from userdp.clipping.made_up import disguised, own_groups
@@ -82,6 +83,7 @@ class FastClipping:
         sequence_length: int | None = None,
     ) -> None:
         settings = settings or StepSettings()
+        refuse_computed_weights(model)
         self.skip_failing = False
         # Whether the paths were seen to differ: then the plain loop does the work.
         self._differs = False

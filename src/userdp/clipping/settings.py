@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from userdp.errors import InputError
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
@@ -39,6 +41,14 @@ class StepSettings:
     mix_sizes: bool | None = None
     join_records: bool | None = None
     check: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("microbatch_tokens", "microbatch_records"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise InputError(
+                    f"{name}={size}: use 1 or more, or None for a size that is chosen here."
+                )
 
     @property
     def checks_model(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import peft
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from userdp.errors import InputError
@@ -47,6 +47,8 @@ def load_model(
     Without `lora` every parameter is trained; with it, the adapters alone.
     """
     source = str(name_or_path)
+    _refuse_missing_path(source)
+    _refuse_missing_path(_base_of(Path(source)))
     _refuse_pickle(Path(source))
     tokenizer = load_tokenizer(source, gguf_file=gguf_file)
     options: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
@@ -65,6 +67,7 @@ def load_model(
 
 def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
     """The tokenizer, with the end-of-text token standing in for a missing padding token."""
+    _refuse_missing_path(source)
     options = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -107,26 +110,49 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
 def load_adapter(model: nn.Module, adapter: Path) -> nn.Module:
     """The base model with a saved adapter."""
     _refuse_pickle(adapter)
-    adapted = peft.PeftModel.from_pretrained(model, adapter)  # pyright: ignore[reportArgumentType]
+    try:
+        adapted = peft.PeftModel.from_pretrained(
+            model,  # pyright: ignore[reportArgumentType]
+            adapter,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise InputError(
+            f"the adapter in {adapter} does not fit its base model: {_first_line(error)} Load the "
+            "base that it was trained on."
+        ) from error
     _remember(adapted, adapter)
     return adapted
 
 
 def _remember(model: nn.Module, source: Path) -> None:
     """Let the model carry what was spent on it, where its directory says so."""
-    settings = source / "adapter_config.json"
-    if settings.is_file():
-        base = Path(json.loads(settings.read_text()).get("base_model_name_or_path") or "")
-        if base.is_dir() and base != source:
-            _remember(model, base)
+    base = Path(_base_of(source))
+    if base.name and base.is_dir() and base != source:
+        _remember(model, base)
     found = read_history(source)
     if found is not None:
         carry(model, merged(history_of(model), found))
 
 
+def _base_of(source: Path) -> str:
+    """The name or path of the base that a saved adapter belongs to; empty for a whole model."""
+    settings = source / "adapter_config.json"
+    if not settings.is_file():
+        return ""
+    try:
+        base = json.loads(settings.read_text()).get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise InputError(
+            f"{settings} cannot be read, so the adapter's base model is not known. Restore the "
+            "file."
+        ) from error
+    return str(base or "")
+
+
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     """Refuse a tokenizer that can produce ids the model has no embedding for."""
-    embeddings = model.get_input_embeddings().num_embeddings  # pyright: ignore
+    # An adapter on the embedding has its weight, but not its number of embeddings.
+    embeddings = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
     if len(tokenizer) > embeddings:
         raise InputError(
             f"the tokenizer has {len(tokenizer):,} tokens and the model embeddings for "
@@ -144,6 +170,15 @@ def save_model(model: nn.Module, tokenizer: Any, out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
+def adapter_tensors(saved: Path) -> frozenset[str] | None:
+    """The names of the tensors in a saved adapter; None if a whole model is saved there."""
+    path = saved / "adapter_model.safetensors"
+    if not path.is_file():
+        return None
+    with safe_open(path, framework="pt") as file:
+        return frozenset(file.keys())
+
+
 def _move(model: nn.Module, device: str) -> nn.Module:
     try:
         return model.to(device)
@@ -151,6 +186,23 @@ def _move(model: nn.Module, device: str) -> nn.Module:
         raise
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"device {device!r} cannot be used: {_first_line(error)}") from error
+
+
+def _refuse_missing_path(source: str) -> None:
+    """Refuse what can only be a path and leads nowhere: the hub would be asked for it, at length.
+
+    A hub name is a word, or two with one slash between.
+    """
+    path = Path(source)
+    if "/" not in source or path.exists():
+        return
+    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
+    if not is_path and not path.parent.is_dir():
+        return
+    way_out = "Write it without ~." if source.startswith("~") else "Check the spelling."
+    if not is_path:
+        way_out += f" If it is the name of a model on the hub, {path.parent}/ hides it here."
+    raise InputError(f"model {source!r}: there is no such directory. {way_out}")
 
 
 def _refuse_pickle(source: Path) -> None:
