@@ -91,7 +91,7 @@ def test_prompt_tuning_is_refused_in_our_words(path: Any) -> None:
         models_zoo.build("llama", torch.float32),  # type: ignore[arg-type]
         settings,
     ).eval()
-    cause = verify(model, sequence_length=LENGTH, clipping=path).cause
+    cause = verify(model, sequence_length=LENGTH, path=path).cause
     assert f"predicts {LENGTH + 3} tokens for rows of {LENGTH}" in cause
     assert "Prompt tuning" in cause
     assert "LoRA" in cause
