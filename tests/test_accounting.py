@@ -313,11 +313,11 @@ def test_target_epsilon_must_be_positive_and_finite(target: float) -> None:
 
 
 def test_unachievable_epsilon_names_the_nearest_feasible() -> None:
-    # T steps at noise 1e6 are one at 1e6 / sqrt(T) = 100: epsilon about 0.04.
+    # T steps at noise 1e8 are one at 1e8 / sqrt(T) = 100: epsilon about 0.04.
     with pytest.raises(InputError, match=r"out of reach.*gives no less than 0\.0\d+"):
         calibrate(
             PoissonUsers(user_sampling_prob=1.0, group_size=1),
-            steps=10**8,
+            steps=10**12,
             epsilon=1e-3,
             delta=1e-6,
             adjacency=ADD_REMOVE,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dp_accounting import dp_event
 from dp_accounting.rdp import RdpAccountant
-from scipy import integrate, stats
+from scipy import integrate, optimize, stats
 
 from userdp.accounting import accountant, events, monte_carlo, quantile, search, selection, steps
 from userdp.accounting.discretise import Focus, discretise
@@ -142,6 +142,45 @@ def test_outputs_beyond_the_grid_count_as_infinite(kind, way):
     exact = hockey_stick(one, other, epsilon, [2, 4, 6])
     assert exact > 0
     assert atoms.infinite >= exact
+
+
+@pytest.mark.parametrize("cap", [math.inf, 0.7])
+@pytest.mark.parametrize("spacing", [0.01, 1.5])
+@pytest.mark.parametrize("way", list(Direction))
+@pytest.mark.parametrize("kind", [Pair, Exchange])
+def test_a_step_on_a_grid_dominates_its_integral_at_every_epsilon(kind, way, spacing, cap):
+    # A cap, and a grid so coarse that its last edge is far above the last output's loss.
+    noise, shifts, weights = 1.0, np.array([0.0, 1.0]), np.array([0.5, 0.5])
+    pair = kind.of(noise, shifts, weights, tail=1e-6)
+    focus = Focus(epsilon=0.5, tilt=2.0, spacing=spacing, allowed=1e-3, resolution=0.01, cap=cap)
+    atoms = discretise(pair, pair.quadrature(1e-3), way, count=1, focus=focus)
+    loss = atoms.spacing * atoms.index + atoms.slack
+
+    # The ratio of the neighbours increases with the output, so the best test is a threshold.
+    def above(sign: float, x: float) -> float:
+        return float(weights @ stats.norm.sf(x, sign * shifts, noise))
+
+    def log_density(sign: float, x: float) -> float:
+        return math.log(weights @ stats.norm.pdf(x, sign * shifts, noise))
+
+    mirror = -1.0 if kind is Exchange else 0.0
+    last = float(loss[-1])
+    for epsilon in [0.0, 0.2, 0.5, 0.68, last - 0.01, last, last + 0.01, last + 0.3]:
+        signed = epsilon if way is Direction.REMOVE else -epsilon
+        if signed <= pair.least_loss:
+            continue
+
+        def gap(x: float, signed=signed) -> float:
+            return log_density(1.0, x) - log_density(mirror, x) - signed
+
+        x = optimize.brentq(gap, -20.0, 20.0, xtol=1e-12)
+        one, other = above(1.0, x), above(mirror, x)
+        if way is Direction.ADD:
+            one, other = 1 - other, 1 - one
+        exact = one - math.exp(epsilon) * other
+        over = loss > epsilon
+        found = float(atoms.mass[over] @ -np.expm1(epsilon - loss[over])) + atoms.infinite
+        assert found >= exact - 1e-12, epsilon
 
 
 def test_components_cut_from_the_mixture_count_as_infinite():

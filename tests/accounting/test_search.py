@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ from oracles import binomial, lower_epsilon, one_step_delta
 
 from shared import SHARED, needs_shared
 from userdp.accounting import certificate, compose, gaussian, search
-from userdp.accounting.least_noise import least_noise
+from userdp.accounting.least_noise import SMALLEST_NOISE, least_noise
 from userdp.accounting.pair import Direction, Pair
 from userdp.accounting.prepared import Branch, Prepared
 from userdp.accounting.search import epsilon_bound
-from userdp.accounting.steps import Mixture
+from userdp.accounting.steps import Exchanged, Mixture, chance_of_moving
 
 
 def golden() -> dict:
@@ -219,6 +220,27 @@ def test_unreachable_target_is_none():
         delta=1e-9,
     )
     assert found is None
+
+
+@pytest.mark.parametrize("kind", [Mixture, Exchanged])
+@pytest.mark.parametrize(("rate", "count"), [(1e-3, 1), (1e-4, 10), (1e-12, 10), (0.1, 7)])
+def test_a_delta_of_the_chance_to_be_drawn_needs_no_noise_and_a_smaller_one_does(kind, rate, count):
+    def steps_of(sigma: float) -> list[Mixture | Exchanged]:
+        weights = np.array([1 - rate, rate])
+        return [kind(noise=sigma, shifts=np.array([0.0, 1.0]), weights=weights, count=count)]
+
+    # In exact arithmetic: the user is drawn at least once.
+    chance = 1 - (1 - Fraction(rate)) ** count
+    bound = chance_of_moving(steps_of(1.0))
+    assert chance <= Fraction(bound) <= chance * (1 + Fraction(1, 10**14))
+    start = time.process_time()
+    found = least_noise(steps_of, epsilon=1.0, delta=rate * count)
+    assert time.process_time() - start < 0.5
+    assert found is not None
+    assert found.noise_multiplier == SMALLEST_NOISE
+    assert epsilon_bound(steps_of(SMALLEST_NOISE), rate * count) == search.NOTHING
+    # With little noise every draw shows, so a smaller delta is not met.
+    assert epsilon_bound(steps_of(0.1), 0.9 * float(chance)) > 5
 
 
 def test_saddle_estimate_is_exact_for_a_gaussian():

@@ -24,7 +24,7 @@ SMALLEST_DELTA = 1e-250
 SMALLEST_EPSILON = 1e-4
 
 # Calibration searches noise multipliers up to here; beyond it no model would learn anything.
-LARGEST_NOISE_MULTIPLIER = 1e6
+LARGEST_NOISE_MULTIPLIER = 1e8
 
 # The search aims this much (relative) below the target epsilon, so that the certificate, whose own
 # excess is `certificate.EXCESS`, does not exceed it.

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import attrs
@@ -62,14 +63,24 @@ def poisson_records_gaussian(
         return poisson_users_gaussian(
             user_sampling_prob=record_sampling_prob, noise_multiplier=noise_multiplier
         )
-    counts = range(group_size + 1)
-    probs = binomial_pmf(group_size, record_sampling_prob)
+    means, probs = _binomial(group_size, record_sampling_prob)
+    return dp_event.MixtureOfGaussiansDpEvent(noise_multiplier, list(means), list(probs))
+
+
+@lru_cache(maxsize=8)
+def _binomial(trials: int, probability: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The values Binomial(`trials`, `probability`) may have, and their probabilities.
+
+    A search asks for the same ones at every noise multiplier.
+    """
     # A probability that underflows to zero is not a mean the mixture can have.
-    support = [(float(count), prob) for count, prob in zip(counts, probs, strict=True) if prob > 0]
+    support = [
+        (float(count), prob)
+        for count, prob in enumerate(binomial_pmf(trials, probability))
+        if prob > 0
+    ]
     total = sum(prob for _, prob in support)
-    return dp_event.MixtureOfGaussiansDpEvent(
-        noise_multiplier, [count for count, _ in support], [prob / total for _, prob in support]
-    )
+    return tuple(count for count, _ in support), tuple(prob / total for _, prob in support)
 
 
 def capped_poisson_users_gaussian(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from userdp.accounting import gaussian, search
+from userdp.accounting import gaussian, mild, search
 from userdp.accounting.pair import Direction
 from userdp.accounting.prepared import directions, prepare
 from userdp.accounting.search import COARSE_TOLERANCE, TOLERANCE
@@ -19,7 +19,7 @@ from userdp.accounting.steps import Mixture, Step, chance_of_moving
 # Calibrated noise is at most this much (relative) above the least that meets the target.
 NOISE_TOLERANCE = 1e-5
 
-LARGEST_NOISE = 1e7
+LARGEST_NOISE = 1e9
 SMALLEST_NOISE = 1e-4
 
 
@@ -68,6 +68,9 @@ def least_noise(
     if chance_of_moving(mechanism_of(1.0)) <= delta:
         # Delta covers the chance that the user is ever there: any noise will do.
         return Found(noise_multiplier=SMALLEST_NOISE, evaluations=0)
+    closed = mild.least_noise(mechanism_of, epsilon=epsilon, delta=delta)
+    if closed is not None:
+        return Found(noise_multiplier=closed, evaluations=1) if closed <= LARGEST_NOISE else None
     start = _bracketed(estimate, 0.0)
     if start is None:
         return None

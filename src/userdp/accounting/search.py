@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from userdp.accounting import compose, gaussian
+from userdp.accounting import compose, gaussian, mild
 from userdp.accounting.compose import Composed
 from userdp.accounting.discretise import Focus, excess_of_spacing, tilted
 from userdp.accounting.exchange import Exchange
@@ -35,8 +35,9 @@ _LARGEST_EXPONENT = 600.0
 # No epsilon above this is looked for.
 _LARGEST_GUESS = 1e6
 
-# `dp_accounting` has closed forms for two Gaussians; more cost it this much more a grid point.
-_PLAIN, _MIXTURE_WORK = 2, 20.0
+# `dp_accounting` has closed forms for two Gaussians; more cost it this much more a grid point, and
+# of more than `_MANY` their number counts.
+_PLAIN, _MIXTURE_WORK, _MANY = 2, 20.0, 64
 
 # Capping losses may add this much to delta, relative.
 _CAP_SHARE = 1e-7
@@ -175,6 +176,9 @@ def epsilon_bound(
         return exact
     if chance_of_moving(mechanism) <= delta:
         return NOTHING
+    closed = mild.dominating(joined(mechanism), delta)
+    if closed is not None and closed.is_tight:
+        return max(closed.epsilon(delta), NOTHING)
     prepared = prepare(mechanism, delta)
     worse, *others = sorted(
         directions(prepared), key=lambda way: _renyi_epsilon(prepared, way, delta), reverse=True
@@ -224,8 +228,9 @@ def interval_for(
     for one in prepared:
         _, _, variance = one.moments(way, 0.0)
         points = float(np.ptp(one.losses[0])) / spacing
-        is_plain = all(_components(branch.pair) <= _PLAIN for branch in one.branches)
-        work += points * (1 if is_plain else _MIXTURE_WORK) + 1.2 * math.sqrt(variance) / spacing
+        mixed = max(_components(branch.pair) for branch in one.branches)
+        a_point = 1.0 if mixed <= _PLAIN else _MIXTURE_WORK * max(1.0, mixed / _MANY)
+        work += points * a_point + 1.2 * math.sqrt(variance) / spacing
     return spacing, work
 
 

@@ -10,6 +10,7 @@ adjacency changes is decided here, and nowhere else:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +21,7 @@ from dp_accounting import dp_event
 from userdp.accounting.events import DpEvent
 from userdp.accounting.exchange import Exchange
 from userdp.accounting.laplace import Laplace
+from userdp.accounting.normal import UNIT_ROUNDOFF
 from userdp.accounting.pair import Outputs, Pair
 from userdp.accounting.special import Floats, binomial_tail
 from userdp.units import Adjacency
@@ -124,25 +126,50 @@ def chance_of_moving(mechanism: Sequence[Step]) -> float:
     """A bound on the chance that the user ever changes an output: at most 1.
 
     Where the coins leave the user out of every step, both neighbours give the same output. So the
-    mechanism is (0, chance)-DP, whatever its noise.
+    mechanism is (0, chance)-DP, whatever its noise. The steps toss their coins independently, so
+    the chance is 1 - prod_i (1 - m_i)^T_i, with m_i the chance in one step of kind i. A single
+    sampled step has the chance that was given, to the last digit.
 
     >>> event = dp_event.PoissonSampledDpEvent(1e-4, dp_event.GaussianDpEvent(1.0))
-    >>> round(chance_of_moving(of(event, Adjacency.ADD_REMOVE, 10) or []), 6)
-    0.001
+    >>> chance_of_moving(of(event, Adjacency.ADD_REMOVE, 1) or [])
+    0.0001
+    >>> round(chance_of_moving(of(event, Adjacency.ADD_REMOVE, 10) or []), 8)
+    0.00099955
     """
-    chance = 0.0
-    for step in mechanism:
-        match step:
-            case Mixture() | Exchanged():
-                moved = float(step.weights[step.shifts > 0].sum()) / float(step.weights.sum())
-            case LaplaceNoise():
-                moved = step.rate
-            case Capped(usual=usual):
-                moved = step.crowded * step.rate + chance_of_moving([usual]) / step.count
-            case _:
-                return 1.0
-        chance += step.count * moved * (1 + _TAIL_ERROR)
-    return min(1.0, chance)
+    moved = [(_chance_in_one(step), step.count) for step in mechanism]
+    if any(chance >= 1 for chance, _ in moved):
+        return 1.0
+    match moved:
+        case [(chance, 1)]:
+            return chance
+        case _:
+            log_never = math.fsum(count * math.log1p(-chance) for chance, count in moved)
+            # Each function and product is within a few units of its last digit.
+            return min(1.0, -math.expm1(log_never) * (1 + 16 * UNIT_ROUNDOFF))
+
+
+def _chance_in_one(step: Step) -> float:
+    """A bound on the chance that the user changes the output of one step."""
+    match step:
+        case Mixture() | Exchanged() if len(step.shifts) == 2 and step.shifts[0] == 0:
+            # The chance was given: only weights that were computed have an error.
+            total = math.fsum(step.weights)
+            chance = float(step.weights[1])
+            return chance if abs(total - 1) <= 2 * UNIT_ROUNDOFF else _raised(chance / total)
+        case Mixture() | Exchanged():
+            moving = math.fsum(step.weights[step.shifts > 0])
+            return _raised(moving / math.fsum(step.weights))
+        case LaplaceNoise():
+            return step.rate
+        case Capped(usual=usual):
+            return _raised(step.crowded * step.rate + _chance_in_one(usual))
+        case _:
+            return 1.0
+
+
+def _raised(chance: float) -> float:
+    """A chance that was computed, made larger by its error."""
+    return min(1.0, chance * (1 + _TAIL_ERROR))
 
 
 def of(event: DpEvent, adjacency: Adjacency, count: int = 1) -> list[Step] | None:
