@@ -97,7 +97,7 @@ def price_of(sampler: object, noise: object, adjacency: Adjacency) -> Price:
 
 def calibrate(
     sampler: Sampler,
-    noise: Noise,
+    noise: Noise | None = None,
     *,
     steps: int,
     epsilon: float,
@@ -110,8 +110,9 @@ def calibrate(
 
     Everything: `steps` steps, what was `paid`, and `earlier` runs on the same people. Only the
     noise of the steps is free: the rest has been released already. The multiplier that `noise`
-    itself has does not count.
+    itself has does not count; without a noise it is Gaussian.
     """
+    kind = noise or Gaussian(noise_multiplier=0.0)
     fixed = [*all_events(paid), *by_people(earlier)[0]]
     if fixed:
         accountant.check_epsilon(epsilon)
@@ -128,7 +129,7 @@ def calibrate(
                 *fixed,
                 event_of(
                     sampler,
-                    replace(noise, noise_multiplier=noise_multiplier),
+                    replace(kind, noise_multiplier=noise_multiplier),
                     adjacency,
                     steps=steps,
                 ),
