@@ -232,6 +232,46 @@ def test_the_oracle_imports_nothing_of_what_it_judges() -> None:
     }
 
 
+def classes_asked_for(tree: ast.AST) -> set[str]:
+    """The classes that code asks an object for: by isinstance, issubclass or a match."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+            "isinstance",
+            "issubclass",
+        ):
+            named = ast.walk(node.args[1])
+        elif isinstance(node, ast.MatchClass):
+            named = ast.walk(node.cls)
+        elif isinstance(node, ast.Compare) and any(
+            isinstance(side, ast.Call) and getattr(side.func, "id", "") == "type"
+            for side in (node.left, *node.comparators)
+        ):
+            named = ast.walk(node)
+        else:
+            continue
+        found |= {getattr(part, "id", getattr(part, "attr", "")) for part in named}
+    return found
+
+
+def test_nobody_asks_which_part_was_chosen() -> None:
+    # A part says by itself what it does; whoever asks for its class must be changed for a new one.
+    from userdp.clipping.rules import CLIP_RULES
+    from userdp.noise import NOISES
+    from userdp.sampling import SAMPLERS
+    from userdp.updates.contract import UPDATE_RULES
+
+    registries = (CLIP_RULES, NOISES, SAMPLERS, UPDATE_RULES)
+    parts = {part.__name__ for registry in registries for part in registry}
+    parts |= {"ClipRule", "Noise", "Sampler", "UpdateRule"}
+    asked = {
+        name: found
+        for name, path in modules().items()
+        if (found := parts & classes_asked_for(ast.parse(path.read_text())))
+    }
+    assert asked == {}
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'trane'"):
         _ = userdp.trane  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import types
 from collections.abc import Collection, Iterable, Mapping
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 import userdp
 from userdp.index import UserIndex
+from userdp.parts import Part, is_our_own
 
 # Bytes that are hashed at a time: what is on a GPU need not fit beside itself in memory.
 PIECE = 2**26
@@ -138,6 +140,15 @@ def code_version() -> str:
         content = path.read_bytes()
         hashed.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
     return f"userdp {userdp.__version__} {hashed.hexdigest()[:16]}, torch {torch.__version__}"
+
+
+def parts_version(parts: Iterable[Part]) -> str:
+    """Names the source of every part that comes from another package; empty if none does."""
+    files = {type(part).__module__: part for part in parts if not is_our_own(part)}
+    named = {
+        name: inspect.getsource(inspect.getmodule(type(p)) or type(p)) for name, p in files.items()
+    }
+    return _digest(named) if named else ""
 
 
 def _digest(plain: Any) -> str:

@@ -37,6 +37,11 @@ class Part(ABC):
         """The part and its parameters, as a statement prints them."""
 
 
+def is_our_own(part: Part) -> bool:
+    """Whether the part comes with this package, whose tests cover it."""
+    return type(part).__module__.split(".")[0] == __name__.split(".")[0]
+
+
 AnyPart = TypeVar("AnyPart", bound=Part)
 
 

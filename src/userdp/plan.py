@@ -22,6 +22,7 @@ from userdp.earlier import Earlier, by_people
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.noise import NOISES, Gaussian, Noise
 from userdp.paid import Paid, all_events
+from userdp.parts import Part, is_our_own
 from userdp.prices import (
     calibrate,
     earlier_in_words,
@@ -344,7 +345,19 @@ class Plan:
                 f"delta={self.delta:g} is above 1/num_users={1 / self.num_users:.3g}: releasing "
                 "one user's data outright would meet it. Choose a smaller delta."
             )
+        for part in self.parts:
+            if not is_our_own(part):
+                kind = type(part)
+                found.append(
+                    f"{kind.__module__}.{kind.__name__} is no part of userdp: that it does what "
+                    "its price says is its author's word"
+                )
         return found
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Everything that could have been chosen otherwise."""
+        return (self.sampler, self.update, self.clip, self.noise)
 
     def statement(
         self,

@@ -22,6 +22,7 @@ from userdp.digests import (
     code_version,
     index_digest,
     optimizer_digest,
+    parts_version,
     trained_digest,
     weights_digest,
 )
@@ -88,6 +89,7 @@ class RunRecord:
                 "initial_weights": weights_digest(model),
                 "optimizer": optimizer_digest(optimizer),
                 "code": code_version(),
+                "parts": parts_version(plan.parts),
                 **(bound_to or {}),
             },
             fixed_seed=secret.fixed_seed,
