@@ -43,6 +43,7 @@ def is_our_own(part: Part) -> bool:
 
 
 AnyPart = TypeVar("AnyPart", bound=Part)
+ThisPart = TypeVar("ThisPart", bound=Part)
 
 
 class Registry(Generic[AnyPart]):
@@ -52,13 +53,14 @@ class Registry(Generic[AnyPart]):
         self.kind = kind
         self._types: dict[str, type[AnyPart]] = {}
 
-    def register(self, part: type[AnyPart]) -> type[AnyPart]:
+    def register(self, part: type[ThisPart]) -> type[ThisPart]:
         """Add a part; used as a decorator above `@dataclass(frozen=True, kw_only=True)`."""
         params = getattr(part, "__dataclass_params__", None)
         if params is None or not params.frozen:
             # A plan is priced once, when it is made.
             raise TypeError(f"{part.__name__} must be a frozen dataclass: a priced part stays.")
-        if self._types.setdefault(part.__name__, part) is not part:
+        known: dict[str, Any] = self._types
+        if known.setdefault(part.__name__, part) is not part:
             raise TypeError(f"there is a {self.kind} of type {part.__name__} already.")
         return part
 

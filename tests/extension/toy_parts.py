@@ -35,7 +35,6 @@ class CyclicUsers(Sampler):
     name: ClassVar[str] = "toy-cyclic"
     unit: ClassVar[SamplingUnit] = SamplingUnit.USER
     keys: ClassVar[Mapping[str, str]] = {"toy_parts": "parts"}
-    group_size: int
     parts: int
 
     @classmethod
@@ -78,7 +77,6 @@ class TwiceDrawn(Noise):
 
     name: ClassVar[str] = "toy-twice"
     title: ClassVar[str] = "Gaussian in two halves"
-    noise_multiplier: float
 
     def add_(
         self,

@@ -66,7 +66,7 @@ class ClipRule(Part):
 
     def at(self, clip_norm: float) -> ClipRule:
         """The same rule with another clip norm; itself if it has none to choose."""
-        return replace(self, clip_norm=clip_norm)
+        return replace(self, clip_norm=clip_norm)  # pyright: ignore
 
 
 CLIP_RULES: Registry[ClipRule] = Registry("clipping")

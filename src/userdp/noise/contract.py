@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from userdp.errors import InputError
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
 class Noise(Part):
     """Noise of a stated size on every coordinate of the clipped sum.
 
-    A subclass is a frozen dataclass with a field `noise_multiplier`, which calibration chooses, and
-    sets `name`. A noise that must remember something between steps overrides `started`.
+    A subclass is a frozen dataclass that sets `name` and `title`. Calibration chooses the
+    `noise_multiplier`, the standard deviation over the norm of one clipped update. A noise that must remember something between steps overrides `started`.
     """
 
-    # Standard deviation over the norm of one clipped update.
-    noise_multiplier: float
     # Said before the parameters in reports.
     title: ClassVar[str]
+    noise_multiplier: float
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):

@@ -25,7 +25,6 @@ class Gaussian(Noise):
 
     name: ClassVar[str] = "gaussian"
     title: ClassVar[str] = "Gaussian"
-    noise_multiplier: float
 
     def add_(
         self,

@@ -39,14 +39,15 @@ class PublicNumbers:
     steps: int
 
 
+@dataclass(frozen=True, kw_only=True)
 class Sampler(Part):
     """Draws who takes part in a step.
 
-    A subclass is a frozen dataclass with a field `group_size`, and sets `name` and `unit`.
+    A subclass is a frozen dataclass that sets `name` and `unit`. `group_size` is the most rows of
+    one user in one step's groups (unit user), or in the data (unit record).
     """
 
     unit: ClassVar[SamplingUnit]
-    # The most rows of one user in one step's groups (unit user), or in the data (unit record).
     group_size: int
 
     @classmethod

@@ -41,7 +41,6 @@ class PoissonRecords(Sampler):
     name: ClassVar[str] = "poisson"
     unit: ClassVar[SamplingUnit] = SamplingUnit.RECORD
     record_sampling_prob: float
-    group_size: int
 
     def __post_init__(self) -> None:
         check_probability("record_sampling_prob", self.record_sampling_prob)

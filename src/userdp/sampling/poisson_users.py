@@ -40,7 +40,6 @@ class PoissonUsers(Sampler):
     name: ClassVar[str] = "poisson"
     unit: ClassVar[SamplingUnit] = SamplingUnit.USER
     user_sampling_prob: float
-    group_size: int
 
     def __post_init__(self) -> None:
         check_probability("user_sampling_prob", self.user_sampling_prob)
