@@ -16,8 +16,10 @@ ROOT = Path(userdp.__file__).parent
 # From the ground up; what each may import is listed, so that a new arrow is a decision.
 GROUND = {"errors", "units", "index", "history"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
-# A part imports no other part, save these: an update is what is clipped, tokens what is evaluated.
+# A part imports no other part, save these: bounding reads the owners in a store and shares the
+# query engine with imports; an update is what is clipped; tokens are what is evaluated.
 PART_ARROWS = {
+    ("bounding", "data"),
     ("clipping", "updates"),
     ("evaluation", "data"),
     ("evaluation", "updates"),

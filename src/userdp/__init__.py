@@ -1,6 +1,7 @@
 """User-level differential privacy for language models: the library on one screen.
 
     store     = UserStore.open(...)          records with their owners
+    bound(...).selection                     at most k records of each user, if one has several
     plan      = Plan.sample_users(...)       sampler + clip + noise + steps, and what they cost
     model, tokenizer = load_model(...)       a Hugging Face model as it is, with LoRA if asked
     run       = train(...)                   the private loop
@@ -19,6 +20,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from userdp.bounding.bound import Bounded as Bounded
+    from userdp.bounding.bound import bound as bound
     from userdp.clipping.fast import FastSettings as FastSettings
     from userdp.clipping.rules import AdaptiveClip as AdaptiveClip
     from userdp.clipping.rules import AutomaticClip as AutomaticClip
@@ -49,6 +52,7 @@ _HOME = {
     "AdaptiveClip": "userdp.clipping.rules",
     "Adjacency": "userdp.units",
     "AutomaticClip": "userdp.clipping.rules",
+    "Bounded": "userdp.bounding.bound",
     "BudgetExhaustedError": "userdp.errors",
     "FastSettings": "userdp.clipping.fast",
     "FlatClip": "userdp.clipping.rules",
@@ -65,6 +69,7 @@ _HOME = {
     "UserIndex": "userdp.index",
     "UserStore": "userdp.data.store",
     "Verified": "userdp.probe",
+    "bound": "userdp.bounding.bound",
     "evaluate": "userdp.evaluation",
     "load_model": "userdp.models.load",
     "train": "userdp.training",

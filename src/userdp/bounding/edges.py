@@ -9,7 +9,6 @@ not. The graph should be kept confidential all the same, so it is never printed.
 from __future__ import annotations
 
 import hashlib
-import json
 import zipfile
 import zlib
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from userdp.bounding.compiled import compiled
+from userdp.data.store import UserStore
 from userdp.errors import InputError
 
 Ints = NDArray[np.int64]
@@ -157,7 +157,7 @@ class Edges:
     def load(path: Path) -> Edges:
         """The edges of an .npz file (`indptr`, `indices`, `n_users`) or of a store's directory."""
         if path.is_dir():
-            return _load_store(path)
+            return _of_store(UserStore.open(path))
         arrays = load_arrays(path, ("indptr", "indices", "n_users"))
         return Edges.of(
             arrays["indptr"], arrays["indices"], num_users=_scalar("n_users", arrays["n_users"])
@@ -186,24 +186,14 @@ def load_arrays(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
         raise InputError(f"{path} is not a readable .npz archive of plain arrays.") from error
 
 
-def _load_store(path: Path) -> Edges:
-    """The record-to-users lists of a user store, memory-mapped."""
-    try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        indptr = np.load(path / "record_users_indptr.npy", mmap_mode="r", allow_pickle=False)
-        owners = np.load(path / "record_users.npy", mmap_mode="r", allow_pickle=False)
-        records, users = int(manifest["records"]), int(manifest["users"])
-    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+def _of_store(store: UserStore) -> Edges:
+    counted = store.manifest["records"]
+    if counted != store.num_records:
         raise InputError(
-            f"{path} is not a user store: manifest.json, record_users_indptr.npy and "
-            "record_users.npy must be readable. Import the data again."
-        ) from error
-    if len(indptr) != records + 1:
-        raise InputError(
-            f"{path}: manifest.json counts {records:,} records, record_users_indptr.npy "
-            f"{len(indptr) - 1:,}. Import the data again."
+            f"{store.path}: manifest.json counts {counted:,} records, record_users_indptr.npy "
+            f"{store.num_records:,}. Import the data again."
         )
-    return Edges.of(indptr, owners, num_users=users)
+    return Edges.of(store.record_users_indptr, store.record_users, num_users=store.num_users)
 
 
 def _integers(name: str, values: ArrayLike) -> NDArray[Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from userdp.bounding.edges import Edges, Ints, load_arrays
+from userdp.bounding.names import USER_BY_USER
 from userdp.errors import InputError
 
 _ARRAYS = (
@@ -25,13 +26,6 @@ _ARRAYS = (
     "method",
     "edges_digest",
     "guarantee",
-)
-
-# Where every record has one owner, these choose for a user from that user's records alone. Others
-# do not: a random order under a fixed seed depends on the number of all records, batches have a
-# common size, and a solver may break ties by anything.
-_USER_BY_USER = frozenset(
-    "greedy greedy-duplicates longest shortest highest-perplexity lowest-perplexity".split()
 )
 
 
@@ -147,11 +141,11 @@ class Selection:
                 "selected: only a fixed-graph adjacency, such as 'fixed-graph-zero-out' with unit "
                 "= 'record', covers that. It treats who owns which record as public."
             )
-        if self.method not in _USER_BY_USER:
+        if self.method not in USER_BY_USER:
             raise InputError(
                 f"method {self.method!r} may let one user change which records of others are "
                 "selected: only a fixed-graph adjacency covers that. Otherwise select by one of "
-                f"{', '.join(sorted(_USER_BY_USER))}."
+                f"{', '.join(sorted(USER_BY_USER))}."
             )
 
     def save(self, path: Path) -> None:

@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from userdp.data.files import ArrayWriter, file_digest
 from userdp.data.store import UserStore
 from userdp.errors import InputError
-from userdp.index import Rows, UserIndex
+from userdp.index import IGNORED_LABEL, Rows, UserIndex
 
-IGNORED_LABEL = -100
 ENCODE_BATCH = 2048
 DIGESTS = "digests.json"
 

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from userdp.data import relate
-from userdp.data.engine import EngineName, engine_of, table_of, write_parquet
+from userdp.data.engine import EngineName, engine_of
 from userdp.data.files import (
     ArrayWriter,
     TextWriter,
@@ -250,18 +250,16 @@ def _finish(
     engine_name: EngineName,
 ) -> ImportResult:
     staging = directory / "staging"
-    people = spellings.people()
-    write_parquet(staging / "people.parquet", dict(zip(people.column_names, people, strict=True)))
     with engine_of(engine_name, staging) as engine:
         named = relate.persons_of_edges(
             engine.add_parquet("edges", staging / "edges.parquet"),
-            engine.add_parquet("people", staging / "people.parquet"),
+            engine.load("people", spellings.people()),
             may_repeat=staged.may_repeat,
             first_only=first_owner_only,
         )
         users = engine.hold("users", relate.numbered_users(named))
         kept = engine.hold("kept", relate.kept_edges(named, users))
-        persons = table_of(engine, users.order_by("user"))["person"].to_numpy()
+        persons = engine.fetch(users.order_by("user"))["person"].to_numpy()
         if not len(persons):
             raise InputError("no record was found: there is nothing to import.")
         edge_digests, owner_counts = _write_record_index(

@@ -21,7 +21,7 @@ from xml.parsers import expat
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from userdp.data.engine import DuckDB
+from userdp.data.engine import EngineName, engine_of
 from userdp.data.importers.bounded import MAX_LINE_BYTES, pieces
 from userdp.data.importers.columns import Columns, seconds_of, text_of
 from userdp.data.importers.markup import plain_text
@@ -110,12 +110,11 @@ def thread_records(
                     rows = []
         writer.write_table(pa.Table.from_pylist(rows, POST_SCHEMA))
     yield from skipped.elements()
-    engine = DuckDB(scratch)
     try:
-        table = engine.add_parquet("posts", staged)
-        yield from _grouped(engine.batches(_in_threads(table)))
+        with engine_of(EngineName.DUCKDB, scratch) as engine:
+            table = engine.add_parquet("posts", staged)
+            yield from _grouped(engine.batches(_in_threads(table)))
     finally:
-        engine.close()
         staged.unlink()
 
 
