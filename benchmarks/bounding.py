@@ -27,7 +27,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from userdp.bounding import exact, generators, greedy, min_sep, rounds
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from reproductions.ganesh2025 import generators
+from userdp.bounding import exact, greedy, min_sep, rounds
 from userdp.bounding.compiled import compiled
 from userdp.bounding.edges import Edges, Ints, Owners
 from userdp.data.engine import DuckDB

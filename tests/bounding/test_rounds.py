@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bounding import graphs
+from reproductions.ganesh2025 import generators
 from shared import SHARED, needs_shared
-from userdp.bounding import generators, greedy, round_queries, rounds
+from userdp.bounding import greedy, round_queries, rounds
 from userdp.bounding.edges import Edges
 from userdp.data.engine import DuckDB, EngineName, engine_of
 from userdp.errors import InputError
