@@ -1,9 +1,9 @@
-"""Which users own which record: the only thing contribution bounding ever sees.
+"""Which users own which record: all that contribution bounding sees of the data.
 
-A record is a hyperedge over users, so the list of owners of every record is a hypergraph G = (V, E)
-with |V| = `num_users` and |E| = `num_records` (Ganesh et al. 2025, Sec. 2). No function of this
-package takes a record's text: the graph is treated as public by fixed-graph privacy, the text is
-not. The graph should be kept confidential all the same, so it is never printed.
+A record is a hyperedge over users, so the owners of all records are a hypergraph G = (V, E) with
+|V| = `num_users` and |E| = `num_records` (Ganesh et al. 2025, Sec. 2). Fixed-graph privacy treats
+the graph as public, but not the text, so bounding algorithms never take a record's text. The graph
+should be kept confidential all the same, so it is never printed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from userdp.errors import InputError
 Ints = NDArray[np.int64]
 Owners = NDArray[np.signedinteger[Any]]
 
-# Arrays are hashed in slices of this many entries, so that no second copy is held.
+# Arrays are hashed in slices of this many entries, to avoid a second copy.
 _HASH_SLICE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Edges:
-    """The owners of record i are `owners[indptr[i]:indptr[i + 1]]`, distinct, and never none.
+    """The owners of record i are `owners[indptr[i]:indptr[i + 1]]`: at least one, all distinct.
 
-    Make one with `Edges.of`, `Edges.from_lists` or `Edges.load`: they check it.
+    Use `Edges.of`, `Edges.from_lists` or `Edges.load` to make one, because they check it.
     """
 
     indptr: Ints
@@ -82,7 +82,7 @@ class Edges:
         return totals
 
     def digest(self) -> str:
-        """A sha256 of the graph, by which a selection names the edges it was made for."""
+        """A sha256 of the graph. A selection names the edges it was made for by it."""
         sha = hashlib.sha256(f"edges {self.num_records} {self.num_users}".encode())
         for array in (self.indptr, self.owners):
             for start in range(0, len(array), _HASH_SLICE):
@@ -91,10 +91,10 @@ class Edges:
 
     @staticmethod
     def of(indptr: ArrayLike, owners: ArrayLike, *, num_users: int) -> Edges:
-        """The checked edges of two arrays; an owner named twice by one record counts once.
+        """The edges of two arrays, checked. An owner named twice by one record counts once.
 
-        Refused with `InputError`: a record without owners, an owner number that is negative or not
-        below `num_users`, and arrays that do not fit together.
+        Raises `InputError` for a record without owners, for an owner number that is negative or not
+        below `num_users`, and for arrays that do not fit together.
 
         >>> Edges.of([0, 2, 4], [0, 1, 1, 1], num_users=2).cardinality().tolist()
         [2, 1]
@@ -165,11 +165,11 @@ class Edges:
 
 
 def load_arrays(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
-    """The named arrays of an .npz file; nothing in it is ever executed."""
+    """All arrays of an .npz file, which must have the named ones. No code in it is executed."""
     if not path.is_file():
         raise InputError(f"{path}: no such file or store.")
     try:
-        # numpy leaves a file open that turns out not to be an archive: open it here.
+        # Opened here, because numpy leaves a file open that turns out to be no archive.
         with path.open("rb") as file:
             archive = np.load(file, allow_pickle=False)
             if isinstance(archive, np.ndarray):

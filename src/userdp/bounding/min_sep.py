@@ -1,7 +1,7 @@
-"""Batches in which a user's records keep their distance, for matrix-factorisation noise.
+"""Batches in which each user's records keep a minimum distance, for matrix-factorisation noise.
 
 A selection satisfies (k, b)-min-separation if every user owns at most one record in any b
-consecutive batches and at most k in all. Correlated noise is then a Gaussian mechanism with noise
+consecutive batches, and at most k in all. Correlated noise is then a Gaussian mechanism with noise
 multiplier sigma / sqrt(k) (Ganesh et al. 2025, Sec. 3.1). T = `steps`, B = `batch_size`, b =
 `separation`.
 """
@@ -34,9 +34,9 @@ class Separated:
 def min_separation(edges: Edges, *, steps: int, batch_size: int, separation: int) -> Separated:
     """Fill T batches of B records, going round the records by number of owners (Alg. 4).
 
-    Guarantee: no user owns two records in any b consecutive batches; the realised contribution
-    bound, at most ceil(T / b), is counted afterwards and returned. Refused with `InputError`,
-    naming the largest separation that works, if the batches cannot be filled.
+    Guarantee: no user owns two records in any b consecutive batches. The realised contribution
+    bound, at most ceil(T / b), is counted afterwards and returned. If the batches cannot be filled,
+    it raises `InputError` and names the largest separation that works.
     Reference: Ganesh et al. 2025, Alg. 4.
 
     >>> edges = Edges.from_lists([[0], [1], [0, 1], [2]], num_users=3)
@@ -63,10 +63,10 @@ def min_separation(edges: Edges, *, steps: int, batch_size: int, separation: int
 
 
 def largest_separation(edges: Edges, *, steps: int, batch_size: int) -> int:
-    """A separation at which Algorithm 4 fills its batches and at one more does not; 0 if none does.
+    """A separation that works for Algorithm 4 while the next larger does not; 0 if none works.
 
-    Found by doubling and bisection. The greedy algorithm is not monotone in theory, so a still
-    larger separation may happen to work; T is the largest that has a meaning.
+    It is found by doubling and bisection. In theory the greedy algorithm is not monotone, so a
+    still larger separation may happen to work. Separations above T have no meaning.
     """
     check_shape(steps, batch_size, 1)
     works, fails = 0, 1
@@ -102,7 +102,7 @@ def check_shape(steps: int, batch_size: int, separation: int) -> None:
 def _fill(edges: Edges, steps: int, batch_size: int, separation: int) -> Ints | None:
     if batch_size > edges.num_records:
         return None
-    # One that never took part is ready at step 0: its last step is b before that.
+    # A user who never took part is ready at step 0, so the last step counts as b before it.
     last = np.full(edges.num_users, -min(separation, steps), dtype=np.int64)
     flat = np.empty(steps * batch_size, dtype=np.int64)
     ready = _ready_tree(edges.num_records)
@@ -114,7 +114,7 @@ def _fill(edges: Edges, steps: int, batch_size: int, separation: int) -> Ints | 
 
 
 def _ready_tree(num_records: int) -> Ints:
-    """A tree of minima over the steps at which the records, as visited, may be ready."""
+    """A tree of minima over the steps at which records, in order of visit, may be ready."""
     leaves = 1
     while leaves < num_records:
         leaves *= 2
@@ -169,9 +169,8 @@ def _go_round(
     batch_size: int,
     separation: int,
 ) -> int:
-    # Algorithm 4 tests every record again on every round. Owners' last steps only grow, so the step
-    # at which a record failed its test bounds from below when it can pass: the tree skips it until
-    # then.
+    # Algorithm 4 tests every record again in every round. Owners' last steps only grow. So when a
+    # record fails, we know a step before which it cannot pass, and the tree skips it until then.
     records = len(order)
     position = 0
     for filled in range(len(flat)):
