@@ -4,10 +4,6 @@ A round is a fixed list of tables that are made one after the other. The express
 once and run on DuckDB (out of core) and Spark.
 """
 
-# Ibis infers columns at run time; its expressions have no static element types.
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-# pyright: reportUnknownArgumentType=false, reportMissingTypeStubs=false
-
 from __future__ import annotations
 
 from functools import lru_cache

@@ -81,7 +81,7 @@ def bound(
     From the owners alone; longest, shortest and the perplexity methods read the texts of a store
     whose records have one owner each.
     """
-    # Imported here: compiling takes a second that other commands need not wait for.
+    # Imported here, so that other commands need not wait for the compiler to load.
     from userdp.bounding.bound import bound as bound_contributions
 
     bounded = bound_contributions(

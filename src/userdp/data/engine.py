@@ -7,10 +7,6 @@ the same rows. Where the order matters, the expression sorts by a key without ti
 whole numbers.
 """
 
-# Neither engine has type stubs, and Ibis infers columns at run time.
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-# pyright: reportUnknownArgumentType=false, reportMissingTypeStubs=false
-
 from __future__ import annotations
 
 import math
@@ -305,10 +301,13 @@ class Spark:
         """
         path = self._write("result", expression)
         schema = expression.schema().to_pyarrow()
-        for part in sorted(path.glob("part-*.parquet")):
-            with pq.ParquetFile(part) as file:
-                for batch in file.iter_batches(ROWS_PER_BATCH):
-                    yield pa.Table.from_batches([batch]).cast(schema).to_batches()[0]
+        try:
+            for part in sorted(path.glob("part-*.parquet")):
+                with pq.ParquetFile(part) as file:
+                    for batch in file.iter_batches(ROWS_PER_BATCH):
+                        yield pa.Table.from_batches([batch]).cast(schema).to_batches()[0]
+        finally:
+            shutil.rmtree(path)
 
     def fetch(self, expression: Any) -> pa.Table:
         """Return all rows of an expression that fits into memory, in its order."""
