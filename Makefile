@@ -32,7 +32,7 @@ test-mutants: $(READY)
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/codespell src tests docs examples benchmarks README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/codespell src reproductions tests docs examples benchmarks README.md CONTRIBUTING.md CHANGELOG.md
 	$(BIN)/pyright
 	$(BIN)/pyright -p pyright-strict.json
 

@@ -13,6 +13,7 @@ Times are the best of several runs, so that other work on the machine disturbs t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -26,10 +27,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from userdp.bounding import exact, generators, greedy, min_sep, rounds
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from reproductions.ganesh2025 import generators
+from userdp.bounding import exact, greedy, min_sep, rounds
 from userdp.bounding.compiled import compiled
 from userdp.bounding.edges import Edges, Ints, Owners
-from userdp.bounding.engines import Engine, connect
+from userdp.data.engine import DuckDB
 
 REPEATS = 7
 
@@ -121,16 +125,15 @@ def yardstick(graph: Edges) -> None:
     """What a plain round on DuckDB does: count by user and join back, by record and join back."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        connect(Engine.DUCKDB, Path(folder), memory_limit="4GB") as database,
+        contextlib.closing(DuckDB(Path(folder), memory_limit="4GB")) as engine,
     ):
+        engine.count_in_arrays()
         columns = {"record": graph.record_of_incidence().astype(np.int32), "user": graph.owners}
-        database.load(pa.table(columns), "owners")
+        engine.load("owners", pa.table(columns))
         for key in ("user", "record"):
-            database.run(
-                f"CREATE TABLE n AS SELECT {key}, count(*) AS n FROM owners GROUP BY {key}"
-            )
-            database.run(f"CREATE TABLE by_{key} AS SELECT * FROM owners JOIN n USING ({key})")
-            database.drop("n")
+            engine.run(f"CREATE TABLE n AS SELECT {key}, count(*) AS n FROM owners GROUP BY {key}")
+            engine.run(f"CREATE TABLE by_{key} AS SELECT * FROM owners JOIN n USING ({key})")
+            engine.drop("n")
 
 
 ROUNDS_SIZES = (500_000, 1_000_000, 2_000_000, 4_000_000, 8_000_000)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from typer.testing import CliRunner
+
 from userdp import cli
 
 
@@ -47,6 +49,14 @@ def userdp(*arguments: object) -> Result:
         except SystemExit as exit_:
             code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return Result(code=code, out=out.getvalue(), err=err.getvalue())
+
+
+def answer(*arguments: object) -> dict[str, Any]:
+    """The JSON of `userdp ARGUMENTS`. An error is raised here, not printed."""
+    result = CliRunner().invoke(cli.app, [*map(str, arguments), "--json"])
+    if result.exception is not None:
+        raise result.exception
+    return json.loads(result.stdout)
 
 
 def python(code: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 
 import models_zoo
@@ -23,3 +26,14 @@ def sentences(*, users: int, records_per_user: int, seed: int, prefix: str) -> l
         for user in range(users)
         for number in range(records_per_user)
     ]
+
+
+def write_lines(path: Path) -> Path:
+    """Write 80 JSON lines of 10 users, each text twice."""
+    path.write_text(
+        "".join(
+            json.dumps({"user": f"u{i % 10}", "text": f"some words of text {i % 40}"}) + "\n"
+            for i in range(80)
+        )
+    )
+    return path

@@ -17,9 +17,11 @@ ROOT = Path(userdp.__file__).parent
 GROUND = {"errors", "units", "index", "history", "parts", "streams"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses"}
-# A part imports no other part, save these: an update is made from losses, and is what is clipped;
-# tokens are what is evaluated.
+# A part imports no other part, save these: bounding reads the owners in a store and shares the
+# query engine with imports; an update is made from losses, and is what is clipped; tokens are what
+# is evaluated.
 PART_ARROWS = {
+    ("bounding", "data"),
     ("clipping", "updates"),
     ("clipping", "losses"),
     ("updates", "losses"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from userdp.errors import InputError
 from userdp.units import Adjacency
 
 
@@ -20,3 +21,28 @@ def test_each_adjacency_has_its_factor_and_its_words(
 ) -> None:
     assert adjacency.sensitivity_factor == factor
     assert word in adjacency.meaning
+
+
+def test_fixed_graph_moves_the_sum_like_its_plain_counterpart() -> None:
+    assert (
+        Adjacency.FIXED_GRAPH_ZERO_OUT.sensitivity_factor == Adjacency.ZERO_OUT.sensitivity_factor
+    )
+    assert Adjacency.FIXED_GRAPH_REPLACE.sensitivity_factor == Adjacency.REPLACE.sensitivity_factor
+
+
+@pytest.mark.parametrize("adjacency", list(Adjacency))
+def test_every_adjacency_has_a_meaning_and_a_promise(adjacency: Adjacency) -> None:
+    assert adjacency.meaning
+    assert adjacency.promise.startswith("Even if every")
+    assert ("public" in adjacency.meaning) == adjacency.fixed_graph
+    assert ("sent or received" in adjacency.promise) == adjacency.fixed_graph
+
+
+def test_node_privacy_is_refused_with_the_reason() -> None:
+    with pytest.raises(InputError, match=r"node privacy .* not offered"):
+        Adjacency("node")
+
+
+def test_other_unknown_adjacencies_stay_plain_value_errors() -> None:
+    with pytest.raises(ValueError, match="is not a valid Adjacency"):
+        Adjacency("edge")

@@ -1,6 +1,7 @@
 """User-level differential privacy for language models: the library on one screen.
 
     store     = UserStore.open(...)          records with their owners
+    bound(...).selection                     at most k records of each user, if one has several
     plan      = Plan.sample_users(...)       sampler + clip + noise + steps, and what they cost
     model, tokenizer = load_model(...)       a Hugging Face model as it is, with LoRA if asked
     run       = train(...)                   the private loop
@@ -19,6 +20,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from userdp.bounding.bound import Bounded as Bounded
+    from userdp.bounding.bound import bound as bound
     from userdp.clipping.rules import AdaptiveClip as AdaptiveClip
     from userdp.clipping.rules import AutomaticClip as AutomaticClip
     from userdp.clipping.rules import FlatClip as FlatClip
@@ -50,6 +53,7 @@ _HOME = {
     "AdaptiveClip": "userdp.clipping.rules",
     "Adjacency": "userdp.units",
     "AutomaticClip": "userdp.clipping.rules",
+    "Bounded": "userdp.bounding.bound",
     "BudgetExhaustedError": "userdp.errors",
     "FlatClip": "userdp.clipping.rules",
     "InputError": "userdp.errors",
@@ -67,6 +71,7 @@ _HOME = {
     "UserIndex": "userdp.index",
     "UserStore": "userdp.data.store",
     "Verified": "userdp.probe",
+    "bound": "userdp.bounding.bound",
     "evaluate": "userdp.evaluation",
     "load_model": "userdp.models.load",
     "train": "userdp.training",

@@ -1,22 +1,28 @@
 """Held-out loss, perplexity and next-token accuracy of a causal language model.
 
-The users it is measured on should be others than those trained on: their numbers are not covered by
-the guarantee, and the training users' own would leak past it.
+Measure on other users than those trained on. No guarantee covers these numbers: measured on
+training users, they would reveal more than the run's guarantee allows.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from userdp.data.tokens import TokenRows
+from userdp.data.store import UserStore
+from userdp.data.tokens import TokenRows, tokenise_with_records
 from userdp.errors import InputError
-from userdp.losses import IGNORED_LABEL, at_least_float32
+from userdp.index import IGNORED_LABEL
+from userdp.losses import at_least_float32
+
+# Tokens in a row when records are scored, as `train` and `evaluate` cut them by default.
+ROW_TOKENS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +44,7 @@ class Evaluation:
 def evaluate(
     model: nn.Module, rows: TokenRows, *, pad_token: int, batch_tokens: int = 8192
 ) -> Evaluation:
-    """The model's loss on all rows, in batches of rows of similar length."""
+    """Measure the model on all rows, in batches of rows of similar length."""
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
@@ -62,6 +68,25 @@ def evaluate(
     )
 
 
+def record_losses(model: nn.Module, tokenizer: Any, store: UserStore) -> np.ndarray:
+    """Return the mean loss of each record of a store: the logarithm of its perplexity.
+
+    The model must be public. One that was trained on these users carries their records into the
+    scores of others.
+    """
+    positions = getattr(model.config, "max_position_embeddings", None) or ROW_TOKENS
+    rows, record_of_row = tokenise_with_records(
+        store, tokenizer, sequence_length=min(ROW_TOKENS, positions)
+    )
+    return mean_losses(
+        model,
+        rows,
+        record_of_row,
+        num_records=store.num_records,
+        pad_token=tokenizer.pad_token_id,
+    )
+
+
 @torch.no_grad()
 def mean_losses(
     model: nn.Module,
@@ -72,11 +97,11 @@ def mean_losses(
     pad_token: int,
     batch_tokens: int = 8192,
 ) -> np.ndarray:
-    """The loss of each record, over all its rows and predicted tokens; NaN where there is none.
+    """Return each record's mean loss over all its predicted tokens; NaN if it has none.
 
-    exp of it is the record's perplexity. A user's rows are never in one batch with another's: how a
-    product rounds may depend on the batch's shape, and a user's losses must depend on that user's
-    records to the last bit if records are chosen by them.
+    The exponential of the loss is the record's perplexity. Each batch holds the rows of one user
+    only. How a product rounds may depend on the batch's shape. Where losses decide which records
+    are chosen, they must not depend on other users, not even in the last bit.
     """
     device = next(model.parameters()).device
     was_training = model.training
@@ -103,7 +128,7 @@ def mean_losses(
 def _predict(
     model: nn.Module, rows: TokenRows, chosen: np.ndarray, pad_token: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and the tokens they should predict, one line a row."""
+    """Return the logits and the tokens that they should predict, one line for each row."""
     input_ids, labels = rows.padded(chosen, pad_token=pad_token)
     output = model(input_ids=torch.from_numpy(input_ids).to(device))
     logits = at_least_float32(output if isinstance(output, torch.Tensor) else output.logits)

@@ -1,11 +1,11 @@
-"""How long a user's mean gradient is, by group size: what the planner needs to know of a model.
+"""The norm of a user's mean gradient by group size, which the planner needs to know of a model.
 
 L(G) is the median over users of the norm of the mean gradient over at most G of a user's records.
-If it falls like 1 / sqrt(G), large groups are worth their compute; if it stays, more users are.
-Reference: Charles et al. 2024, Sec. 6: Eq. 8 and Alg. 3.
+If it falls like 1 / sqrt(G), large groups are worth their compute. If it does not fall, more users
+are. Reference: Charles et al. 2024, Sec. 6: Eq. 8 and Alg. 3.
 
-Not private: the medians are exact, of the users sampled. Whoever plans with them has looked at
-those users' data for free, and `userdp plan` says so. Users of public data cost nothing.
+This is not private: the medians over the sampled users are exact. Planning with them looks at
+these users' data without paying for it, and `userdp plan` says so. Use public data to avoid this.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def median_norms(
 ) -> dict[int, float]:
     """L(G) for G = 1, 2, 4, ... up to `largest_group`, from `sample_users` users drawn by `rng`.
 
-    One random order of a user's rows serves all G, so that a user's norms differ by the group size
-    and not by the draw. A user with fewer than G rows gives all of them, as in training.
+    All G use the same random order of a user's rows, so that a user's norms differ by the group
+    size and not by the draw. A user with fewer than G rows contributes all of them, as in training.
     """
     if sample_users < 1 or largest_group < 1:
         raise InputError(
@@ -66,7 +66,7 @@ def _norms(
     total = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
     done = 0
     for size in sizes:
-        # Each row once: what the smaller groups summed is the beginning of the larger one.
+        # Each row is used once, because the smaller groups are the beginning of the larger ones.
         fresh = own[done:size]
         if len(fresh):
             mean = mean_gradient(

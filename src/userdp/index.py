@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 Rows = NDArray[np.int64]
 
+# A token with this label is not predicted, so it adds nothing to any loss.
+IGNORED_LABEL = -100
+
 
 @dataclass(frozen=True, kw_only=True)
 class UserIndex:

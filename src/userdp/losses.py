@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from userdp.errors import InputError
+from userdp.index import IGNORED_LABEL as IGNORED_LABEL
 
 Batch = Mapping[str, Tensor]
 Update = list[Tensor]
@@ -20,7 +21,6 @@ RecordLoss = Callable[[nn.Module, Batch], Tensor]
 TokenMean = Callable[[Tensor, Tensor], Tensor]
 TokenSum = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-IGNORED_LABEL = -100
 # Of joined records (`clipping.joined`), by token: its position in its record, the record's number
 # in the row, and what the token's loss counts for.
 JOINED_POSITION = "userdp_position"

@@ -1,14 +1,14 @@
-"""Why user-level privacy, in a few minutes: one model fine-tuned twice, with and without it.
+"""A demo of user-level privacy in a few minutes: one model, fine-tuned with and without it.
 
 Both runs see the same messages (`data/synthetic.py`), start from the same weights, train the same
-parameters and process about the same number of records. Then both are asked two things: how well do
-they predict other people's messages, and how many of the planted secrets do they give away?
+parameters and process about the same number of records. Then two things are measured: how well each
+predicts other people's messages, and how many of the planted secrets it gives away.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,13 +34,13 @@ from userdp.report import svg
 from userdp.report.write import Section, write_report
 from userdp.training import OnStep
 
-# What the terminal shows while a stage runs: a title, and for training a plan or a number of steps.
+# Shows a stage's progress: its title, and for training a plan or a number of steps.
 Progress = Callable[[str, Plan | int | None], AbstractContextManager[OnStep]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """The demo's settings; everything else follows."""
+    """The demo's settings, from which everything else follows."""
 
     num_users: int = 4000
     num_held_out: int = 400
@@ -60,7 +60,7 @@ class Scenario:
     pretrain_steps: int = 600
 
 
-# The same story for a model a thousand times larger: fewer people and fewer, dearer steps.
+# For a model a thousand times larger: fewer people, and fewer but more expensive steps.
 LLM_SCENARIO = Scenario(
     num_users=1000,
     num_held_out=40,
@@ -72,14 +72,14 @@ LLM_SCENARIO = Scenario(
     learning_rate=2e-3,
     ordinary_batch=8,
     ordinary_learning_rate=2e-3,
-    # Few parameters: the noise has the same size on every one of them, the signal has not.
+    # Few parameters, because each of them gets the same noise but not the same signal.
     lora=Lora(rank=2, alpha=16.0, targets=("q_proj", "v_proj")),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the demo found. Keys of `userdp quickstart --json`."""
+    """What the demo found: the keys of `userdp quickstart --json`."""
 
     epsilon: float
     delta: float
@@ -103,10 +103,10 @@ def run(
     base: tuple[str, str | None] | None = None,
     device: str = "cpu",
 ) -> Outcome:
-    """Tell the whole story in `out`; `base` names a model to use instead of a small own one."""
+    """Run the whole demo in `out`. `base` names a model to use instead of a small new one."""
     scenario = scenario or Scenario()
     if base is None:
-        # The small model's tensors are too small to share between threads with profit.
+        # The small model's tensors are too small to gain from threads.
         torch.set_num_threads(1)
     messages = synthetic.messages(
         seed=seed,
@@ -246,7 +246,7 @@ def ordinary(
     rng: np.random.Generator,
     on_step: OnStep,
 ) -> None:
-    """Train as everyone does: shuffled batches, mean loss, AdamW, one-cycle learning rate."""
+    """Train without privacy: shuffled batches, mean loss, AdamW, one-cycle learning rate."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -274,7 +274,7 @@ def _shuffled(count: int, batch_size: int, rng: np.random.Generator) -> Iterator
 
 
 def _ordinary_steps(rows: TokenRows, plan: Plan, scenario: Scenario) -> int:
-    """As many batches as hold the records the private run is expected to process."""
+    """The number of batches that hold as many records as the private run is expected to use."""
     per_user = np.bincount(rows.owners, minlength=rows.num_users)
     expected_group = np.minimum(per_user, scenario.group_size).mean()
     return round(plan.steps * plan.divisor * expected_group / scenario.ordinary_batch)
@@ -287,7 +287,7 @@ class _Finding:
 
 
 class _Examiner:
-    """Measures a model: loss on other people's messages, secrets given away by greedy decoding."""
+    """Measures a model's loss on other people's messages, and the secrets that it gives away."""
 
     def __init__(
         self, tokenizer: Any, held_out: TokenRows, secrets: list[synthetic.Secret]
@@ -357,8 +357,13 @@ device = "{device}"
 
 
 def _story(outcome: Outcome, scenario: Scenario) -> list[Section]:
-    grey, green, red = svg.COLOURS[:3]
+    losses = (outcome.loss_before, outcome.loss_private, outcome.loss_non_private)
     planted = outcome.secrets_planted
+    leaked = (
+        outcome.secrets_leaked_before,
+        outcome.secrets_leaked_private,
+        outcome.secrets_leaked_non_private,
+    )
     return [
         Section(
             heading="Both learned the way these people write",
@@ -367,17 +372,7 @@ def _story(outcome: Outcome, scenario: Scenario) -> list[Section]:
                 f"messages of {scenario.num_held_out} other people, per token; less is better. The "
                 f"private model closes {outcome.gap_closed:.0%} of the gap."
             ],
-            picture=svg.bars(
-                [
-                    svg.Bar(label=label, value=loss, text=f"{loss:.3f}", colour=colour)
-                    for label, loss, colour in (
-                        ("before", outcome.loss_before, grey),
-                        ("private", outcome.loss_private, green),
-                        ("ordinary", outcome.loss_non_private, red),
-                    )
-                ],
-                title="held-out loss",
-            ),
+            picture=_compared("held-out loss", losses, "{:.3f}"),
         ),
         Section(
             heading="Only one of them tells their secrets",
@@ -385,17 +380,16 @@ def _story(outcome: Outcome, scenario: Scenario) -> list[Section]:
                 f"{planted} people wrote their own six-digit code in most of their messages. Asked "
                 "politely, this many codes come back, digit by digit:"
             ],
-            picture=svg.bars(
-                [
-                    svg.Bar(label=label, value=leaked, text=f"{leaked} of {planted}", colour=colour)
-                    for label, leaked, colour in (
-                        ("before", outcome.secrets_leaked_before, grey),
-                        ("private", outcome.secrets_leaked_private, green),
-                        ("ordinary", outcome.secrets_leaked_non_private, red),
-                    )
-                ],
-                title="secrets leaked",
-                longest=float(planted),
-            ),
+            picture=_compared("secrets leaked", leaked, f"{{}} of {planted}", float(planted)),
         ),
     ]
+
+
+def _compared(title: str, values: Sequence[float], text: str, longest: float | None = None) -> str:
+    """Bars for the model before, the private one and the ordinary one."""
+    labels = ("before", "private", "ordinary")
+    entries = [
+        svg.Bar(label=label, value=value, text=text.format(value), colour=colour)
+        for label, value, colour in zip(labels, values, svg.COLOURS[:3], strict=True)
+    ]
+    return svg.bars(entries, title=title, longest=longest)

@@ -57,3 +57,17 @@ def brute_force(graph: Edges, bound: int, weights: list[int], *, most: int) -> i
         if fits(graph, np.array(copies, dtype=np.int64), bound):
             best = max(best, sum(c * w for c, w in zip(copies, weights, strict=True)))
     return best
+
+
+def is_separated(graph: Edges, batches: np.ndarray, separation: int) -> bool:
+    """Whether every user owns at most one record in every window of consecutive batches."""
+    rows = owners_of(graph)
+    for start in range(len(batches)):
+        window = [
+            owner
+            for record in batches[start : start + separation].reshape(-1)
+            for owner in rows[record]
+        ]
+        if len(set(window)) < len(window):
+            return False
+    return True

@@ -9,6 +9,8 @@ import pytest
 
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
+from userdp.data.record import Record
+from userdp.data.store import write_store
 from userdp.errors import InputError
 
 
@@ -71,17 +73,21 @@ def test_a_graph_never_prints_its_owners() -> None:
 
 
 def test_a_store_is_read_by_its_owner_lists(tmp_path: Path) -> None:
-    np.save(tmp_path / "record_users_indptr.npy", np.array([0, 2, 3]))
-    np.save(tmp_path / "record_users.npy", np.array([0, 1, 1], dtype=np.int32))
-    (tmp_path / "manifest.json").write_text(json.dumps({"records": 2, "users": 2}))
-    assert Edges.load(tmp_path).digest() == Edges.from_lists([[0, 1], [1]], num_users=2).digest()
+    path = tmp_path / "store"
+    records = [Record("one", ("ann", "bob"), "line 1"), Record("two", ("bob",), "line 2")]
+    write_store(records, path, key=bytes(32))
+    assert Edges.load(path).digest() == Edges.from_lists([[0, 1], [1]], num_users=2).digest()
 
-    (tmp_path / "manifest.json").write_text(json.dumps({"records": 3, "users": 2}))
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"records": 3}))
     with pytest.raises(InputError, match="counts 3 records"):
-        Edges.load(tmp_path)
-    (tmp_path / "record_users.npy").unlink()
+        Edges.load(path)
+    (path / "record_users.npy").unlink()
+    with pytest.raises(InputError, match="missing or changed"):
+        Edges.load(path)
+    (path / "manifest.json").unlink()
     with pytest.raises(InputError, match="not a user store"):
-        Edges.load(tmp_path)
+        Edges.load(path)
 
 
 def test_files_that_are_no_edge_lists_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bounding import graphs
-from userdp.bounding import exact, generators, greedy
+from reproductions.ganesh2025 import generators
+from userdp.bounding import exact, greedy
 from userdp.bounding.edges import Edges
 from userdp.errors import InputError
 

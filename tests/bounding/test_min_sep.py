@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bounding import graphs
-from userdp.bounding import generators, min_sep
+from reproductions.ganesh2025 import generators
+from userdp.bounding import min_sep
 from userdp.bounding.edges import Edges
 from userdp.errors import InputError
 
@@ -39,20 +38,6 @@ def plain_algorithm_4(
     return selected
 
 
-def is_separated(graph: Edges, batches: np.ndarray, separation: int) -> bool:
-    """Whether every user owns at most one record in every window of consecutive batches."""
-    rows = graphs.owners_of(graph)
-    for start in range(len(batches)):
-        window = [
-            owner
-            for record in batches[start : start + separation].reshape(-1)
-            for owner in rows[record]
-        ]
-        if len(set(window)) < len(window):
-            return False
-    return True
-
-
 @settings(max_examples=300, deadline=None)
 @given(graphs.edges(max_users=12, max_records=20), shapes)
 def test_batches_are_those_of_algorithm_4_as_printed(
@@ -66,7 +51,7 @@ def test_batches_are_those_of_algorithm_4_as_printed(
         return
     found = min_sep.min_separation(graph, steps=steps, batch_size=batch_size, separation=separation)
     assert found.batches.reshape(-1).tolist() == expected
-    assert is_separated(graph, found.batches, separation)
+    assert graphs.is_separated(graph, found.batches, separation)
     counts = found.multiplicity(graph.num_records)
     assert graph.contributions(counts).max() == found.realised_bound
     assert found.realised_bound <= -(-steps // separation)
@@ -101,44 +86,6 @@ def test_shapes_below_one_are_refused(shape: tuple[int, int, int]) -> None:
         min_sep.min_separation(graph, steps=steps, batch_size=batch_size, separation=separation)
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    graphs.edges(max_users=4, max_records=5),
-    st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3)),
-)
-def test_the_integer_program_matches_brute_force(graph: Edges, shape: tuple[int, int, int]) -> None:
-    steps, batch_size, separation = shape
-    best = None
-    # Batches are sets of distinct records, as in the program: x[i, t] is 0 or 1.
-    sets = [
-        batch
-        for batch in product(range(graph.num_records), repeat=batch_size)
-        if list(batch) == sorted(set(batch))
-    ]
-    for batches in product(sets, repeat=steps):
-        array = np.array(batches)
-        if is_separated(graph, array, separation):
-            counts = np.bincount(array.reshape(-1), minlength=graph.num_records)
-            worst = int(graph.contributions(counts).max())
-            best = worst if best is None else min(best, worst)
-    found = min_sep.exact_min_separation(
-        graph, steps=steps, batch_size=batch_size, separation=separation
-    )
-    if best is None:
-        assert found is None
-    else:
-        assert found is not None
-        assert found.optimal
-        assert found.realised_bound == best
-        assert is_separated(graph, found.batches, separation)
-
-
-def test_the_integer_program_is_for_small_cases() -> None:
-    graph = Edges.from_lists([[0]] * 1000, num_users=1)
-    with pytest.raises(InputError, match="Use min_separation"):
-        min_sep.exact_min_separation(graph, steps=1000, batch_size=1, separation=1)
-
-
 def test_a_larger_graph_fills_its_batches_at_the_largest_separation() -> None:
     graph = generators.regular_graph(
         num_records=20_000, mean_records=4.0, rng=np.random.default_rng(3)
@@ -146,4 +93,4 @@ def test_a_larger_graph_fills_its_batches_at_the_largest_separation() -> None:
     largest = min_sep.largest_separation(graph, steps=200, batch_size=500)
     found = min_sep.min_separation(graph, steps=200, batch_size=500, separation=largest)
     assert largest > 1
-    assert is_separated(graph, found.batches, largest)
+    assert graphs.is_separated(graph, found.batches, largest)

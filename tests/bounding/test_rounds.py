@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bounding import graphs
+from reproductions.ganesh2025 import generators
 from shared import SHARED, needs_shared
-from userdp.bounding import generators, greedy, rounds
+from userdp.bounding import greedy, round_queries, rounds
 from userdp.bounding.edges import Edges
-from userdp.bounding.engines import DuckDB, Engine, connect
+from userdp.data.engine import DuckDB, EngineName, engine_of
 from userdp.errors import InputError
 
 HAS_SPARK = importlib.util.find_spec("pyspark") is not None
@@ -62,10 +63,10 @@ def test_the_tail_may_be_finished_in_memory_at_any_point(model) -> None:
 def test_priorities_with_gaps_are_finished_as_well(tmp_path) -> None:
     rows = {"priority": [1 << 50, 1 << 50, 7, 9], "user": [1 << 40, 3, 3, 1 << 40]}
     table = pa.table({name: pa.array(values, pa.int64()) for name, values in rows.items()})
-    with connect(Engine.DUCKDB, tmp_path, memory_limit="1GB") as database:
-        owners = database.load(table, "owners")
+    with engine_of(EngineName.DUCKDB, tmp_path) as engine:
+        owners = engine.load("owners", table)
         for finish_below in (0, 100):
-            done = rounds.refuse_in_rounds(database, owners, 1, finish_below=finish_below)
+            done = rounds.refuse_in_rounds(engine, owners, 1, finish_below=finish_below)
             assert done.refused.tolist() == [1 << 50]
 
 
@@ -97,16 +98,18 @@ def test_a_table_of_plain_pairs_gets_the_greedy_priorities(tmp_path) -> None:
     graph = generators.regular_graph(
         num_records=300, mean_records=5.0, rng=np.random.default_rng(1)
     )
-    with connect(Engine.DUCKDB, tmp_path, memory_limit="1GB") as database:
-        database.run("CREATE TABLE pairs (record BIGINT, user INTEGER)")
+    with engine_of(EngineName.DUCKDB, tmp_path) as engine:
+        engine.run("CREATE TABLE pairs (record BIGINT, user INTEGER)")
         pairs = zip(graph.record_of_incidence().tolist(), graph.owners.tolist(), strict=True)
-        database.run(f"INSERT INTO pairs VALUES {', '.join(map(str, pairs))}")
+        engine.run(f"INSERT INTO pairs VALUES {', '.join(map(str, pairs))}")
         import ibis
 
         table = ibis.table({"record": "int64", "user": "int32"}, name="pairs")
-        done = rounds.refuse_in_rounds(database, rounds.with_priority(table), 2, finish_below=0)
+        done = rounds.refuse_in_rounds(
+            engine, round_queries.with_priority(table), 2, finish_below=0
+        )
     expected = np.flatnonzero(greedy.greedy(graph, 2) == 0)
-    assert sorted(rounds.records_of(done.refused).tolist()) == expected.tolist()
+    assert sorted(round_queries.records_of(done.refused).tolist()) == expected.tolist()
 
 
 def test_a_small_memory_limit_changes_nothing() -> None:
@@ -127,7 +130,7 @@ def test_an_impossible_memory_limit_is_refused() -> None:
 def test_spark_without_pyspark_says_what_to_install() -> None:
     graph = Edges.from_lists([[0]], num_users=1)
     with pytest.raises(InputError, match=r"userdp\[spark\]"):
-        rounds.greedy_rounds(graph, 1, engine=Engine.SPARK)
+        rounds.greedy_rounds(graph, 1, engine=EngineName.SPARK)
 
 
 @needs_spark
@@ -137,7 +140,7 @@ def test_spark_equals_local_on_a_random_graph() -> None:
     graph = generators.skewed_graph(
         num_records=2000, mean_records=8.0, rng=np.random.default_rng(3)
     )
-    found = rounds.greedy_rounds(graph, 3, engine=Engine.SPARK, finish_below=20)
+    found = rounds.greedy_rounds(graph, 3, engine=EngineName.SPARK, finish_below=20)
     assert found.rounds > 1
     assert found.multiplicity.tolist() == greedy.greedy(graph, 3).tolist()
 
@@ -146,14 +149,14 @@ def test_spark_equals_local_on_a_random_graph() -> None:
 @pytest.mark.parametrize(
     "engine",
     [
-        Engine.DUCKDB,
+        EngineName.DUCKDB,
         pytest.param(
-            Engine.SPARK,
+            EngineName.SPARK,
             marks=[needs_spark, pytest.mark.slow, pytest.mark.filterwarnings("default")],
         ),
     ],
 )
-def test_engines_equal_local_on_acl_all_papers(engine: Engine) -> None:
+def test_engines_equal_local_on_acl_all_papers(engine: EngineName) -> None:
     graph = Edges.load(SHARED / "data" / "edges" / "acl_all_papers.npz")
     for bound in (1, 3, 10):
         found = rounds.greedy_rounds(graph, bound, engine=engine, finish_below=10_000)

@@ -3,16 +3,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from userdp.data.engine import (
-    EngineName,
-    Spark,
-    duckdb_connection,
-    engine_of,
-    table_of,
-    write_parquet,
-)
+from userdp.data.engine import EngineName, Spark, duckdb_connection, engine_of
 from userdp.errors import InputError
 
 
@@ -27,12 +22,12 @@ def test_duckdb_draws_nothing_and_fetches_nothing(tmp_path: Path) -> None:
 def test_held_tables_can_be_asked_again_and_empty_results_keep_their_columns(
     tmp_path: Path,
 ) -> None:
-    write_parquet(tmp_path / "numbers.parquet", {"number": [3, 1, 2]})
+    pq.write_table(pa.table({"number": [3, 1, 2]}), tmp_path / "numbers.parquet")
     with engine_of(EngineName.DUCKDB, tmp_path) as engine:
         numbers = engine.add_parquet("numbers", tmp_path / "numbers.parquet")
         large = engine.hold("large", numbers.filter(numbers.number > 1))
-        assert table_of(engine, large.order_by("number"))["number"].to_pylist() == [2, 3]
-        none = table_of(engine, large.filter(large.number > 9))
+        assert engine.fetch(large.order_by("number"))["number"].to_pylist() == [2, 3]
+        none = engine.fetch(large.filter(large.number > 9))
         assert (none.num_rows, none.column_names) == (0, ["number"])
 
 

@@ -13,7 +13,7 @@ from importing import bring_in, contents, reading
 
 from userdp.data.importers import jsonl
 from userdp.data.importers.columns import Columns
-from userdp.data.record import Batch
+from userdp.data.record import ImportBatch
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 
@@ -156,7 +156,7 @@ def test_fast_reader_equals_careful_reader(
     assert fast == careful
 
 
-def as_pairs(batch: Batch) -> list[tuple[str, tuple[str, ...]]]:
+def as_pairs(batch: ImportBatch) -> list[tuple[str, tuple[str, ...]]]:
     owners = [batch.decode(cell) for cell in batch.owners.to_pylist()]
     pairs: list[tuple[str, tuple[str, ...]]] = []
     begin = 0

@@ -1,4 +1,4 @@
-"""Each user's best records by a criterion."""
+"""Each user's best records by a criterion, and random chunks of a user's text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from letters import ITEMS, Letters, store_of
 
 from userdp.data.record import Record
-from userdp.data.select import best_records
+from userdp.data.select import best_records, random_chunks
 from userdp.data.store import UserStore, write_store
+from userdp.data.tokens import tokenise
 from userdp.errors import InputError
+from userdp.index import IGNORED_LABEL
 
 KEY = bytes(range(32))
 
@@ -65,3 +68,24 @@ def test_records_of_several_owners_are_refused_with_the_reason(tmp_path: Path) -
     store = UserStore.open(tmp_path / "store")
     with pytest.raises(InputError, match="one user's text change which records of another"):
         best_records(store, np.zeros(1), at_most=1)
+
+
+def test_random_chunks_cross_records_of_one_user_and_never_users(tmp_path: Path) -> None:
+    rows = tokenise(store_of(tmp_path, ITEMS), Letters(), sequence_length=16)
+    ids, labels = random_chunks(
+        rows,
+        rows.index(),
+        np.array([0, 2]),
+        chunks_per_user=200,
+        sequence_length=4,
+        rng=np.random.default_rng(1),
+        pad_token=99,
+    )
+    document = "abcdefg.hijk."
+    chunks = {"".join(chr(t) if t else "." for t in line) for line in ids[:200]}
+    # All ten beginnings are seen: missing one of them has probability below 10 * 0.9^200 < 1e-8.
+    assert chunks == {document[i : i + 4] for i in range(10)}
+    assert "fg.h" in chunks
+    short = ids[200:].tolist()
+    assert short == [[ord("z"), 0, 99, 99]] * 200
+    assert (labels[200:, 2:] == IGNORED_LABEL).all()

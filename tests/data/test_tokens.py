@@ -1,42 +1,136 @@
+"""Token rows: never two records in one, nothing lost, rebuilt when the tokenizer changes."""
+
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from importing import KEY
+from letters import ITEMS, Letters, store_of
 
+import models_zoo
 from userdp.data.identity import Pseudonyms
 from userdp.data.record import Record, batches_of
-from userdp.data.select import random_chunks
 from userdp.data.store import UserStore, write_batches, write_store
-from userdp.data.tokens import IGNORED_LABEL, TokenRows, tokenise, tokens_per_record, written_out
+from userdp.data.tokens import (
+    TokenRows,
+    tokenise,
+    tokenise_selected,
+    tokens_per_record,
+    written_out,
+)
 from userdp.errors import InputError
+from userdp.index import IGNORED_LABEL
+
+MakeStore = Callable[[list[Record]], UserStore]
+
+RECORDS = [
+    Record("w1 w2 w3", ("a",), "1"),
+    Record(" ".join(["w4"] * 9), ("b",), "2"),
+    Record("w5", ("a",), "3"),
+    Record("w6 w7 w8 w9 w10", ("c",), "4"),
+]
 
 
-class Letters:
-    """A tokenizer of single letters; 0 ends a text."""
-
-    eos_token_id = 0
-    chat_template: str | None = None
-
-    def __init__(self, shift: int = 0) -> None:
-        self._shift = shift
-
-    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[ord(letter) + self._shift for letter in text] for text in texts]}
-
-    def get_vocab(self) -> dict[str, int]:
-        return {"a": ord("a") + self._shift}
+def row_lists(rows: TokenRows) -> list[list[int]]:
+    return [rows.tokens[a:b].tolist() for a, b in pairwise(rows.indptr)]
 
 
-def store_of(tmp_path: Path, items: list[tuple[str, str]]) -> UserStore:
-    write_store([Record(text, (user,), "1") for text, user in items], tmp_path / "s", key=KEY)
-    return UserStore.open(tmp_path / "s")
+def test_rows_never_mix_records_and_lose_no_token(make_store: MakeStore) -> None:
+    tokenizer = models_zoo.word_tokenizer()
+    rows = tokenise(make_store(RECORDS), tokenizer, sequence_length=4)
+    # Word wN is token N + 1; 0 ends every record. The last row of b, a lone end, predicts nothing.
+    assert row_lists(rows) == [
+        [2, 3, 4, 0],
+        [5, 5, 5, 5],
+        [5, 5, 5, 5],
+        [5, 0],
+        [6, 0],
+        [7, 8, 9, 10],
+        [11, 0],
+    ]
+    assert rows.owners.tolist() == [0, 1, 1, 1, 0, 2, 2]
+    index = rows.index()
+    assert [index.rows_of(user).tolist() for user in range(3)] == [[0, 4], [1, 2, 3], [5, 6]]
 
 
-ITEMS = [("abcdefg", "ann"), ("xy", "bob"), ("hijk", "ann"), ("z", "cy")]
+def test_row_of_a_single_token_is_left_out(make_store: MakeStore) -> None:
+    store = make_store([Record("w1 w2 w3 w4", ("a",), "1"), Record("w5", ("b",), "2")])
+    rows = tokenise(store, models_zoo.word_tokenizer(), sequence_length=4)
+    assert row_lists(rows) == [[2, 3, 4, 5], [6, 0]]
+
+
+def test_padding_stands_on_the_right_and_has_no_label(make_store: MakeStore) -> None:
+    rows = tokenise(make_store(RECORDS), models_zoo.word_tokenizer(), sequence_length=8)
+    ids, labels = rows.padded(np.array([0, 3]), pad_token=0)
+    assert ids.tolist() == [[2, 3, 4, 0], [6, 0, 0, 0]]
+    assert labels.tolist() == [[2, 3, 4, 0], [6, 0, -100, -100]]
+
+
+def test_cache_is_used_again_and_rebuilt_when_anything_changes(make_store: MakeStore) -> None:
+    store = make_store(RECORDS)
+    calls: list[int] = []
+
+    class Counted:
+        """A tokenizer that tells when it is asked."""
+
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            calls.append(1)
+            return self._inner(*arguments, **options)
+
+    first = tokenise(store, Counted(models_zoo.word_tokenizer()), sequence_length=4)
+    made = len(calls)
+    again = tokenise(store, Counted(models_zoo.word_tokenizer()), sequence_length=4)
+    assert len(calls) == made
+    assert row_lists(again) == row_lists(first)
+    other = tokenise(
+        store, Counted(models_zoo.word_tokenizer(models_zoo.WORDS[::-1])), sequence_length=4
+    )
+    assert len(calls) > made
+    assert row_lists(other) != row_lists(first)
+    made = len(calls)
+    tokenise(store, Counted(models_zoo.word_tokenizer()), sequence_length=5)
+    assert len(calls) > made
+
+
+def test_user_whose_text_has_no_token_keeps_a_place_without_rows(make_store: MakeStore) -> None:
+    tokenizer = models_zoo.word_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.Replace("\u200b", "")
+    store = make_store([Record("w1 w2", ("a",), "1"), Record("\u200b", ("b",), "2")])
+    rows = tokenise(store, tokenizer, sequence_length=4)
+    index = rows.index()
+    assert [index.rows_of(user).tolist() for user in range(2)] == [[0], []]
+
+
+def test_store_without_any_token_is_refused(make_store: MakeStore) -> None:
+    tokenizer = models_zoo.word_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.Replace("\u200b", "")
+    with pytest.raises(InputError, match="no record has a token"):
+        tokenise(make_store([Record("\u200b", ("b",), "2")]), tokenizer, sequence_length=4)
+
+
+@pytest.mark.parametrize("length", [1, 0, -4])
+def test_sequence_length_below_two_is_refused(make_store: MakeStore, length: int) -> None:
+    with pytest.raises(InputError, match="sequence_length"):
+        tokenise(make_store(RECORDS), models_zoo.word_tokenizer(), sequence_length=length)
+
+
+def test_tokenizer_without_end_token_is_refused(make_store: MakeStore) -> None:
+    tokenizer = models_zoo.word_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(InputError, match="end-of-text"):
+        tokenise(make_store(RECORDS), tokenizer, sequence_length=4)
 
 
 def test_rows_are_chunks_of_single_records_and_know_their_owner(tmp_path: Path) -> None:
@@ -86,27 +180,6 @@ def test_padded_equals_a_plain_loop(tmp_path: Path) -> None:
     assert empty_ids.shape == (0, 1)
 
 
-def test_random_chunks_cross_records_of_one_user_and_never_users(tmp_path: Path) -> None:
-    rows = tokenise(store_of(tmp_path, ITEMS), Letters(), sequence_length=16)
-    ids, labels = random_chunks(
-        rows,
-        rows.index(),
-        np.array([0, 2]),
-        chunks_per_user=200,
-        sequence_length=4,
-        rng=np.random.default_rng(1),
-        pad_token=99,
-    )
-    document = "abcdefg.hijk."
-    chunks = {"".join(chr(t) if t else "." for t in line) for line in ids[:200]}
-    # All ten beginnings are seen: missing one of them has probability below 10 * 0.9^200 < 1e-8.
-    assert chunks == {document[i : i + 4] for i in range(10)}
-    assert "fg.h" in chunks
-    short = ids[200:].tolist()
-    assert short == [[ord("z"), 0, 99, 99]] * 200
-    assert (labels[200:, 2:] == IGNORED_LABEL).all()
-
-
 def test_records_of_several_owners_are_refused(tmp_path: Path) -> None:
     write_store([Record("ab", ("ann", "bob"), "1")], tmp_path / "s", key=KEY)
     with pytest.raises(InputError, match="several owners"):
@@ -130,3 +203,33 @@ def test_chats_are_written_by_the_tokenizers_template_or_plainly(tmp_path: Path)
 
     assert written_out([{"role": "user", "content": "hi"}], Templated()) == "hi"
     assert tokens_per_record(store, Templated()).tolist() == [len("hi|yes") + 1]
+
+
+SELECTED_LENGTH = 4
+# Records of one to three rows, of two owners in turn; the last one has two owners.
+SELECTED_WORDS = [3, 9, 2, 6, 11, 3]
+
+
+@pytest.mark.parametrize("records", [[0, 1, 2, 3, 4, 5], [1, 4], [4, 4, 1], [5]], ids=str)
+def test_selected_row_is_the_beginning_of_its_record_alone(
+    records: list[int], make_store: Callable[[list[Record]], UserStore]
+) -> None:
+    texts = [" ".join(models_zoo.WORDS[i] for i in range(3, 3 + count)) for count in SELECTED_WORDS]
+    owners = [("ann",), ("bob",), ("ann",), ("bob",), ("ann",), ("ann", "bob")]
+    store = make_store(
+        [
+            Record(text, own, f"line {number}")
+            for number, (text, own) in enumerate(zip(texts, owners, strict=True))
+        ]
+    )
+    tokenizer = models_zoo.word_tokenizer()
+    rows = tokenise_selected(store, tokenizer, np.array(records), sequence_length=SELECTED_LENGTH)
+    found = [rows.tokens[a:b].tolist() for a, b in pairwise(rows.indptr)]
+    # Tokenised here, one text at a time.
+    closed = [
+        [*tokenizer(texts[record], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        for record in records
+    ]
+    assert found == [tokens[:SELECTED_LENGTH] for tokens in closed]
+    # The bound counts records: a long one is one row all the same.
+    assert len(rows) == len(records)

@@ -1,8 +1,8 @@
-"""Trading size against bias: records of many owners get their turn too.
+"""Trading size against bias, so that records of many owners are selected too.
 
-Any selection that maximises its size prefers records of few owners. The balanced variant alternates
-between records of few and of many owners; a grid of its parameters traces the trade-off, and random
-subsets that ignore the bound show what the bias alone costs.
+A selection of maximal size prefers records of few owners. The balanced variant alternates between
+records of few and of many owners, and a grid of its parameters traces the trade-off. Random subsets
+that ignore the bound show what the bias alone costs.
 
 Reference: Ganesh et al. 2025, Sec. 5.5 and App. C.5.
 """
@@ -36,8 +36,7 @@ class Alternation:
                 raise InputError(f"{name}={getattr(self, name)}: use 1 or more.")
 
 
-# App. C.5: u in 1..4, and c1 = 1 with c2 in 1..10 or c2 = 1 with c1 in 1..10; (1, 1) occurs in
-# both.
+# App. C.5: u in 1..4, and c1 = 1 with c2 in 1..10 or c2 = 1 with c1 in 1..10. (1, 1) is in both.
 GRID: tuple[Alternation, ...] = tuple(
     Alternation(few_owners=few_owners, few_run=few_run, many_run=many_run)
     for few_owners in range(1, 5)
@@ -62,9 +61,10 @@ def balanced(edges: Edges, max_records_per_user: int, alternation: Alternation) 
 
 
 def alternating_order(edges: Edges, alternation: Alternation) -> Order:
-    """The order of `balanced`: within each group by number of owners, ties in input order.
+    """The order in which `balanced` visits records.
 
-    When one group runs out, the rest of the other follows.
+    Within each group, records go by number of owners, ties in input order. When one group runs out,
+    the rest of the other follows.
 
     >>> edges = Edges.from_lists([[0, 1], [0], [1], [0], [0, 1]], num_users=2)
     >>> alternating_order(edges, Alternation(few_owners=1, few_run=2)).tolist()
@@ -72,7 +72,7 @@ def alternating_order(edges: Edges, alternation: Alternation) -> Order:
     """
     order = by_cardinality(edges)
     few = int(np.count_nonzero(edges.cardinality() <= alternation.few_owners))
-    # Run r of the few comes before run r of the many: their keys are 2 r and 2 r + 1.
+    # Run r of the few has key 2 r, and run r of the many follows it with key 2 r + 1.
     turn = np.concatenate(
         [
             2 * (np.arange(few) // alternation.few_run),
@@ -106,7 +106,7 @@ def grid(edges: Edges, max_records_per_user: int) -> list[GridPoint]:
 def pareto_front(points: list[GridPoint]) -> list[GridPoint]:
     """The points that no other beats in size or mean owners without losing in the other.
 
-    By decreasing size, hence increasing mean; of equal points the first of the grid.
+    They come by decreasing size, hence by increasing mean. Of equal points the first is kept.
 
     >>> def point(size, mean):
     ...     some = Alternation(few_owners=1)
@@ -134,9 +134,9 @@ def unbounded_random(
 ) -> Ints:
     """A uniformly random subset of `size` records that ignores every bound: NO GUARANTEE.
 
-    Low and high split at the median number of owners u: at most u, or more. Where fewer records
-    than `size` exist, all of them. For comparing what the bias of a bounded selection costs, never
-    for private training: make the `Selection` with guarantee=False.
+    Low means at most the median number of owners, and high means more. If fewer than `size` such
+    records exist, all are taken. This shows what the bias of a bounded selection costs. Never train
+    on it privately: make the `Selection` with guarantee=False.
     Reference: Ganesh et al. 2025, Sec. 5.5.
     """
     cardinality = edges.cardinality()

@@ -1,4 +1,4 @@
-"""Loops compiled to machine code, with the types of the Python they are written in."""
+"""Loops compiled to machine code that keep their Python types."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ R = TypeVar("R")
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` compiled at its first call for the array types it meets, and kept on disk."""
+    """Compile `function` at its first call with new array types, and keep the result on disk."""
     return cast(Callable[P, R], numba.njit(cache=True)(function))

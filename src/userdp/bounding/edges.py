@@ -1,15 +1,14 @@
-"""Which users own which record: the only thing contribution bounding ever sees.
+"""Which users own which record: all that contribution bounding sees of the data.
 
-A record is a hyperedge over users, so the list of owners of every record is a hypergraph G = (V, E)
-with |V| = `num_users` and |E| = `num_records` (Ganesh et al. 2025, Sec. 2). No function of this
-package takes a record's text: the graph is treated as public by fixed-graph privacy, the text is
-not. The graph should be kept confidential all the same, so it is never printed.
+A record is a hyperedge over users, so the owners of all records are a hypergraph G = (V, E) with
+|V| = `num_users` and |E| = `num_records` (Ganesh et al. 2025, Sec. 2). Fixed-graph privacy treats
+the graph as public, but not the text, so bounding algorithms never take a record's text. The graph
+should be kept confidential all the same, so it is never printed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import zipfile
 import zlib
 from collections.abc import Iterable
@@ -21,20 +20,21 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from userdp.bounding.compiled import compiled
+from userdp.data.store import UserStore
 from userdp.errors import InputError
 
 Ints = NDArray[np.int64]
 Owners = NDArray[np.signedinteger[Any]]
 
-# Arrays are hashed in slices of this many entries, so that no second copy is held.
+# Arrays are hashed in slices of this many entries, to avoid a second copy.
 _HASH_SLICE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Edges:
-    """The owners of record i are `owners[indptr[i]:indptr[i + 1]]`, distinct, and never none.
+    """The owners of record i are `owners[indptr[i]:indptr[i + 1]]`: at least one, all distinct.
 
-    Make one with `Edges.of`, `Edges.from_lists` or `Edges.load`: they check it.
+    Use `Edges.of`, `Edges.from_lists` or `Edges.load` to make one, because they check it.
     """
 
     indptr: Ints
@@ -82,7 +82,7 @@ class Edges:
         return totals
 
     def digest(self) -> str:
-        """A sha256 of the graph, by which a selection names the edges it was made for."""
+        """A sha256 of the graph. Every selection stores that of the edges it was made for."""
         sha = hashlib.sha256(f"edges {self.num_records} {self.num_users}".encode())
         for array in (self.indptr, self.owners):
             for start in range(0, len(array), _HASH_SLICE):
@@ -91,10 +91,10 @@ class Edges:
 
     @staticmethod
     def of(indptr: ArrayLike, owners: ArrayLike, *, num_users: int) -> Edges:
-        """The checked edges of two arrays; an owner named twice by one record counts once.
+        """The edges of two arrays, checked. An owner named twice by one record counts once.
 
-        Refused with `InputError`: a record without owners, an owner number that is negative or not
-        below `num_users`, and arrays that do not fit together.
+        Raises `InputError` for a record without owners, for an owner number that is negative or not
+        below `num_users`, and for arrays that do not fit together.
 
         >>> Edges.of([0, 2, 4], [0, 1, 1, 1], num_users=2).cardinality().tolist()
         [2, 1]
@@ -157,7 +157,7 @@ class Edges:
     def load(path: Path) -> Edges:
         """The edges of an .npz file (`indptr`, `indices`, `n_users`) or of a store's directory."""
         if path.is_dir():
-            return _load_store(path)
+            return _of_store(UserStore.open(path))
         arrays = load_arrays(path, ("indptr", "indices", "n_users"))
         return Edges.of(
             arrays["indptr"], arrays["indices"], num_users=_scalar("n_users", arrays["n_users"])
@@ -165,11 +165,11 @@ class Edges:
 
 
 def load_arrays(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
-    """The named arrays of an .npz file; nothing in it is ever executed."""
+    """All arrays of an .npz file, which must have the named ones. No code in it is executed."""
     if not path.is_file():
         raise InputError(f"{path}: no such file or store.")
     try:
-        # numpy leaves a file open that turns out not to be an archive: open it here.
+        # Opened here, because numpy leaves a file open that turns out to be no archive.
         with path.open("rb") as file:
             archive = np.load(file, allow_pickle=False)
             if isinstance(archive, np.ndarray):
@@ -186,24 +186,14 @@ def load_arrays(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
         raise InputError(f"{path} is not a readable .npz archive of plain arrays.") from error
 
 
-def _load_store(path: Path) -> Edges:
-    """The record-to-users lists of a user store, memory-mapped."""
-    try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        indptr = np.load(path / "record_users_indptr.npy", mmap_mode="r", allow_pickle=False)
-        owners = np.load(path / "record_users.npy", mmap_mode="r", allow_pickle=False)
-        records, users = int(manifest["records"]), int(manifest["users"])
-    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+def _of_store(store: UserStore) -> Edges:
+    counted = store.manifest["records"]
+    if counted != store.num_records:
         raise InputError(
-            f"{path} is not a user store: manifest.json, record_users_indptr.npy and "
-            "record_users.npy must be readable. Import the data again."
-        ) from error
-    if len(indptr) != records + 1:
-        raise InputError(
-            f"{path}: manifest.json counts {records:,} records, record_users_indptr.npy "
-            f"{len(indptr) - 1:,}. Import the data again."
+            f"{store.path}: manifest.json counts {counted:,} records, record_users_indptr.npy "
+            f"{store.num_records:,}. Import the data again."
         )
-    return Edges.of(indptr, owners, num_users=users)
+    return Edges.of(store.record_users_indptr, store.record_users, num_users=store.num_users)
 
 
 def _integers(name: str, values: ArrayLike) -> NDArray[Any]:

@@ -1,8 +1,8 @@
 """The proven optimum of contribution bounding, with and without duplicates.
 
-Maximising the number of selected records is NP-hard (Ganesh et al. 2025, App. B.1), yet the graphs
-of real data mostly fall apart under exact reductions; HiGHS (through scipy) proves the rest. The
-answer says whether it is proven, and how far it can be from the optimum if the time ran out.
+Maximising the number of selected records is NP-hard (Ganesh et al. 2025, App. B.1). On real data,
+however, exact reductions decide most of the graph, and HiGHS (through scipy) proves the rest. The
+answer says whether it is proven. If the time ran out, it says how far the optimum can be.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ def exact(
 ) -> Optimum:
     """The largest selection of distinct records, or the heaviest one if public `weights` are given.
 
-    Solves max sum_i w_i x_i : sum_{i: j in e_i} x_i <= k for every user j, x_i in {0, 1}, within
-    about `time_limit` seconds; when they run out, the best selection found and a bound on the
-    optimum.
+    Solves max sum_i w_i x_i : sum_{i: j in e_i} x_i <= k for every user j, x_i in {0, 1}. After
+    about `time_limit` seconds it returns the best selection found and a bound on the optimum.
 
     Guarantee: no user owns more than k selected records.
     Reference: Ganesh et al. 2025, App. C.4, Eq. 1.
@@ -76,7 +75,7 @@ def exact(
     multiplicity[groups.members[chosen < np.repeat(copies, groups.sizes)]] = 1
     candidates = [multiplicity]
     if int(worth @ multiplicity) < base + bound:
-        # Out of time: fill up what the solver left, and do not fall behind the greedy algorithm.
+        # Out of time: add what still fits, and never return less than the greedy algorithm does.
         rest = greedy.by_weight_per_owner(edges, worth)
         rest = rest[multiplicity[rest] == 0]
         candidates.append(greedy.fill_up(edges, rest, multiplicity, max_records_per_user))
@@ -89,8 +88,8 @@ def exact_duplicates(
 ) -> Optimum:
     """The largest selection when records may be repeated: x_i any whole number.
 
-    Copies are spread evenly over records with the same binding owners, which the program cannot
-    tell apart. The optimum repeats records of few owners: `Selection.distinct` shows at what price.
+    The program cannot tell records with the same binding owners apart, so it spreads copies evenly
+    over them. The optimum repeats records of few owners; `Selection.distinct` shows at what price.
 
     Guarantee: no user owns more than k selected records, copies counted.
     Reference: Ganesh et al. 2025, App. C.4, Eq. 1 with x_i in Z>=0, and Fig. 11.
@@ -107,8 +106,8 @@ def exact_duplicates(
     groups = merge_identical(edges.record_of_incidence(), edges.owners.astype(np.int64), ones)
     base = 0
     while True:
-        # A user with a record of its own is best served by k copies of it: any other record it is
-        # in gives way to such a copy, one for one. That user is then full.
+        # If a user is the only owner of a record, k copies of it are best: a copy can replace any
+        # other record of this user, one for one. The user is then full.
         width = np.diff(groups.indptr)
         alone = np.flatnonzero(width == 1)
         full = np.zeros(edges.num_users, dtype=np.bool_)
@@ -120,8 +119,8 @@ def exact_duplicates(
         group = np.repeat(np.arange(len(width)), width)
         refused = np.bincount(group[full[groups.owners]], minlength=len(width)) > 0
 
-        # A user of one remaining group only is full no sooner than that group's other owners:
-        # forget it, unless no other owner would be left.
+        # A user in a single remaining group is full no sooner than the group's other owners.
+        # Forget this user, unless the group would have no owner left.
         keep = ~refused[group]
         degree = np.bincount(groups.owners[keep], minlength=edges.num_users)
         lonely = keep & (degree[groups.owners] == 1)
@@ -148,7 +147,7 @@ def exact_duplicates(
 
 
 def _regroup(groups: Groups, group: Ints, keep: Flags) -> Groups:
-    """The groups over the kept incidences, merged again; a group without owners left is dropped."""
+    """The groups over the kept incidences, merged again. A group without owners is dropped."""
     sizes = groups.sizes
     kept_owners = np.bincount(group[keep], minlength=len(sizes))
     member_group = np.repeat(np.arange(len(sizes)), sizes)
@@ -165,7 +164,7 @@ def _regroup(groups: Groups, group: Ints, keep: Flags) -> Groups:
 
 
 def _spread(groups: Groups, copies: Ints, multiplicity: Ints) -> None:
-    """Share each group's copies evenly among its records, the first ones getting the remainder."""
+    """Share each group's copies evenly among its records. The first records get the remainder."""
     sizes = groups.sizes
     position = np.arange(len(groups.members)) - np.repeat(groups.starts[:-1], sizes)
     each, left_over = np.repeat(copies // sizes, sizes), np.repeat(copies % sizes, sizes)
@@ -175,7 +174,7 @@ def _spread(groups: Groups, copies: Ints, multiplicity: Ints) -> None:
 def _solve(
     groups: Groups, worth: Ints, *, free: Ints, most: Ints, deadline: float
 ) -> tuple[Ints, int]:
-    """Copies of each group (at most `most`) within `free` places a user; a bound on their worth."""
+    """Solve for the copies of each group, at most `most`; also return a bound on their worth."""
     if len(worth) == 0:
         return np.empty(0, dtype=np.int64), 0
     users, row = np.unique(groups.owners, return_inverse=True)
@@ -199,9 +198,10 @@ def _solve(
 
 
 def places_bound(worth: Ints, width: Ints, most: Ints, *, places: int) -> int:
-    """No selection is worth more: all users together have `places`, a record uses `width` of them.
+    """An upper bound on the worth of a selection, by counting places.
 
-    The fractional knapsack over the records by worth per place, each at most `most` times.
+    All users together have `places`, and a record uses `width` of them. The bound is the fractional
+    knapsack over the records by worth per place, each at most `most` times.
 
     >>> one = np.ones(3, dtype=np.int64)
     >>> places_bound(one, np.array([1, 2, 2]), one, places=4)
@@ -218,7 +218,7 @@ def places_bound(worth: Ints, width: Ints, most: Ints, *, places: int) -> int:
 
 
 def size_bound(edges: Edges, max_records_per_user: int, *, duplicates: bool = False) -> int:
-    """An upper bound on the size of any selection, at the cost of one sort; often far from tight.
+    """An upper bound on the size of any selection. It takes one sort and is often far from tight.
 
     >>> size_bound(Edges.from_lists([[0], [0], [0, 1]], num_users=2), 1)
     2

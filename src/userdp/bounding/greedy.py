@@ -1,8 +1,8 @@
 """Greedy contribution bounding: Algorithms 2 and 3 of Ganesh et al. 2025 (App. B.2).
 
-Records are visited by increasing number of owners, ties in input order, and one is taken when all
-of its owners still have room. The choice depends on the edges alone, so under fixed-graph privacy
-it costs nothing.
+Records are visited by increasing number of owners, ties in input order. A record is taken if all
+its owners still have room. The choice depends on the edges alone, so it costs nothing under
+fixed-graph privacy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from userdp.errors import InputError
 Order = NDArray[np.signedinteger[Any]]
 Room = NDArray[np.integer[Any]]
 
-# Group sizes beyond this are of no use to any accountant, and copies would take for ever.
+# No accountant has any use for larger groups, and making copies would take for ever.
 LARGEST_BOUND = 1_000_000
 
 
@@ -38,10 +38,10 @@ def greedy(edges: Edges, max_records_per_user: int) -> Ints:
 
 
 def greedy_duplicates(edges: Edges, max_records_per_user: int) -> Ints:
-    """Go over the records again and again, taking further copies while all owners have room.
+    """Go over the records again and again, and take further copies while all owners have room.
 
-    Returns the multiplicity of each record. Its support is the selection of `greedy`, because the
-    first pass is Algorithm 2.
+    Returns the multiplicity of each record. It is positive for the records that `greedy` selects,
+    because the first pass is Algorithm 2.
 
     Guarantee: no user owns more than k selected records, copies counted, and no copy could be
     added.
@@ -70,7 +70,7 @@ def greedy_in_order(edges: Edges, order: Order, max_records_per_user: int) -> In
 
 
 def fill_up(edges: Edges, order: Order, selected: Ints, max_records_per_user: int) -> Ints:
-    """A bounded selection, and on top of it Algorithm 2 over the records of `order`."""
+    """Add to a bounded selection by Algorithm 2 over the records of `order`."""
     room = full_room(edges.num_users, max_records_per_user)
     room -= edges.contributions(selected).astype(room.dtype)
     multiplicity = selected.copy()
@@ -79,7 +79,7 @@ def fill_up(edges: Edges, order: Order, selected: Ints, max_records_per_user: in
 
 
 def fill_up_duplicates(edges: Edges, selected: Ints, max_records_per_user: int) -> Ints:
-    """A bounded selection, and on top of it Algorithm 3."""
+    """Add to a bounded selection by Algorithm 3."""
     room = full_room(edges.num_users, max_records_per_user)
     room -= edges.contributions(selected).astype(room.dtype)
     multiplicity = selected.copy()
@@ -103,8 +103,8 @@ def greedy_weighted(edges: Edges, weights: ArrayLike, max_records_per_user: int)
     """Algorithm 2 over the records by decreasing weight per owner, ties in input order.
 
     A record's weight must be public, such as its number of owners. With equal weights this is
-    `greedy`. Weighing by the number of owners makes all records equal per owner, so that the input
-    order alone decides.
+    `greedy`. If the weight is the number of owners, all records have the same weight per owner, and
+    the input order alone decides.
 
     Guarantee: no user owns more than k selected records.
 
@@ -136,8 +136,7 @@ def by_cardinality(edges: Edges) -> Order:
 def full_room(num_users: int, max_records_per_user: int) -> Room:
     """k free places for every user, in the narrowest type that holds k.
 
-    The counters are read at random, once per incidence: a byte each keeps millions of users in
-    cache.
+    Each incidence reads a counter at a random place. With one byte each, millions fit the cache.
     """
     check_bound(max_records_per_user)
     kind = np.uint8 if max_records_per_user <= np.iinfo(np.uint8).max else np.int64
@@ -158,7 +157,7 @@ def check_bound(max_records_per_user: int) -> None:
 
 
 def check_weights(edges: Edges, weights: ArrayLike) -> Ints:
-    """Positive whole weights, one a record."""
+    """Return the weights as an array, checked: one positive whole number for each record."""
     array = np.asarray(weights)
     if array.shape != (edges.num_records,) or array.dtype.kind not in "iu":
         raise InputError(
@@ -208,8 +207,8 @@ def take_in_order(
 def _repeat_passes(
     indptr: Ints, owners: Owners, order: Order, room: Room, multiplicity: Ints
 ) -> None:
-    # Room never grows, so a record refused once is refused for ever: each pass visits only those
-    # that the pass before took, and a pass that takes nothing ends it (Alg. 3, line 7).
+    # Room never grows, so a record refused once is always refused. Each pass visits only the
+    # records that the last pass took, and a pass that takes none is the last (Alg. 3, line 7).
     live = len(order)
     while live > 0:
         taken = 0

@@ -1,7 +1,7 @@
-"""Batches in which a user's records keep their distance, for matrix-factorisation noise.
+"""Batches in which each user's records keep a minimum distance, for matrix-factorisation noise.
 
 A selection satisfies (k, b)-min-separation if every user owns at most one record in any b
-consecutive batches and at most k in all. Correlated noise is then a Gaussian mechanism with noise
+consecutive batches, and at most k in all. Correlated noise is then a Gaussian mechanism with noise
 multiplier sigma / sqrt(k) (Ganesh et al. 2025, Sec. 3.1). T = `steps`, B = `batch_size`, b =
 `separation`.
 """
@@ -15,24 +15,16 @@ import numpy as np
 from userdp.bounding.compiled import compiled
 from userdp.bounding.edges import Edges, Ints, Owners
 from userdp.bounding.greedy import Order, by_cardinality
-from userdp.bounding.solver import maximise
 from userdp.errors import InputError
-
-# The integer program has a variable for each record and step: beyond this it is hopeless.
-LARGEST_PROGRAM = 200_000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Separated:
-    """`batches[t]` holds the record numbers of step t; no user owns more than `realised_bound`.
-
-    `optimal` says that no batches of this shape have a smaller bound; None if that is not known.
-    """
+    """`batches[t]` holds the record numbers of step t; no user owns more than `realised_bound`."""
 
     batches: Ints
     separation: int
     realised_bound: int
-    optimal: bool | None = None
 
     def multiplicity(self, num_records: int) -> Ints:
         """How often each record occurs."""
@@ -42,9 +34,9 @@ class Separated:
 def min_separation(edges: Edges, *, steps: int, batch_size: int, separation: int) -> Separated:
     """Fill T batches of B records, going round the records by number of owners (Alg. 4).
 
-    Guarantee: no user owns two records in any b consecutive batches; the realised contribution
-    bound, at most ceil(T / b), is counted afterwards and returned. Refused with `InputError`,
-    naming the largest separation that works, if the batches cannot be filled.
+    Guarantee: no user owns two records in any b consecutive batches. The realised contribution
+    bound, at most ceil(T / b), is counted afterwards and returned. If the batches cannot be filled,
+    it raises `InputError` and names the largest separation that works.
     Reference: Ganesh et al. 2025, Alg. 4.
 
     >>> edges = Edges.from_lists([[0], [1], [0, 1], [2]], num_users=3)
@@ -52,7 +44,7 @@ def min_separation(edges: Edges, *, steps: int, batch_size: int, separation: int
     >>> found.batches.tolist(), found.realised_bound
     ([[0], [1], [3]], 1)
     """
-    _check_shape(steps, batch_size, separation)
+    check_shape(steps, batch_size, separation)
     batches = _fill(edges, steps, batch_size, separation)
     if batches is None:
         largest = largest_separation(edges, steps=steps, batch_size=batch_size)
@@ -66,17 +58,17 @@ def min_separation(edges: Edges, *, steps: int, batch_size: int, separation: int
             f"{largest} is the largest found. Use that, fewer records a batch, or more users."
         )
     return Separated(
-        batches=batches, separation=separation, realised_bound=_realised(edges, batches)
+        batches=batches, separation=separation, realised_bound=count_bound(edges, batches)
     )
 
 
 def largest_separation(edges: Edges, *, steps: int, batch_size: int) -> int:
-    """A separation at which Algorithm 4 fills its batches and at one more does not; 0 if none does.
+    """A separation that works for Algorithm 4 while the next larger does not; 0 if none works.
 
-    Found by doubling and bisection. The greedy algorithm is not monotone in theory, so a still
-    larger separation may happen to work; T is the largest that has a meaning.
+    It is found by doubling and bisection. In theory the greedy algorithm is not monotone, so a
+    still larger separation may happen to work. Separations above T have no meaning.
     """
-    _check_shape(steps, batch_size, 1)
+    check_shape(steps, batch_size, 1)
     works, fails = 0, 1
     while fails <= steps and _fill(edges, steps, batch_size, fails) is not None:
         works, fails = fails, 2 * fails
@@ -90,81 +82,14 @@ def largest_separation(edges: Edges, *, steps: int, batch_size: int) -> int:
     return works
 
 
-def exact_min_separation(
-    edges: Edges, *, steps: int, batch_size: int, separation: int, time_limit: float = 60.0
-) -> Separated | None:
-    """Batches with the smallest contribution bound k at this separation, by integer program.
-
-    For small cases: one binary variable for each record and step. Returns None if no such batches
-    exist; `optimal` is False if the time ran out with a solution in hand.
-    Reference: Ganesh et al. 2025, App. C.4, the last program.
-
-    >>> edges = Edges.from_lists([[0], [0, 1], [1]], num_users=2)
-    >>> exact_min_separation(edges, steps=2, batch_size=1, separation=2).realised_bound
-    1
-    """
-    _check_shape(steps, batch_size, separation)
-    records, users = edges.num_records, edges.num_users
-    size = records * steps
-    if size > LARGEST_PROGRAM:
-        raise InputError(
-            f"{records:,} records x {steps:,} steps = {size:,} variables: the program is for at "
-            f"most {LARGEST_PROGRAM:,}. Use min_separation."
-        )
-    window = min(separation, steps)
-    starts = steps - window + 1
-    owner_row = edges.owners.astype(np.int64)
-    record = edges.record_of_incidence()
-    # Variables: x[i, t] at i * T + t, then T - k. Rows: windows (user, start), totals (user),
-    # batches (t).
-    rows: list[Ints] = []
-    columns: list[Ints] = []
-    for step in range(steps):
-        for start in range(max(0, step - window + 1), min(step, starts - 1) + 1):
-            rows.append(owner_row * starts + start)
-            columns.append(record * steps + step)
-        rows.append(users * starts + owner_row)
-        columns.append(record * steps + step)
-        rows.append(np.full(records, users * (starts + 1) + step))
-        columns.append(np.arange(records) * steps + step)
-    plus_ones = sum(len(part) for part in rows)
-    rows.append(users * starts + np.arange(users))
-    columns.append(np.full(users, size))
-    solved = maximise(
-        np.r_[np.zeros(size, dtype=np.int64), 1],
-        rows=np.concatenate(rows),
-        columns=np.concatenate(columns),
-        entries=np.ones(plus_ones + users, dtype=np.int64),
-        lower=np.r_[np.full(users * (starts + 1), -np.inf), np.full(steps, float(batch_size))],
-        upper=np.r_[
-            np.ones(users * starts), np.full(users, float(steps)), np.full(steps, float(batch_size))
-        ],
-        most=np.r_[np.ones(size, dtype=np.int64), steps],
-        time_limit=time_limit,
-    )
-    if solved.infeasible:
-        return None
-    if solved.values is None:
-        raise InputError(
-            f"no batches found within time_limit={time_limit} seconds: give more time, or use "
-            "min_separation."
-        )
-    chosen = solved.values[:size].reshape(records, steps) == 1
-    batches = np.stack([np.flatnonzero(chosen[:, step]) for step in range(steps)])
-    return Separated(
-        batches=batches,
-        separation=separation,
-        realised_bound=_realised(edges, batches),
-        optimal=solved.proven,
-    )
-
-
-def _realised(edges: Edges, batches: Ints) -> int:
+def count_bound(edges: Edges, batches: Ints) -> int:
+    """The most records that any user owns in these batches, copies counted."""
     counts = np.bincount(batches.reshape(-1), minlength=edges.num_records)
     return int(edges.contributions(counts).max(initial=0))
 
 
-def _check_shape(steps: int, batch_size: int, separation: int) -> None:
+def check_shape(steps: int, batch_size: int, separation: int) -> None:
+    """Refuse batches without steps, records or distance."""
     for name, value in (
         ("steps", steps),
         ("batch_size", batch_size),
@@ -177,7 +102,7 @@ def _check_shape(steps: int, batch_size: int, separation: int) -> None:
 def _fill(edges: Edges, steps: int, batch_size: int, separation: int) -> Ints | None:
     if batch_size > edges.num_records:
         return None
-    # One that never took part is ready at step 0: its last step is b before that.
+    # A user who never took part is ready at step 0, so the last step counts as b before it.
     last = np.full(edges.num_users, -min(separation, steps), dtype=np.int64)
     flat = np.empty(steps * batch_size, dtype=np.int64)
     ready = _ready_tree(edges.num_records)
@@ -189,7 +114,7 @@ def _fill(edges: Edges, steps: int, batch_size: int, separation: int) -> Ints | 
 
 
 def _ready_tree(num_records: int) -> Ints:
-    """A tree of minima over the steps at which the records, as visited, may be ready."""
+    """A tree of minima over the steps at which records, in order of visit, may be ready."""
     leaves = 1
     while leaves < num_records:
         leaves *= 2
@@ -244,9 +169,8 @@ def _go_round(
     batch_size: int,
     separation: int,
 ) -> int:
-    # Algorithm 4 tests every record again on every round. Owners' last steps only grow, so the step
-    # at which a record failed its test bounds from below when it can pass: the tree skips it until
-    # then.
+    # Algorithm 4 tests every record again in every round. Owners' last steps only grow. So when a
+    # record fails, we know a step before which it cannot pass, and the tree skips it until then.
     records = len(order)
     position = 0
     for filled in range(len(flat)):

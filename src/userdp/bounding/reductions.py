@@ -2,14 +2,14 @@
 
 The program is max sum_i w_i x_i subject to sum_{i: j in e_i} x_i <= c_j for every user j, x_i in
 {0, 1}, with c_j = k at first and w_i = 1 unless weights are given (Ganesh et al. 2025, App. C.4,
-Eq. 1). Four rules, applied until none does anything, each keep at least one optimal selection:
+Eq. 1). Four rules are applied until none changes anything. Each keeps at least one optimal
+selection:
 
-R1. A user with no more undecided records than free places can never refuse one: forget the user.
-R2. A record whose owners are all forgotten is taken: it is worth something and hurts nobody.
-R3. Among records with a single remaining owner j, only the c_j best can ever be worth taking; and
-one
-    of those is taken if nothing else of j is worth more. (If an optimal selection leaves it out, j
-    is full by the bound, hence with a record that is worth no more: swap the two.)
+R1. A user with no more undecided records than free places never refuses any. Forget this user.
+R2. A record whose owners are all forgotten is taken: it is worth something and costs nobody.
+R3. Of the records with a single remaining owner j, only the c_j best can be worth taking. Such a
+    record is taken if no other record of j is worth more. (Suppose an optimal selection leaves it
+    out. Then j is full and has a record that is worth no more: swap the two.)
 R4. A user without free places refuses all its undecided records.
 """
 
@@ -29,7 +29,8 @@ Flags = NDArray[np.bool_]
 class Residual:
     """What the reductions leave: undecided incidences, free places, and the records taken so far.
 
-    `record[i]` is still owned by the user `user[i]` as far as anything can bind; sorted by record.
+    Incidence i joins `record[i]` to `user[i]`, one of its owners that is not forgotten. Incidences
+    are sorted by record.
     """
 
     record: Ints
@@ -86,7 +87,7 @@ def reduce(edges: Edges, max_records_per_user: int, weights: Ints) -> Residual:
 def _decide_singles(
     record: Ints, user: Ints, free: Ints, weights: Ints, single: Ints
 ) -> tuple[Ints, Ints]:
-    """R3: the incidences of single-owner records to take, and those to refuse."""
+    """Apply R3: which incidences of single-owner records to take, and which to refuse."""
     owner, weight = user[single], weights[record[single]]
     best_first = np.lexsort((record[single], -weight, owner))
     single, owner, weight = single[best_first], owner[best_first], weight[best_first]

@@ -1,52 +1,45 @@
-"""Greedy bounding in parallel rounds on a query engine, for graphs that fit in no one's memory.
+"""Greedy bounding in parallel rounds on a query engine, for graphs larger than any memory.
 
-Sequential greedy looks like a chain, but most decisions do not wait. Give every record a priority
-(its place in the greedy order) and let each user line up its undecided records by priority. A
-record that stands within the free places of all its owners is taken: even if everything before it
-is taken, it fits. A record of a user without free places is refused. All such decisions of a round
-are taken at once, and the result is that of Algorithm 2, record by record:
+Algorithm 2 looks sequential, but most of its decisions do not depend on each other. Every record
+gets a priority, its place in the greedy order. Every user lines up its undecided records by
+priority. A record is taken if it stands within the free places of all its owners: it fits even if
+everything before it is taken. A record is refused if one of its owners has no free place. A round
+makes all such decisions at once. The result is that of Algorithm 2, record by record:
 
-- taking is right: a taken record stood within the free places of each owner, so at most k - 1 of an
-  owner's earlier records are ever taken;
-- waiting is safe: a record still waiting before a taken one keeps standing within the free places
-  of that owner, because of the places up to the taken one, its own was not used;
-- refusing is right: a user's free places are used up only by records before every waiting one that
-  no longer fits.
+- Taking is right. A taken record stood within the free places of each owner, so at most k - 1 of an
+  owner's earlier records are ever taken.
+- Waiting is safe. Suppose a record waits in line before one that is taken. It keeps standing within
+  the free places of that owner, because its own place was not used.
+- Refusing is right. A user's free places are used up only by records that come before every waiting
+  record that no longer fits.
 
-The first waiting record of all is decided in every round, so the rounds end; on real graphs after 1
-to 15 of them, the undecided part shrinking several times a round. Once what is left fits a stated
-budget it is fetched and decided by the compiled sequential pass. That changes nothing but the time:
-by the three points above Algorithm 2 agrees with every decision so far, and what it does to a later
-record depends on them through the free places alone. So it treats the undecided records, in their
-order, as a graph of their own with that many places a user, and the pass is Algorithm 2 on it. A
-round may stop for this between taking and refusing: the pass refuses as well.
+Every round decides at least the first waiting record, so the rounds end. Real graphs take 1 to 15
+rounds, and each leaves a fraction of what was undecided. Once the rest fits a given budget, it is
+fetched and decided by the compiled sequential pass. The selection stays the same: by the three
+points above, Algorithm 2 agrees with every decision so far, and these affect later records through
+the free places alone. The undecided records, in their order, therefore form a smaller graph with
+that many places per user, and the pass is Algorithm 2 on it. A round may stop for this between
+taking and refusing, because the pass refuses as well.
 
-Lining up a user's records is a sort, the dearest step of a round. The first round, the only one
-over all records, makes do with a sketch: the priorities are cut into 62 slots of equal numbers of
-records, and a count and a bit set per user say how many records it has and which slots hold any.
-Every such slot behind a record's own holds at least one record behind it, which bounds from above
-how many stand up to it: what the sketch lets stand does stand, what it leaves open waits. It needs
-a few bytes per user whatever the number of records, and an engine may add up parts of it before it
-exchanges them.
+Lining up a user's records is a sort, the most expensive part of a round. The first round, the only
+one over all records, uses a sketch instead. The priorities are cut into 62 slots of equally many
+records. For each user, a count says how many records it has, and a bit set says which slots hold
+any. Each such slot behind a record's own holds at least one record that comes later. This bounds
+from above how many stand up to the record. A record that the sketch lets stand really stands within
+the free places; a record that it leaves open waits. The sketch needs a few bytes per user, however
+many records there are, and an engine may add up parts of it before exchanging them.
 
-"Scalable contribution bounding to achieve privacy" (arXiv 2507.23432) lets users propose records
-and takes those that all owners propose. Ordering every user's proposals by one common priority, as
-here, is what makes the outcome that of sequential greedy.
-
-The expressions are written once, in Ibis, and run on DuckDB (out of core) and Spark.
+In "Scalable contribution bounding to achieve privacy" (arXiv 2507.23432) users propose records, and
+those that all owners propose are taken. Here all users order their proposals by one common
+priority. This makes the outcome that of sequential greedy.
 """
-
-# Ibis infers columns at run time; its expressions have no static element types.
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-# pyright: reportUnknownArgumentType=false, reportMissingTypeStubs=false
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ibis
 import numpy as np
@@ -54,28 +47,27 @@ import pyarrow as pa
 
 from userdp.bounding.compiled import compiled
 from userdp.bounding.edges import Edges, Ints, Owners
-from userdp.bounding.engines import Database, Engine, connect
 from userdp.bounding.greedy import Order, by_cardinality, check_bound
-from userdp.bounding.residual import refuse_rest
+from userdp.bounding.remainder import arrays_of, refuse_rest
+from userdp.bounding.round_queries import Query, queries_of_round
+from userdp.data.engine import Engine, EngineName, engine_of
 from userdp.errors import InputError
-
-# `with_priority`: the number of owners, then the record number; 2^22 owners, 2^40 records at most.
-_RECORD_BITS = 40
 
 # Slots of the sketch: the bits of a signed 64-bit number, less the sign and one for the mask.
 _SLOTS = 62
 
-# Exchanges of data by key to take: the line-up by user; the late records, and the join with them.
+# How often a round exchanges data by key. To take: the line-up by user, the late records, and the
+# join with them.
 SHUFFLES_TO_TAKE = 3
 
-# To refuse: the places left, by user, and the join with them; the refused records, and the join.
+# To refuse: the places left by user, the join with them, the refused records, and that join.
 SHUFFLES_TO_REFUSE = 4
 
-# A sketch instead of a line-up takes one more for either: a join with it by user.
+# With a sketch instead of a line-up, each of the two takes one more: a join with it by user.
 SHUFFLES_OF_SKETCH = 1
 
-# Undecided incidences that are finished in memory instead of by further rounds: 0.4 GiB for them
-# all, or 0.9 GiB if priorities or user numbers have wide gaps.
+# From this many undecided incidences on, they are finished in memory and not in further rounds.
+# That takes 0.4 GiB, or 0.9 GiB if priorities or user numbers have wide gaps.
 FINISH_BELOW = 10_000_000
 
 
@@ -83,10 +75,10 @@ FINISH_BELOW = 10_000_000
 class Rounds:
     """The greedy selection, and what it took.
 
-    `undecided[r]` is the number of incidences still undecided after round r, less those of users
-    known to have room for all; `finished` the number that the sequential pass decided in the end;
-    `shuffles` the number of exchanges of data by key; `held_bytes` the most that the engine's
-    tables took at the end of a round's queries.
+    `undecided[r]` is the number of incidences still undecided after round r, without those of users
+    who have room for all their records. `finished` is the number that the sequential pass decided
+    in the end. `shuffles` counts exchanges of data by key. `held_bytes` is the most that the
+    engine's tables took at the end of a round.
     """
 
     multiplicity: Ints
@@ -105,18 +97,18 @@ def greedy_rounds(
     edges: Edges,
     max_records_per_user: int,
     *,
-    engine: Engine = Engine.DUCKDB,
+    engine: EngineName = EngineName.DUCKDB,
     finish_below: int = FINISH_BELOW,
     memory_limit: str = "4GB",
 ) -> Rounds:
     """Algorithm 2 in parallel rounds: bit-identical to `greedy`.
 
-    After the first round, at most `finish_below` undecided incidences are finished in memory; with
-    0 everything is decided on the engine. `memory_limit` is what DuckDB may use before it goes to
-    disk; Spark has its own settings.
+    After the first round, at most `finish_below` undecided incidences are finished in memory. With
+    0, everything is decided on the engine. `memory_limit` is what DuckDB may use before it writes
+    to disk; Spark has its own settings.
 
     Guarantee: no user owns more than k selected records, and no further record could be added.
-    Reference: Ganesh et al. 2025, Alg. 2; the rounds are explained at the top of this file.
+    Reference: Ganesh et al. 2025, Alg. 2. The top of this file explains the rounds.
 
     >>> edges = Edges.from_lists([[0, 1], [0], [1, 2], [2]], num_users=3)
     >>> greedy_rounds(edges, 1, finish_below=0).multiplicity.tolist()
@@ -126,10 +118,10 @@ def greedy_rounds(
     order = by_cardinality(edges)
     with (
         tempfile.TemporaryDirectory(prefix="userdp-bound-") as folder,
-        connect(engine, Path(folder), memory_limit=memory_limit) as database,
+        engine_of(engine, Path(folder), memory_limit=memory_limit, count_by_place=True) as opened,
     ):
-        owners = database.load(_with_slots(edges, order), "userdp_owners")
-        done = refuse_in_rounds(database, owners, max_records_per_user, finish_below=finish_below)
+        owners = opened.load("userdp_owners", _with_slots(edges, order))
+        done = refuse_in_rounds(opened, owners, max_records_per_user, finish_below=finish_below)
     multiplicity = np.ones(edges.num_records, dtype=np.int64)
     multiplicity[order[done.refused]] = 0
     return Rounds(
@@ -143,7 +135,7 @@ def greedy_rounds(
 
 def _with_slots(edges: Edges, order: Order) -> pa.Table:
     """Every incidence with its record's place in `order`, its slot as a bit, and the user."""
-    # Consecutive numbers from zero, and narrow: engines count and join those fastest.
+    # Narrow consecutive numbers from zero: engines count and join those fastest.
     priority = np.empty(edges.num_incidences, dtype=order.dtype)
     bit = np.empty(edges.num_incidences, dtype=np.int64)
     user = np.empty_like(edges.owners)
@@ -162,7 +154,7 @@ def _spread(
     bit: Ints,
     user: Owners,
 ) -> None:
-    """Write the incidences by place, each with its place and slot; a slot has `width` places."""
+    """Write the incidences in greedy order, with place and slot; a slot has `width` places."""
     row = 0
     for place in range(len(order)):
         record = order[place]
@@ -186,14 +178,15 @@ class Refused:
 
 
 def refuse_in_rounds(
-    database: Database, prioritised: Any, max_records_per_user: int, *, finish_below: int
+    engine: Engine, prioritised: Any, max_records_per_user: int, *, finish_below: int
 ) -> Refused:
-    """The records that Algorithm 2 refuses; all others are taken.
+    """The records that Algorithm 2 refuses; it takes all others.
 
-    `prioritised` is an Ibis table of `database` with integer columns `priority` and `user`: see
-    `with_priority` and `records_of`. With a column `bit`, a power of two below 2^62 that never
-    falls as the priority rises, the first round takes the sketch; priorities and users are then
-    numbered from zero without wide gaps. Tables named userdp_round_* are made and dropped.
+    `prioritised` is an Ibis table of `engine` with integer columns `priority` and `user`: see
+    `with_priority` and `records_of`. It may have a column `bit`, a power of two below 2^62 that
+    never falls as the priority rises. Then the first round uses the sketch, and priorities and
+    users must be numbered from zero without wide gaps. This function makes and drops tables named
+    userdp_round_*.
     """
     if finish_below < 0:
         raise InputError(
@@ -202,46 +195,46 @@ def refuse_in_rounds(
         )
     source, waiting = None, prioritised
     if not isinstance(prioritised.op(), ibis.expr.operations.UnboundTable):
-        # It is read several times.
+        # Computed once, because it is read several times.
         source = "userdp_round_source"
-        waiting = database.store(source, prioritised)
-    left = database.count(waiting)
+        waiting = engine.hold(source, prioritised)
+    left = engine.count(waiting)
     undecided: list[int] = []
     refused: list[Ints] = [np.zeros(0, dtype=np.int64)]
     held = shuffles = 0
-    # The first round is the engine's whatever is left: it was asked to work, and it counts.
+    # The first round always runs on the engine, however little there is.
     while left > (finish_below if undecided else 0):
         sketched = "bit" in waiting.columns
-        to_take, to_refuse = _steps(
+        to_take, to_refuse = queries_of_round(
             waiting.get_name(),
             tuple(waiting.schema().items()),
             None if undecided else max_records_per_user,
             # Two names in turn, so that the queries of all rounds are translated once.
             len(undecided) % 2,
-            _ranges(database, waiting) if sketched else (),
+            _ranges(engine, waiting) if sketched else (),
         )
-        made = [database.store(*step) for step in to_take]
-        left = database.count(made[-1])
+        made = _held(engine, to_take)
+        left = engine.count(made[-1])
         shuffles += SHUFFLES_TO_TAKE + SHUFFLES_OF_SKETCH * sketched
         if left > finish_below:
-            made += [database.store(*step) for step in to_refuse]
-            refused.extend(database.fetch(made[-2]))
-            left = database.count(made[-1])
+            made += _held(engine, to_refuse)
+            refused.append(arrays_of(engine.fetch(made[-2]))["priority"])
+            left = engine.count(made[-1])
             shuffles += SHUFFLES_TO_REFUSE + SHUFFLES_OF_SKETCH * sketched
-        held = max(held, database.held_bytes())
+        held = max(held, engine.held_bytes())
         if left <= finish_below:
             sketch = made[0].select("user", "spare") if sketched else None
-            refused.append(refuse_rest(database, made[-1], sketch, max_records_per_user))
+            refused.append(refuse_rest(engine, made[-1], sketch, max_records_per_user))
         *done, following = made
-        database.drop(*(table.get_name() for table in done))
+        engine.drop(*(table.get_name() for table in done))
         if undecided:
-            database.drop(waiting.get_name())
+            engine.drop(waiting.get_name())
         waiting = following
         undecided.append(left)
     if undecided:
-        database.drop(waiting.get_name())
+        engine.drop(waiting.get_name())
     if source is not None:
-        database.drop(source)
+        engine.drop(source)
     return Refused(
         refused=np.concatenate(refused),
         undecided=tuple(undecided),
@@ -251,152 +244,12 @@ def refuse_in_rounds(
     )
 
 
-def with_priority(owners: Any) -> Any:
-    """Every incidence (`record`, `user`, each pair once) with its record's place in greedy order.
-
-    For tables of any size that the engine reads by itself: one exchange by record. The priorities
-    have gaps, so that there are no slots: every round lines up.
-    """
-    cardinality = owners.count().over(ibis.window(group_by="record"))
-    priority = cardinality.cast("int64") * (1 << _RECORD_BITS) + owners.record.cast("int64")
-    return owners.select(priority=priority, user=owners.user)
+def _held(engine: Engine, queries: tuple[Query, ...]) -> list[Any]:
+    return [engine.hold(name, rows, filter_last=last) for name, rows, last in queries]
 
 
-def records_of(priority: Ints) -> Ints:
-    """The record numbers of priorities of `with_priority`.
-
-    >>> records_of(np.array([(2 << 40) | 7])).tolist()
-    [7]
-    """
-    return priority & ((1 << _RECORD_BITS) - 1)
-
-
-@ibis.udf.agg.builtin
-def bit_or(bits: int) -> int:  # pyright: ignore[reportReturnType]
-    """The bits set in any row: engines have it, Ibis does not translate it for all of them."""
-
-
-@ibis.udf.scalar.builtin
-def bit_count(bits: int) -> int:  # pyright: ignore[reportReturnType]
-    """The number of bits set."""
-
-
-class Step(NamedTuple):
-    """A table to be made; `filter_last` as `Database.store` takes it."""
-
-    name: str
-    rows: Any
-    filter_last: bool = False
-
-
-def _ranges(database: Database, waiting: Any) -> tuple[tuple[int, int], ...]:
-    """Ranges of priorities, all of them together, that the engine joins best one by one."""
-    (last,) = database.fetch(waiting.aggregate(last=waiting.priority.max()))
-    width = database.join_range or int(last[0]) + 1
-    return tuple((start, start + width) for start in range(0, int(last[0]) + 1, width))
-
-
-@lru_cache(maxsize=64)
-def _steps(
-    name: str,
-    columns: tuple[tuple[str, Any], ...],
-    free: int | None,
-    turn: int,
-    ranges: tuple[tuple[int, int], ...],
-) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """The tables of one round in the order they are made, to take records and then to refuse some.
-
-    The last of the first part is what was not taken; a user has `spare` more places than such
-    records (fewer, if negative), which the sketch says or a column. The last two of the second part
-    are the refused records, and what still waits, with `free` places. `free` are everyone's places
-    in the first round; later it is a column.
-    """
-    steps: list[Step] = []
-
-    def add(step: str, rows: Any, *, filter_last: bool = False) -> Any:
-        steps.append(Step(f"userdp_round_{step}", rows, filter_last))
-        return ibis.table(rows.schema(), name=steps[-1].name)
-
-    waiting = ibis.table(dict(columns), name=name)
-    if "bit" in waiting.columns:
-        assert free is not None
-        sketch = add("sketch", _sketch(waiting, free))
-        late = add("late", _late_by_sketch(waiting, sketch), filter_last=True)
-        left = add(f"left_{turn}", _join_in_ranges(waiting.drop("bit"), late, ranges))
-        users = left.group_by("user").aggregate(length=left.count()).inner_join(sketch, "user")
-        users = users.select("user", free=(users.spare + users.length).cast("int32"))
-    else:
-        line = add("line", _line_up(waiting, free))
-        late = add("late", _once(line.filter(line.late)))
-        left = add(f"left_{turn}", line.drop("late").inner_join(late, "priority"))
-        free_places = (left.spare.max() + left.count()).cast("int32")
-        users = left.group_by("user").aggregate(free=free_places)
-    num_to_take = len(steps)
-    # A user's line less what is left of it was taken: f - (n - l) places of f are free.
-    served = left.inner_join(users, "user").select("priority", "user", "free")
-    served = add("served", served)
-    refused = add("refused", _once(served.filter(served.free == 0)))
-    add(f"waiting_{turn}", served.anti_join(refused, "priority"))
-    return tuple(steps[:num_to_take]), tuple(steps[num_to_take:])
-
-
-def _join_in_ranges(rows: Any, late: Any, ranges: tuple[tuple[int, int], ...]) -> Any:
-    """The rows of late records, joined range by range of their priorities."""
-    if len(ranges) == 1:
-        return rows.inner_join(late, "priority")
-    parts: list[Any] = []
-    for start, stop in ranges:
-        inside: list[Any] = [
-            table.filter(table.priority >= start, table.priority < stop) for table in (rows, late)
-        ]
-        parts.append(inside[0].inner_join(inside[1], "priority"))
-    return ibis.union(*parts)
-
-
-def _once(rows: Any) -> Any:
-    """The records of some incidences, each once."""
-    return rows.group_by("priority").aggregate()
-
-
-def _sketch(waiting: Any, free: int) -> Any:
-    """Of each user without room for its whole line: which slots hold any of its records.
-
-    Each counts one record, and those that this leaves out may be anywhere: `reach` is how far one
-    may count without exceeding `free`.
-    """
-    bits = waiting.group_by("user").aggregate(length=waiting.count(), some=bit_or(waiting.bit))
-    bits = bits.filter(bits.length > free)
-    spare = (free - bits.length).cast("int32")
-    return bits.select(
-        "user", "some", reach=(spare + bit_count(bits.some)).cast("int32"), spare=spare
-    )
-
-
-def _late_by_sketch(waiting: Any, sketch: Any) -> Any:
-    """The records that may stand beyond the free places of some owner: not taken in this round."""
-    joined = waiting.inner_join(sketch, "user")
-    upto = joined.bit + (joined.bit - 1)
-    return _once(joined.filter(bit_count(joined.some & upto) > joined.reach))
-
-
-def _line_up(waiting: Any, free: int | None) -> Any:
-    """Each user's records in line; users with room for their whole line drop out.
-
-    `spare` is the places less the length of the line, `late` whether there is no place.
-    """
-    # Both windows have one partition and order, so that one sort serves them.
-    line = {"group_by": "user", "order_by": "priority"}
-    lined = waiting.select(
-        "priority",
-        "user",
-        free=waiting.free if free is None else ibis.literal(free, "int64"),
-        position=ibis.row_number().over(ibis.window(**line)),
-        length=waiting.count().over(ibis.window(**line, preceding=None, following=None)),
-    )
-    lined = lined.filter(lined.length > lined.free)
-    return lined.select(
-        "priority",
-        "user",
-        spare=(lined.free - lined.length).cast("int32"),
-        late=lined.position >= lined.free,
-    )
+def _ranges(engine: Engine, waiting: Any) -> tuple[tuple[int, int], ...]:
+    """Ranges that cover all priorities, each of a width that the engine joins fastest."""
+    last = int(arrays_of(engine.fetch(waiting.aggregate(last=waiting.priority.max())))["last"][0])
+    width = engine.join_range or last + 1
+    return tuple((start, start + width) for start in range(0, last + 1, width))

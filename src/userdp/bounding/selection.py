@@ -1,8 +1,7 @@
 """What contribution bounding hands to training: how often each record takes part.
 
-A selection names the edges it was made for by their digest and carries the bound it keeps. Whoever
-trains on it calls `check`, which counts every user's records again: a file is never taken at its
-word.
+A selection carries the digest of the edges it was made for, and the bound it keeps. Before training
+on it, `check` counts every user's records again, so that nobody has to trust a file.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from userdp.bounding.edges import Edges, Ints, load_arrays
+from userdp.bounding.names import USER_BY_USER
 from userdp.errors import InputError
 
 _ARRAYS = (
@@ -27,22 +27,15 @@ _ARRAYS = (
     "guarantee",
 )
 
-# Where every record has one owner, these choose for a user from that user's records alone. Others
-# do not: a random order under a fixed seed depends on the number of all records, batches have a
-# common size, and a solver may break ties by anything.
-_USER_BY_USER = frozenset(
-    "greedy greedy-duplicates longest shortest highest-perplexity lowest-perplexity".split()
-)
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Selection:
     """Record i takes part `multiplicity[i]` times; no user owns more than `realised_bound` of them.
 
-    `max_records_per_user` is the bound k that was asked for. The realised bound is at most that and
-    may be used for accounting only under fixed-graph privacy, where the graph is public.
-    `guarantee` is False for the paper's baselines that ignore the bound. `batches` (steps x batch
-    size, record numbers) and `separation` are set by min-separation only.
+    `max_records_per_user` is the bound k that was asked for. The realised bound may be smaller.
+    Accounting may use it only under fixed-graph privacy, where the graph is public. `guarantee` is
+    False for the paper's baselines that ignore the bound. Only min-separation sets `batches` (steps
+    x batch size, record numbers) and `separation`.
     """
 
     multiplicity: Ints
@@ -70,7 +63,7 @@ class Selection:
     def records(self) -> Ints:
         """The selected record numbers, each as often as it takes part: the rows to train on.
 
-        Every copy is a row of its own with a coin of its own; the bound counts copies.
+        Every copy is a separate row and is sampled separately. The bound counts copies.
         """
         return np.repeat(np.arange(len(self.multiplicity)), self.multiplicity)
 
@@ -91,8 +84,8 @@ class Selection:
     ) -> Selection:
         """The selection of these multiplicities, after counting what each user contributes.
 
-        Refused with `InputError` if a user owns more than `max_records_per_user` and a guarantee is
-        claimed.
+        Raises `InputError` if a guarantee is claimed and a user owns more than
+        `max_records_per_user`.
 
         >>> edges = Edges.from_lists([[0, 1], [1]], num_users=2)
         >>> Selection.of(edges, np.array([1, 1]), 3, method="greedy").realised_bound
@@ -117,7 +110,7 @@ class Selection:
         )
 
     def check(self, edges: Edges) -> None:
-        """Refuse to be used with other edges, or with a bound that does not hold on these."""
+        """Raise unless the selection was made for these edges and keeps its bound on them."""
         if self.edges_digest != edges.digest() or len(self.multiplicity) != edges.num_records:
             raise InputError(
                 "the selection was made for other edges: owners or records have changed since. "
@@ -136,10 +129,10 @@ class Selection:
             )
 
     def check_user_by_user(self, edges: Edges) -> None:
-        """Refuse to be used where who owns which record is private, unless users cannot interfere.
+        """Raise if one user could change which records of others are selected.
 
-        They cannot if every record has one owner and the method chose for each user alone: then a
-        user who comes or goes changes no other user's records. Call `check` as well.
+        Nobody can if every record has one owner and the method chose for each user alone. Call this
+        where it is private who owns which record, and call `check` as well.
         """
         if (edges.cardinality() > 1).any():
             raise InputError(
@@ -147,15 +140,15 @@ class Selection:
                 "selected: only a fixed-graph adjacency, such as 'fixed-graph-zero-out' with unit "
                 "= 'record', covers that. It treats who owns which record as public."
             )
-        if self.method not in _USER_BY_USER:
+        if self.method not in USER_BY_USER:
             raise InputError(
                 f"method {self.method!r} may let one user change which records of others are "
                 "selected: only a fixed-graph adjacency covers that. Otherwise select by one of "
-                f"{', '.join(sorted(_USER_BY_USER))}."
+                f"{', '.join(sorted(USER_BY_USER))}."
             )
 
     def save(self, path: Path) -> None:
-        """Write the selection as .npz; a half-written file never takes the place of a whole one."""
+        """Write the selection as .npz. A half-written file never replaces a whole one."""
         arrays: dict[str, Any] = {name: np.asarray(getattr(self, name)) for name in _ARRAYS}
         if self.batches is not None:
             arrays |= {"batches": self.batches, "separation": np.asarray(self.separation)}

@@ -1,4 +1,4 @@
-"""The one door to scipy's HiGHS: integer programs in, checked whole numbers out."""
+"""The only use of scipy's HiGHS: it solves integer programs and checks the whole numbers found."""
 
 # scipy has no type stubs, and what pyright infers from its sources is wrong for arrays.
 # pyright: reportMissingTypeStubs=false, reportUnknownVariableType=false
@@ -17,13 +17,13 @@ from userdp.bounding.edges import Ints
 
 Floats = NDArray[np.float64]
 
-# HiGHS works in floating point: its bound may be this much (relative) on the wrong side.
+# HiGHS works in floating point, so its bound may be wrong by this relative amount.
 BOUND_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Solved:
-    """The best `values` found, if any, and a bound that no values can exceed, if one was proven."""
+    """The best `values` found, if any, and a proven upper bound on their worth, if any."""
 
     values: Ints | None
     upper_bound: int | None
@@ -44,8 +44,8 @@ def maximise(
 ) -> Solved:
     """Maximise `worth` @ x over whole 0 <= x <= `most` with `lower` <= A x <= `upper`.
 
-    A has `entries` at (`rows`, `columns`). A solution that breaks a row after rounding is not
-    returned.
+    A has `entries` at (`rows`, `columns`). A solution that violates a row after rounding is
+    dropped.
 
     >>> one, both = np.ones(2, dtype=np.int64), np.arange(2)
     >>> found = maximise(
@@ -77,7 +77,7 @@ def maximise(
         if bool(((reached >= lower) & (reached <= upper)).all()):
             values = rounded
     if values is not None and result.status == 0:
-        # Proven to an absolute gap far below 1, and the objective is a whole number.
+        # The proven gap is far below 1, and the objective is a whole number.
         bound = int(worth @ values)
     return Solved(
         values=values,

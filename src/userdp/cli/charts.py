@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 
 from userdp.planner import ELS, Candidate, Recommendation
+from userdp.report import svg
 
 _COLOURS = {"ELS": "#c1440e", "ULS": "#1f6f8b"}
 _WIDTH, _HEIGHT, _MARGIN = 420, 300, 56
 
 
 def candidate_table(candidates: Sequence[Candidate], best: Candidate | None) -> str:
-    """One candidate a line; the best one is marked, hypothetical ones say so."""
+    """One line for each candidate. The best is marked, and so are hypothetical ones."""
     lines = [
         f"{'':2}{'method':8}{'group':>6}{'cohort':>8}{'rate':>11}{'steps':>8}{'multiplier':>12}"
         f"{'noise':>11}{'of run':>11}"
@@ -27,7 +28,7 @@ def candidate_table(candidates: Sequence[Candidate], best: Candidate | None) -> 
 
 
 def candidate_bars(candidates: Sequence[Candidate], width: int = 48) -> str:
-    """A bar a candidate, as long as its noise."""
+    """One bar for each candidate, as long as its noise."""
     most = max(one.noise_stddev for one in candidates)
     return "\n".join(
         f"{one.method} G={one.group_size:<4} M={one.cohort_size:<6} "
@@ -59,26 +60,21 @@ def _lines(by_compute: Sequence[tuple[int, Sequence[Candidate]]], found: Recomme
     every = [point for series in points.values() for point in series]
     if not every:
         return ""
-    across = _scale([x for x, _ in every], _MARGIN, _WIDTH - 20)
-    up = _scale([y for _, y in every], _HEIGHT - _MARGIN, 36)
-    parts = [_text(_MARGIN, 20, "noise on the mean gradient against gradients a step", 12)]
+    across = svg.scale([x for x, _ in every], _MARGIN, _WIDTH - 20)
+    up = svg.scale([y for _, y in every], _HEIGHT - _MARGIN, 36)
+    parts = [svg.text(_MARGIN, 20, "noise on the mean gradient against gradients a step", 12)]
     for compute, _ in by_compute:
         x = across(math.log2(compute))
-        parts.append(_text(x, _HEIGHT - _MARGIN + 16, f"{compute:,}", anchor="middle"))
+        parts.append(svg.text(x, _HEIGHT - _MARGIN + 16, f"{compute:,}", anchor="middle"))
     low, high = min(y for _, y in every), max(y for _, y in every)
     for y in (low, (low + high) / 2, high):
-        parts.append(_text(_MARGIN - 6, up(y) + 4, f"{10**y:.2g}", anchor="end"))
+        parts.append(svg.text(_MARGIN - 6, up(y) + 4, f"{10**y:.2g}", anchor="end"))
     for number, (method, series) in enumerate(sorted(points.items())):
-        path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in series)
         colour = _COLOURS[method]
-        parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>\n'
-        )
-        parts += [
-            f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3" fill="{colour}"/>\n'
-            for x, y in series
-        ]
-        parts.append(_text(_WIDTH - 60, 40 + 16 * number, method, colour=colour))
+        places = [(across(x), up(y)) for x, y in series]
+        parts.append(svg.polyline(places, colour=colour, width=2) + "\n")
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>\n' for x, y in places]
+        parts.append(svg.text(_WIDTH - 60, 40 + 16 * number, method, colour=colour))
     return "".join(parts)
 
 
@@ -98,7 +94,7 @@ def _heatmap(by_compute: Sequence[tuple[int, Sequence[Candidate]]], found: Recom
     low, high = math.log(min(cells.values())), math.log(max(cells.values()))
     wide = (_WIDTH - _MARGIN - 20) / len(cohorts)
     tall = (_HEIGHT - _MARGIN - 40) / len(groups)
-    parts = [_text(_WIDTH + _MARGIN, 20, "noise of ULS over cohort size M and group size G", 12)]
+    parts = [svg.text(_WIDTH + _MARGIN, 20, "noise of ULS over cohort size M and group size G", 12)]
     for (group, cohort), value in cells.items():
         share = (math.log(value) - low) / (high - low) if high > low else 0.0
         x = _WIDTH + _MARGIN + wide * cohorts.index(cohort)
@@ -114,23 +110,8 @@ def _heatmap(by_compute: Sequence[tuple[int, Sequence[Candidate]]], found: Recom
         )
     for number, cohort in enumerate(cohorts):
         x = _WIDTH + _MARGIN + wide * (number + 0.5)
-        parts.append(_text(x, _HEIGHT - _MARGIN + 16, str(cohort), anchor="middle"))
+        parts.append(svg.text(x, _HEIGHT - _MARGIN + 16, str(cohort), anchor="middle"))
     for number, group in enumerate(groups):
         y = _HEIGHT - _MARGIN - tall * (number + 0.4)
-        parts.append(_text(_WIDTH + _MARGIN - 6, y, str(group), anchor="end"))
+        parts.append(svg.text(_WIDTH + _MARGIN - 6, y, str(group), anchor="end"))
     return "".join(parts)
-
-
-def _scale(values: Sequence[float], start: float, end: float):
-    low, high = min(values), max(values)
-    span = high - low or 1.0
-    return lambda value: start + (end - start) * (value - low) / span
-
-
-def _text(
-    x: float, y: float, text: str, size: int = 10, *, anchor: str = "start", colour: str = "#222"
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">'
-        f"{text}</text>\n"
-    )

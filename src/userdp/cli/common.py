@@ -1,4 +1,4 @@
-"""What every command shares: options spelled once, and the one way to print a result."""
+"""What all commands share: common options, progress bars, and how a result is printed."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def emit(as_json: bool, payload: dict[str, Any], text: str) -> None:
 
 
 def promised(statement: Statement) -> dict[str, Any]:
-    """What every JSON says of a run's privacy: the number, and whether it is promised at all.
+    """What every JSON says about a run's privacy: the number, and whether it is guaranteed.
 
-    `epsilon` is what the record prices, even where `guarantee` is false and it is only planned.
+    `epsilon` is the price of the recorded steps, even if `guarantee` is false.
     """
     priced = statement.epsilon if statement.is_private else None
     return {
@@ -85,7 +85,7 @@ def promised(statement: Statement) -> dict[str, Any]:
 
 
 def say(message: str) -> None:
-    """A message beside the result, on stderr."""
+    """Print a message to stderr, beside the result."""
     print(message, file=sys.stderr)
 
 
@@ -94,7 +94,7 @@ Item = TypeVar("Item")
 
 @contextmanager
 def counting(title: str, unit: str) -> Iterator[Callable[[Iterable[Item]], Iterator[Item]]]:
-    """A wrapper for an iterable of unknown length that shows how many items went by, on stderr."""
+    """A wrapper for iterables of unknown length that counts items on stderr as they pass."""
     console = Console(stderr=True)
     with Progress(
         SpinnerColumn(),
@@ -125,10 +125,11 @@ def training_progress(
     paid: Sequence[Paid] = (),
     earlier: Sequence[Earlier] = (),
 ) -> Iterator[Callable[[int], None]]:
-    """A bar with time left and epsilon spent, `paid` looks included; told how many steps are done.
+    """A bar with the time left and the epsilon spent, `paid` looks included.
 
-    Epsilon is evaluated at a few step counts only (each takes a moment), and what is shown is the
-    value at the next one: never less than what was spent.
+    It yields a function to call with the number of steps done. Epsilon takes a moment to evaluate,
+    so it is known at a few step counts only. The bar shows the value at the next of them, which is
+    never less than what was spent.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -194,8 +195,8 @@ def refuse_overlap(shared: int | None, held_out: UserStore, *, way_out: str) -> 
 
 
 def quiet_transformers() -> None:
-    """Keep the bars that transformers draws while it loads and saves out of ours."""
-    # Read when tqdm is first imported, so before transformers is.
+    """Stop transformers from drawing its own bars while it loads and saves."""
+    # Set before transformers is imported, because tqdm reads it at its first import.
     os.environ.setdefault("TQDM_DISABLE", "1")
     import transformers
 

@@ -90,13 +90,13 @@ def evaluate(
 
 
 def _refuse_training_users(model: Path, run: Path | None, held_out: UserStore) -> None:
-    """Refuse users who were trained on, and a model of which that cannot be known."""
+    """Raise if users of the store were trained on, or if that cannot be known."""
     if run is not None:
         shared = shared_users(run, held_out)
     elif model.is_dir() and read_history(model) is not None:
         shared = None
     else:
-        # A model that no run of ours made: there are no training users to speak of.
+        # No run of ours made this model, so there are no training users.
         return
     if shared is None:
         raise InputError(

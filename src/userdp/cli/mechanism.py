@@ -1,6 +1,6 @@
 """The options that describe a mechanism in numbers, shared by `account` and `calibrate`.
 
-They become one function from a noise multiplier to the event of the whole run, and one accountant.
+Together they give the event of a run as a function of its noise multiplier, and an accountant.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Participations = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """A run in public numbers, up to its noise."""
+    """A run described by public numbers, all but its noise."""
 
     unit: SamplingUnit
     rate: float | None
@@ -183,7 +183,7 @@ class Mechanism:
                 raise AssertionError("priced above")
 
     def exact(self, noise_multiplier: float, delta: float) -> Evaluation | None:
-        """Epsilon by PLD, to stand beside a looser one; None where that has no rule."""
+        """Epsilon by PLD, to show beside a looser one. None if PLD has no rule for the run."""
         try:
             found = replace(self, accountant=AccountantName.PLD).evaluate(noise_multiplier, delta)
         except UnaccountedPlanError:
@@ -216,9 +216,9 @@ class Mechanism:
 def told(
     described: Mechanism, *, noise_multiplier: float, delta: float, words: str
 ) -> tuple[dict[str, Any], str]:
-    """What both commands tell of a run with this noise: keys for JSON, lines for a person.
+    """What both commands report about a run with this noise: keys for JSON, lines for a person.
 
-    Beside an epsilon of a looser accountant stands that of PLD.
+    If the chosen accountant is a looser one, the epsilon of PLD is reported as well.
     """
     found = described.evaluate(noise_multiplier, delta)
     if not math.isfinite(found.epsilon):
@@ -252,7 +252,7 @@ def told(
 
 
 def noise_up(noise_multiplier: float) -> str:
-    """A noise multiplier as printed: six digits, never less, so that it can be typed again.
+    """A noise multiplier in six digits, rounded up, so that it can be typed in again.
 
     >>> noise_up(1.0000001), noise_up(4.774074)
     ('1.00001', '4.77408')

@@ -22,7 +22,7 @@ from userdp.units import Adjacency
 
 
 class Assumed(StrEnum):
-    """What to assume of a user's gradients without an estimate (Charles et al. 2024, App. B)."""
+    """What to assume about a user's gradients without an estimate (Charles et al. 2024, App. B)."""
 
     SAME = "same"
     ORTHOGONAL = "orthogonal"
@@ -141,7 +141,7 @@ def plan(
 def _counts(
     store: UserStore | None, users: int | None, per_user: int | None
 ) -> tuple[int, int, list[str]]:
-    """Users, median records of a user, and which of the two were read from the private store."""
+    """The number of users, the median of their records, and which of the two the store revealed."""
     if store is None:
         if users is None or per_user is None:
             raise InputError("give a store, or --users N and --records-per-user K.")
@@ -151,7 +151,7 @@ def _counts(
         users = store.num_users
         peeked.append("number of users, counted in the store (or declare --users)")
     if per_user is None:
-        # The median rule for G_ELS (Charles et al. 2024), by the users there really are.
+        # The median rule for G_ELS (Charles et al. 2024), applied to the users in the store.
         per_user = math.ceil(np.median(store.records_per_user()))
         peeked.append(
             "median records of a user, read from the store (or pay for it with `userdp quantile` "
@@ -163,7 +163,7 @@ def _counts(
 def _estimated_norms(
     model: str, store: UserStore, *, largest_group: int, sample_users: int, sequence_length: int
 ) -> dict[int, float]:
-    """L(G) of a real model on users of the store: needs torch, and is not private."""
+    """L(G) of a model, measured on users of the store. It needs torch and is not private."""
     common.quiet_transformers()
     from userdp.data.tokens import tokenise
     from userdp.gradient_norms import median_norms
@@ -176,7 +176,7 @@ def _estimated_norms(
         pad_token=tokenizer.pad_token_id,
         largest_group=largest_group,
         sample_users=sample_users,
-        # The same users each time: planning twice looks at no more of them than planning once.
+        # The same users each time, so that planning twice looks at no more of them.
         rng=np.random.default_rng(0),
     )
 
@@ -197,7 +197,7 @@ def _norms(path: Path | None, assume: Assumed) -> tuple[Norms, str]:
 
 
 def _certified(setting: Setting, best: Candidate) -> tuple[float, float, str]:
-    """The noise multiplier, certified, with the epsilon it reaches and who vouches."""
+    """The certified noise multiplier, the epsilon it reaches, and who certified it."""
 
     def event(noise_multiplier: float) -> events.DpEvent:
         if best.method == planner.ULS:

@@ -22,7 +22,7 @@ from userdp.units import Adjacency
 
 
 class Of(StrEnum):
-    """What each user has one of."""
+    """The number that each user has."""
 
     RECORDS_PER_USER = "records-per-user"
 
@@ -60,7 +60,7 @@ def quantile(
         thresholds=thresholds,
         quantile=quantile,
         noise_multiplier=noise_multiplier,
-        # A fresh secret each time: two looks never share their noise.
+        # A new secret each time, so that two looks never share their noise.
         rng=RunSecret.from_system().streams("quantile").rng(0),
     )
     paid = Paid(
@@ -68,7 +68,7 @@ def quantile(
     )
     told = accountant.evaluate(found.event, delta=delta, adjacency=adjacency)
     if out is not None:
-        # Before the value is shown: an answer that is known but not paid for must not exist.
+        # Charged before the value is shown, so that no answer is ever known without being paid for.
         write_paid(out, paid, value=found.value)
         common.say(f"wrote {out}: name it under [privacy] paid")
     common.emit(
@@ -94,10 +94,10 @@ def quantile(
 
 
 def refuse_several_owners(store: UserStore) -> None:
-    """Raise if some record has several owners: a look at counts is then not one user's change.
+    """Raise if some record has several owners.
 
-    The price is that of a histogram in which one user moves one entry. A user who owns records
-    with everybody moves everybody's.
+    The price assumes a histogram in which one user moves one entry. A user who shares records with
+    everybody moves everybody's entry.
     """
     shared = int((store.users_per_record() > 1).sum())
     if shared:
@@ -113,7 +113,7 @@ def refuse_several_owners(store: UserStore) -> None:
 def answers(largest: int) -> list[float]:
     """The possible answers: 1, 2, 3, 4, 6, 8, 12, ... up to `largest`, which is always one.
 
-    Few, because every bin of the histogram gets its own noise.
+    They are few, because every bin of the histogram gets its own noise.
 
     >>> answers(10)
     [1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0]

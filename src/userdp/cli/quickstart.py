@@ -43,7 +43,7 @@ def quickstart(
 ) -> None:
     """Fine-tune one model twice, with and without privacy, and see what each has learned."""
     _clear_earlier_demo(out)
-    # torch only from here on: --help must not wait for it.
+    # Import torch only now, so that --help need not wait for it.
     common.quiet_transformers()
     import torch
 

@@ -63,7 +63,7 @@ def split(
     try:
         second = splits.write_subset(opened, chosen.held_out, held_out, made_by=chosen.made_by)
     except BaseException:
-        # One half alone would look like a finished split.
+        # A single side would look like a finished split.
         shutil.rmtree(train)
         raise
     common.emit(

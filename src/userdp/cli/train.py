@@ -40,7 +40,7 @@ def train(
     for caution in plan.cautions():
         common.say(f"caution: {caution}")
 
-    # torch only from here on: a wrong configuration is refused at once.
+    # Import torch only now, so that a wrong configuration is refused at once.
     common.quiet_transformers()
     from userdp import evaluation, training
     from userdp.data.tokens import tokenise
@@ -61,7 +61,7 @@ def train(
         run = training.train_from_config(config, settings, plan, out, on_step=on_step)
     loss = None
     if held_out is not None:
-        # Again, by the finished run's own lists: they name every run behind the model.
+        # Check again with the finished run's own lists, which name every run behind the model.
         shared = shared_users(out, held_out)
         common.refuse_overlap(shared, held_out, way_out=OTHER_USERS)
         unchecked = shared is None

@@ -50,7 +50,7 @@ def verify(
     common.emit(
         json,
         {
-            # JSON knows no infinity: what is no number moves the sum without bound.
+            # JSON has no infinity: null means that the sum moves without bound.
             "largest_movement": found.largest_movement
             if math.isfinite(found.largest_movement)
             else None,

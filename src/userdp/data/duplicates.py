@@ -1,16 +1,16 @@
-"""Near-duplicates: a text that many users share is not protected as one user's text is.
+"""Near-duplicates: user-level privacy does not protect a text that many users share.
 
-Texts are compared as sets of word 5-grams. MinHash with banding finds candidate pairs, the true
+Texts are compared as sets of word 5-grams. MinHash with banding finds candidate pairs, and the true
 Jaccard similarity of the sets decides (NearDup, Lee et al. 2022, as in Charles et al. 2024, App.
-D). Hashing streams over the texts; the join of the buckets is an Ibis expression and the engine's
-work, so it is the same on DuckDB and Spark.
+D). Hashing streams over the texts. The engine joins the buckets by one Ibis expression, so DuckDB
+and Spark find the same pairs.
 
-With 20 bands of 6 hashes a pair of similarity 0.8 becomes a candidate with probability
-1 - (1 - 0.8^6)^20 = 0.998, and one of 0.5 with 0.27.
+With 20 bands of 6 hashes, a pair of similarity 0.8 becomes a candidate with probability
+1 - (1 - 0.8^6)^20 = 0.998, and a pair of similarity 0.5 with probability 0.27.
 
-What may be compared with what decides whether users are coupled. Inside one user's records, and of
-each record with public texts alone, one user's absence changes nothing for the others. Across users
-it does: whoever quotes everybody would remove everybody's records.
+Comparing texts can couple users. If records are compared only with others of the same user, or only
+with public texts, one user's absence changes nothing for the others. If they are compared across
+users, it does: someone who quotes everybody could remove everybody's records.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GRAM_WORDS = 5
 BANDS, HASHES_PER_BAND = 20, 6
 THRESHOLD = 0.8
 
-# Fixed, so that everyone finds the same pairs.
+# The seed is fixed, so that everyone finds the same pairs.
 _CONSTANTS = np.random.default_rng(20240707)
 _MULTIPLIERS = _CONSTANTS.integers(0, 2**63, BANDS * HASHES_PER_BAND, np.uint64) * 2 + 1
 _OFFSETS = _CONSTANTS.integers(0, 2**63, BANDS * HASHES_PER_BAND, np.uint64)
@@ -75,7 +75,7 @@ class Clusters:
 
     @property
     def copies(self) -> NDArray[np.int64]:
-        """All members of clusters but the first of each."""
+        """All members of each cluster except its first."""
         members = np.flatnonzero(self.cluster >= 0)
         _, first = np.unique(self.cluster[members], return_index=True)
         return np.delete(members, first)
@@ -95,9 +95,9 @@ def inside_users(
     threshold: float = THRESHOLD,
     engine: EngineName = EngineName.DUCKDB,
 ) -> Clusters:
-    """The near-duplicates among the records of the same owners, all of them.
+    """The near-duplicates among records that have exactly the same owners.
 
-    Guarantee: which records are in a cluster together follows from these records alone.
+    Guarantee: whether records share a cluster depends on the records of these owners alone.
     """
     return _within(store, owner_sets(store), scratch, threshold, engine)
 
@@ -126,7 +126,7 @@ def _within(
 
 
 def owner_sets(store: UserStore) -> NDArray[np.int64]:
-    """A number for each record that two records share exactly if the same users own them."""
+    """A number for each record. Two records have the same number if the same users own them."""
     counts = store.users_per_record()
     if (counts == 1).all():
         return np.asarray(store.record_users)
@@ -153,19 +153,19 @@ def between(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Public texts that are near-duplicates of private records, and those records.
 
-    Guarantee: whether a record is among them follows from its own text and the public ones. Train
-    the public model without the public ones, or its knowledge of them is not private (Charles et
-    al. 2024, App. D).
+    Guarantee: whether a record is among them depends only on its own text and the public texts.
+    Pre-train the public model without these public texts: what it learns from them about private
+    records is not protected (Charles et al. 2024, App. D).
     """
     chunks = [pa.array(public, pa.large_string()), *store.texts.chunks]
     num_public = len(public)
     party = np.zeros(num_public + store.num_records, np.int64)
-    # Public texts come first, so a bucket that holds one is led by one: a record is compared with
-    # public texts there. Elsewhere records would be compared with each other; these pairs go.
+    # Public texts come first, so a bucket with a public text has a public leader, and records are
+    # compared with it. In other buckets records are compared with each other; drop those pairs.
     pairs = _similar_pairs(chunks, party, scratch, threshold, engine)
     pairs = pairs[pairs[:, 1] < num_public]
     records = np.unique(pairs[pairs[:, 0] >= num_public, 0]) - num_public
-    # A public text is also named if one that it resembles is.
+    # A public text also counts if it resembles a public text that does.
     named = pairs[pairs[:, 0] >= num_public, 1]
     cluster = _clusters(pairs[pairs[:, 0] < num_public], num_public).cluster
     alike = cluster[named]
@@ -177,8 +177,9 @@ def between(
 def candidate_pairs(buckets: Any) -> Any:
     """Pairs (text, leader) of one party that share a bucket, `leader` being its first text there.
 
-    Linking to the first alone keeps a bucket of n texts at n - 1 pairs instead of n squared. The
-    leader is chosen inside the party: another's text would hide two like texts from each other.
+    Linking each text to the first one only gives n - 1 pairs for n texts, instead of n squared. The
+    leader belongs to the same party. With another party's text as leader, two similar texts of one
+    party would not be compared.
     """
     groups = buckets.group_by("party", "band", "bucket").agg(
         leader=buckets.text.min(), size=buckets.text.count()
@@ -190,7 +191,7 @@ def candidate_pairs(buckets: Any) -> Any:
 
 
 def shingles(texts: Any) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """Hashes of all word 5-grams, and how many each text has; a shorter text is one gram.
+    """Hashes of all word 5-grams, and how many each text has. A shorter text is one gram.
 
     >>> grams, counts = shingles(pa.array(["a b c d e f", "A B  c d e F", "a"], pa.large_string()))
     >>> counts.tolist(), bool((grams[:2] == grams[2:4]).all())
@@ -209,7 +210,7 @@ def shingles(texts: Any) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     text_end = (word_begins + word_counts)[text_of_gram]
     grams = np.zeros(len(first_word), np.uint64)
     for step in range(GRAM_WORDS):
-        # Words behind the text's end count as nothing.
+        # Words after the text's end count as nothing.
         is_inside = first_word + step < text_end
         word = words[np.minimum(first_word + step, max(0, len(words) - 1))]
         grams += np.where(is_inside, word * _WORD_WEIGHTS[step], np.uint64(0))
@@ -221,7 +222,7 @@ def _word_hashes(
 ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """A hash of every word, and the number of words of each text.
 
-    A word's hash is the polynomial sum of byte * base^i, taken from running sums for all words at
+    A word's hash is the polynomial sum of byte * base^i. Running sums give it for all words at
     once.
     """
     is_word = content > 32
@@ -249,7 +250,7 @@ def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _buckets(texts: Any) -> NDArray[np.int64]:
-    """The bucket of every text in every band: shape (texts, bands). No text is empty."""
+    """The bucket of every text in every band, of shape (texts, bands). No text may be empty."""
     grams, counts = shingles(texts)
     begins = np.cumsum(counts) - counts
     buckets = np.zeros((len(counts), BANDS), np.uint64)

@@ -1,6 +1,6 @@
 """The files a store is made of: texts as Arrow, numbers as `.npy`, written piece by piece.
 
-Each writer also hashes what it writes, independent of how it was cut into pieces, so that a store's
+Each writer also hashes what it writes. The hash does not depend on the pieces, so a store's
 fingerprint depends on its content only.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from abc import ABC, abstractmethod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute
 from numpy.typing import NDArray
 
-# Its functions are made when it is imported, where no type checker sees them.
+# Type checkers do not see its functions, because they are made at import.
 pc: Any = pyarrow.compute
 
 TEXT_SCHEMA = pa.schema([("text", pa.large_string())])
@@ -41,7 +42,7 @@ class TextDigest:
             self._bytes.update(memoryview(data)[int(offsets[0]) : int(offsets[-1])])
 
     def digest(self) -> bytes:
-        """Of everything added."""
+        """The digest of everything added."""
         return self._bytes.digest() + self._lengths.digest()
 
 
@@ -50,8 +51,8 @@ def fingerprint(
 ) -> str:
     """The name of a store's content, from the digests of texts and edges and a secret key.
 
-    The name is public: it stands in ledgers. Without the key nobody can compute it from a guess at
-    one record, even with all the others in hand.
+    The name is public, because ledgers contain it. Without the key nobody can use it to test a
+    guess at one record, even if they know all others.
     """
     content = b"userdp store 3" + texts + record_users_indptr + record_users
     return keyed_digest(content, key=key)
@@ -62,7 +63,26 @@ def keyed_digest(content: bytes, *, key: bytes) -> str:
     return hmac.digest(key, content, "sha256").hex()
 
 
-class TextWriter:
+class _Writer(ABC):
+    """Closes its file at the end of a `with` block."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the file."""
+
+
+class TextWriter(_Writer):
     """Writes the column `text` of `records.arrow`."""
 
     def __init__(self, path: Path) -> None:
@@ -78,24 +98,17 @@ class TextWriter:
         self._digest.update(texts)
 
     def digest(self) -> bytes:
-        """Of all texts."""
+        """The digest of all texts."""
         return self._digest.digest()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Finish the file."""
         self._writer.close()
         self._sink.close()
 
 
-class ArrayWriter:
-    """Writes a one-dimensional int64 `.npy` whose length is not known beforehand."""
+class ArrayWriter(_Writer):
+    """Writes a one-dimensional int64 `.npy` whose length is not known in advance."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -120,18 +133,11 @@ class ArrayWriter:
             total = int(sums[-1])
 
     def digest(self) -> bytes:
-        """Of all numbers, as 64-bit little-endian integers."""
+        """The digest of all numbers, as 64-bit little-endian integers."""
         return self._hash.digest()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Write the header, now that the length is known, and finish the file."""
         self._file.seek(0)
         np.lib.format.write_array_header_1_0(
             self._file, {"shape": (self._length,), "fortran_order": False, "descr": "<i8"}

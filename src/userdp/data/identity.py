@@ -1,11 +1,12 @@
-"""When are two ids the same person, and what stands for an id in a store.
+"""When two ids are the same person, and what replaces an id in a store.
 
-Rule: ids are compared after Unicode NFKC, case folding and stripping white space. Spellings that
-differ and become equal are an error until the caller says what they mean: `merge` (one person) or
-`exact` (different people). One person under two ids would be clipped twice and protected half.
+Ids are compared after Unicode NFKC, case folding and stripping white space. If two different
+spellings become equal, this is an error until the caller says what they mean: `merge` (one person)
+or `exact` (different people). A person with two ids would get half the protection, because each id
+is clipped separately.
 
-Ids never enter a store: a keyed hash stands for each, and the key lies outside the store. Whoever
-holds both can look a known id up; the store alone names nobody.
+A store never contains an id. A keyed hash replaces each one, and the key is kept outside the store.
+With both, one can look up a known id. The store alone names nobody.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ def normalise(raw_id: str) -> str:
     True
     """
     if raw_id.isascii():
-        # The same, four times as fast.
+        # The same result, four times as fast.
         return raw_id.strip().lower()
     return unicodedata.normalize("NFKC", raw_id).strip().casefold()
 
 
 @dataclass(frozen=True, kw_only=True)
 class DropRule:
-    """Ids that are no persons: mailing lists, bots. Given one by one, or by a regular expression.
+    """Ids of mailing lists and bots, to drop: given one by one, or by a regular expression.
 
     >>> drop = DropRule(ids=frozenset({"list@example.org"}), matching=r".*\\[bot\\]")
     >>> drop("LIST@example.org"), drop("mender[bot]"), drop("ann")
@@ -72,7 +73,7 @@ class DropRule:
             ) from None
 
     def __call__(self, raw_id: str) -> bool:
-        """Whether the id, compared by the rule above, is to be dropped."""
+        """Whether to drop this id, after normalising it."""
         if not self.ids and self.matching is None:
             return False
         compared = normalise(raw_id)
@@ -83,7 +84,7 @@ class DropRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Pseudonyms:
-    """What stands for an id, and the public name of the key behind it."""
+    """How ids are replaced, and the public name of the key that does it."""
 
     key_name: str
     of: Callable[[str], bytes]
@@ -100,9 +101,10 @@ class Pseudonyms:
 
     @staticmethod
     def kept(name: str, fingerprint_key: bytes | None = None) -> Pseudonyms:
-        """For users of a store whose key is called `name`: their ids are pseudonyms in hex.
+        """Keep the pseudonyms of an existing store, given in hex as ids.
 
-        `fingerprint_key` is that store's; without it the new store gets one of its own.
+        `name` and `fingerprint_key` are those of that store. Without a fingerprint key the new
+        store gets one of its own.
         """
         return Pseudonyms(
             key_name=name,
@@ -117,11 +119,10 @@ def as_is(cell: str) -> str:
 
 
 class Spellings:
-    """Numbers the spellings of ids as they come, and knows which person each one means.
+    """Numbers the spellings of ids in order of appearance, and knows which person each one means.
 
-    A cell is what a source has in an owner's place; `decode` makes the id of it. The numbers are
-    only names for the grouping that follows: the store's own user numbers are given there, by
-    first appearance.
+    A cell is what a source has in place of an owner, and `decode` turns it into an id. The numbers
+    only serve the grouping that follows. There users get their own numbers, by first appearance.
     """
 
     def __init__(self, *, rule: IdRule, drop: DropRule) -> None:
@@ -210,7 +211,7 @@ class _KnownCells:
         self.numbers: list[int] = []
 
     def find(self, cells: pa.Array) -> pa.Int32Array:
-        """The position of each cell among the known, null where it is not one of them."""
+        """The position of each cell among the known ones, or null."""
         return pc.index_in(cells, value_set=self._cells)
 
     def extend(self, new_cells: pa.Array) -> int:
@@ -221,22 +222,22 @@ class _KnownCells:
 
 
 def pseudonym(compared_id: str, key: bytes) -> bytes:
-    """What stands for an id in a store."""
+    """The keyed hash that replaces an id in a store."""
     return hashlib.blake2b(compared_id.encode(), key=key, digest_size=PSEUDONYM_BYTES).digest()
 
 
 def key_name(key: bytes) -> str:
-    """A public name of a key: stores whose names agree can be compared user by user."""
+    """A public name of a key. Stores with the same key name can be compared user by user."""
     return hashlib.blake2b(b"userdp key name", key=key, digest_size=8).hexdigest()
 
 
 def fingerprint_key(key: bytes) -> bytes:
-    """The key of fingerprints, from the key of pseudonyms: it names data and finds no user's id."""
+    """The key of fingerprints, derived from the key of pseudonyms. It cannot find any user's id."""
     return hashlib.blake2b(b"userdp fingerprint", key=key, digest_size=32).digest()
 
 
 def load_or_create_key(path: Path) -> bytes:
-    """The 256-bit key in `path`, made there, readable by its owner only, if there is none."""
+    """The 256-bit key in `path`. If there is none, it is made, readable by its owner only."""
     if path.exists():
         key = path.read_bytes()
         if len(key) != 32:

@@ -1,7 +1,7 @@
-"""Make the next item while the last one is being used, in one thread, so that the user never waits.
+"""Make the next items in a thread while the last one is in use, to save waiting.
 
-NumPy, Arrow and DuckDB release the interpreter while they work, so a thread is enough; the order of
-the items is that of the source.
+A thread is enough, because NumPy, Arrow and DuckDB release the interpreter while they work. The
+items keep the order of the source.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class _Failure:
 
 
 class Prefetched(Generic[Item]):
-    """The items of `source`, at most `depth` of them made ahead. Iterate once.
+    """The items of `source`, with at most `depth` of them made in advance. Iterate once.
 
     >>> list(Prefetched(range(3)))
     [0, 1, 2]
 
-    After the loop `share_waited` says which share of the time the user of the items waited for one.
+    After the loop, `share_waited` is the share of its time that was spent waiting for items.
     """
 
     def __init__(self, source: Iterable[Item], depth: int = 2) -> None:

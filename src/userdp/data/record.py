@@ -1,6 +1,6 @@
-"""What a source gives: records, or the reason why something in it is none.
+"""What a source yields: records, and the reasons why something in it is not a record.
 
-`Batch` is the same in columns, for sources that can be read by the hundred thousand.
+`ImportBatch` holds many records in columns, for sources that can be read that way.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ BATCH_CHARACTERS = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A text and the ids of everyone it belongs to, as the source spells them.
+    """A text and the ids of all its owners, as the source spells them.
 
-    `time` is when it was written, in seconds since 1970 UTC, where the source says.
+    `time` is when it was written, in seconds since 1970 UTC, if the source says so.
     """
 
     text: str
@@ -39,17 +39,17 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Something in the source that is no record, and why: counted, never silently lost."""
+    """Something in the source that is not a record, and why. It is counted, never lost silently."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class ImportBatch:
     """Records in columns: record i has `owner_counts[i]` consecutive entries of `owners`.
 
-    Texts that are chats are JSON lists of messages. `decode` makes the id of an entry. `where`
-    names the place of a record in its source; it may be slow, for it is asked only on error.
+    A chat is a JSON list of messages. `decode` turns an entry into an id. `where` names a record's
+    place in its source. It may be slow, because it is called only for an error.
     """
 
     texts: pa.LargeStringArray
@@ -62,13 +62,15 @@ class Batch:
     is_chat: bool = False
 
     def __repr__(self) -> str:
-        return "Batch(<secret>)"
+        return "ImportBatch(<secret>)"
 
     def __len__(self) -> int:
         return len(self.owner_counts)
 
 
-def batches_of(items: Iterable[Record | Skipped], *, is_chat: bool = False) -> Iterator[Batch]:
+def batches_of(
+    items: Iterable[Record | Skipped], *, is_chat: bool = False
+) -> Iterator[ImportBatch]:
     """The items in batches of bounded size, in order.
 
     >>> items = [Record("hi", ("ann", "bob"), "line 1"), Skipped("empty")]
@@ -91,10 +93,10 @@ def batches_of(items: Iterable[Record | Skipped], *, is_chat: bool = False) -> I
         yield _batch(records, skipped, is_chat)
 
 
-def _batch(records: list[Record], skipped: Counter[str], is_chat: bool) -> Batch:
+def _batch(records: list[Record], skipped: Counter[str], is_chat: bool) -> ImportBatch:
     times = [NO_TIME if record.time is None else record.time for record in records]
     owners = pa.array([owner for record in records for owner in record.owners], pa.large_string())
-    return Batch(
+    return ImportBatch(
         texts=pa.array([record.text for record in records], pa.large_string()),
         owners=owners,
         owner_counts=np.fromiter((len(record.owners) for record in records), np.int64),

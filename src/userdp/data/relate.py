@@ -1,12 +1,12 @@
-"""Who owns what, as relations: the grouping, joining, filtering and counting of an import.
+"""Who owns which record, as relations: the grouping, joining and filtering of an import.
 
-Three tables of whole numbers:
+There are three tables of whole numbers:
 
     edges(record, edge, spelling)          one row per owner named in a record, in order
     people(spelling, person, dropped)      which person a spelling means
     kept(record, edge, user)               after dropping, merging and numbering
 
-Every function gives an Ibis expression; `engine.py` runs it.
+Every function returns an Ibis expression, which `engine.py` runs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 
 def persons_of_edges(edges: Any, people: Any, *, may_repeat: bool, first_only: bool) -> Any:
-    """Edges (record, edge, person) without dropped persons, no person twice in a record.
+    """Edges (record, edge, person) without dropped persons, and no person twice in a record.
 
-    `may_repeat` says that a person may be named twice in one record, under one spelling or two.
-    With `first_only` a record belongs to the first person named who is not dropped.
+    `may_repeat` says that a record may name a person twice, under one spelling or two. With
+    `first_only`, a record belongs to the first person it names who is not dropped.
     """
     known = edges.join(people, "spelling")
     known = known.filter(~known.dropped).select("record", "edge", "person")
@@ -48,10 +48,10 @@ def kept_edges(named: Any, users: Any) -> Any:
 
 
 def by_record(kept: Any) -> Any:
-    """Edges in the order of the source: the index record -> users."""
+    """Edges in the order of the source, for the index from records to users."""
     return kept.order_by("edge").select("record", "user")
 
 
 def by_user(kept: Any) -> Any:
-    """Edges by user, each user's in the order of the source: the index user -> records."""
+    """Edges by user, then in the order of the source, for the index from users to records."""
     return kept.order_by("user", "edge").select("user", "record")

@@ -1,14 +1,14 @@
 """Which of a user's own data take part: the best records by a criterion, or random chunks.
 
-A criterion (Chua et al. 2024, Sec. 4.1) gives every record a score, such as its length or how much
-it surprises a public model, and every user keeps the k records that score highest. For random
-chunks (Sec. 5.1) all records of a user are one long document, and a chunk of the model's length
-begins anywhere in it.
+A criterion (Chua et al. 2024, Sec. 4.1) gives every record a score, such as its length or its loss
+under a public model. Every user keeps the k records with the highest scores. For random chunks
+(Sec. 5.1), all records of a user form one long document, and a chunk of the model's length begins
+anywhere in it.
 
-Both look at text, unlike bounding from the owners alone. They cost nothing under user-level privacy
-because what a user keeps depends on that user's own data, public scores and fresh randomness: a
-neighbouring dataset changes what that one user contributes and nothing else. With several owners a
-record, that fails: one owner's text would decide which records of the others are kept.
+Both look at text, unlike bounding from the owners alone. They still cost nothing under user-level
+privacy: what a user keeps depends on that user's own data, public scores and fresh randomness. A
+neighbouring dataset changes what that one user contributes and nothing else. This fails if a record
+has several owners, because one owner's text would decide which records of the others are kept.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def best_records(
 ) -> NDArray[np.int64]:
     """The multiplicity (0 or 1) of each record: one for every user's `at_most` highest scores.
 
-    `scores[i]` must depend on record i and public things alone. Ties go to the user's earlier
-    records: their order among themselves does not depend on other users.
+    `scores[i]` may depend only on record i and on public things. Of equal scores the user's earlier
+    record wins. The order of a user's records does not depend on other users.
 
     Guarantee: no user keeps more than k = `at_most` records, and what a user keeps depends on that
-    user's records alone. Refused with `InputError`: a record with several owners.
+    user's records alone. Raises `InputError` if a record has several owners.
     Reference: Chua et al. 2024, Sec. 4.1.
     """
     check_single_owners(store)
@@ -67,10 +67,10 @@ def random_chunks(
     rng: np.random.Generator,
     pad_token: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Input ids and labels, `chunks_per_user` lines for each of `users`, in their order.
+    """Input ids and labels: `chunks_per_user` lines for each of `users`, in their order.
 
-    A chunk holds one user's tokens only. A user with fewer tokens than `sequence_length` gives the
-    whole document, padded. Chunks of one user are independent and may overlap.
+    A chunk holds the tokens of one user only. If a user has fewer tokens than `sequence_length`,
+    the chunk is the whole document, padded. Chunks of one user are independent and may overlap.
     """
     if chunks_per_user < 1 or sequence_length < 2:
         raise InputError("give at least one chunk a user, of at least two tokens.")
@@ -78,7 +78,7 @@ def random_chunks(
     for user in users.tolist():
         own = index.rows_of(user)
         starts, ends = rows.indptr[own], rows.indptr[own + 1]
-        # The user's document is the rows one after another; row i begins at borders[i] in it.
+        # The user's rows, one after another, form the document. Row i begins at borders[i].
         lengths_of_rows = ends - starts
         borders = np.cumsum(lengths_of_rows) - lengths_of_rows
         total = int(lengths_of_rows.sum())

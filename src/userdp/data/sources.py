@@ -1,4 +1,4 @@
-"""Which importer reads a source: by the caller's word, or by its name and what is inside."""
+"""Which importer reads a source: the one the caller names, or one chosen by name and content."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from userdp.data.importers import (
 )
 from userdp.data.importers.columns import Columns
 from userdp.data.importers.mail import MailRules
-from userdp.data.record import Batch, batches_of
+from userdp.data.record import ImportBatch, batches_of
 from userdp.errors import InputError
 
 
@@ -62,13 +62,13 @@ class Reading:
     threads: bool = False
 
 
-def read(sources: list[str], reading: Reading, scratch: Path) -> Iterator[Batch]:
-    """The records of all sources, in the order given; files of a folder or a glob by name."""
+def read(sources: list[str], reading: Reading, scratch: Path) -> Iterator[ImportBatch]:
+    """The records of all sources in the given order. Files of a folder or a glob go by name."""
     found = [pair for source in sources for pair in _found(source, reading.format)]
     if reading.threads and any(format is not Format.STACKEXCHANGE for _, format in found):
         raise InputError("--threads is for Stack Exchange dumps.")
     if reading.threads:
-        # Comments belong to the threads of posts, so all files are one source.
+        # All files together are one source, because comments belong to the threads of posts.
         paths = [path for path, _ in found]
         yield from batches_of(stackexchange.thread_records(paths, reading.columns, scratch))
         return
@@ -76,7 +76,7 @@ def read(sources: list[str], reading: Reading, scratch: Path) -> Iterator[Batch]
         yield from _batches(path, format, reading, scratch)
 
 
-def _batches(path: Path, format: Format, reading: Reading, scratch: Path) -> Iterator[Batch]:
+def _batches(path: Path, format: Format, reading: Reading, scratch: Path) -> Iterator[ImportBatch]:
     columns = reading.columns
     match format:
         case Format.JSONL:

@@ -1,12 +1,12 @@
 """Training and held-out records of one store, and stores made of some of another's records.
 
-Three splits of the papers: by user (a share of the users is held out with all their records), the
-beginning of every user's data (Charles et al. 2024, App. D: the first 10%, at most 32 records),
-and by time (ibid.: before and after a date). Only the first keeps users apart; the others put one
-user on both sides, and whoever asks for them must say so.
+The papers use three splits. By user: a share of the users is held out with all their records. By
+beginning: the first records of every user are held out (Charles et al. 2024, App. D: 10%, at most
+32 records). By time: records after a date are held out (ibid.). Only the first keeps users apart.
+The others can put a user on both sides, and the caller must ask for that explicitly.
 
-No split couples users: where a record goes follows from its own owners, each on their own, and from
-its own time. A user who leaves takes only the records they own, and moves nobody else's.
+No split couples users. Where a record goes depends on each of its own owners and on its own time. A
+user who leaves takes away only the records they own, and moves nobody else's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from userdp.data.identity import IdRule, Pseudonyms
-from userdp.data.record import NO_TIME, Batch
+from userdp.data.record import NO_TIME, ImportBatch
 from userdp.data.store import ImportResult, UserStore
 from userdp.data.write import write_batches
 from userdp.errors import InputError
@@ -31,10 +31,10 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Record numbers on either side; the rest is in neither, and counted.
+    """The record numbers of both sides. Other records are on neither side, and are counted.
 
-    `users_left_out` have no record on either side; `users_cut` have lost some of theirs.
-    `made_by` says how whole users were divided, and is kept in the stores that are written.
+    `users_left_out` counts users with no record on either side, and `users_cut` users who lost some
+    of theirs. `made_by` says how whole users were divided; the stores that are written keep it.
     """
 
     train: Numbers
@@ -52,14 +52,14 @@ class Split:
 def by_user(store: UserStore, *, share: float, seed: int = 0) -> Split:
     """Hold out each user, with all their records, with probability `share`.
 
-    The number held out is binomial: `share` is met on average. A keyed hash of the user alone
-    decides. A user's pseudonym is a hash of the id under the store's secret key, so nobody without
-    the key can choose an id for its side, whatever they know of `seed`. In all stores imported
-    under one key a user is on the same side. A store that is itself a part of such a split is
-    divided afresh, as if by another seed: otherwise its users would all be on one side already.
+    The number of held-out users is binomial, so `share` is met on average. A keyed hash of the user
+    alone decides. It hashes the user's pseudonym, which depends on the store's secret key. Without
+    that key nobody can choose an id to get on one side, even if they know `seed`. In all stores
+    imported under one key, a user is on the same side. A store that is itself a part of such a
+    split is divided by new coins. With the old ones, all its users would be on one side.
 
-    Guarantee: no user is on both sides, and one user's absence moves no other user. A record whose
-    owners are on both sides is in neither.
+    Guarantee: no user is on both sides, and one user's absence moves no other user. A record is on
+    neither side if it has owners on both.
     """
     if not 0.0 < share < 1.0:
         raise InputError(f"share={share}: hold out more than none and less than all users.")
@@ -86,7 +86,7 @@ def _coins(pseudonyms: list[bytes], seed: int, earlier: Sequence[str]) -> NDArra
         hashlib.blake2b(pseudonym, key=key, person=b"userdp split", digest_size=8).digest()
         for pseudonym in pseudonyms
     ]
-    # The upper 53 bits: a float64 holds them exactly, and stays below 1.
+    # The upper 53 bits give a float64 below 1 without rounding.
     return np.ldexp(
         (np.frombuffer(b"".join(coins), "<u8") >> np.uint64(11)).astype(np.float64), -53
     )
@@ -95,8 +95,8 @@ def _coins(pseudonyms: list[bytes], seed: int, earlier: Sequence[str]) -> NDArra
 def beginning_of_each_user(store: UserStore, *, share: float = 0.1, at_most: int = 32) -> Split:
     """Hold out the first `share` of every user's records, rounded up, but at most `at_most`.
 
-    Users with a single record are in neither side. Records of several owners are refused: the place
-    of a record among its owner's would depend on the other owners of the records before it.
+    Users with a single record are on neither side. Records with several owners are refused, because
+    a record's place among its owner's records would depend on other users.
     Reference: Charles et al. 2024, App. D (CC-News).
     """
     if not 0.0 < share < 1.0 or at_most < 1:
@@ -126,7 +126,7 @@ def beginning_of_each_user(store: UserStore, *, share: float = 0.1, at_most: int
 def by_time(store: UserStore, *, cutoff: int) -> Split:
     """Train on records written before `cutoff` (seconds since 1970 UTC), hold out the later ones.
 
-    Records without a time are in neither side.
+    Records without a time are on neither side.
     """
     if store.times is None:
         raise InputError(f"{store.path}: holds no times. Import with --time COLUMN.")
@@ -170,7 +170,7 @@ def write_subset(
 ) -> ImportResult:
     """A store of some of another's records, in their order, under the same pseudonyms.
 
-    It inherits the other's cautions and adds `cautions`. `made_by` is that of a `Split`.
+    It inherits the other store's cautions and adds `cautions`. `made_by` is that of a `Split`.
     """
     return write_batches(
         _batches(store, np.sort(records)),
@@ -182,7 +182,7 @@ def write_subset(
     )
 
 
-def _batches(store: UserStore, records: Numbers) -> Iterator[Batch]:
+def _batches(store: UserStore, records: Numbers) -> Iterator[ImportBatch]:
     names = pa.array([pseudonym.hex() for pseudonym in store.pseudonyms.to_pylist()], pa.string())
     bounds = np.searchsorted(records, store.chunk_starts)
     for number, chunk in enumerate(store.texts.chunks):
@@ -193,7 +193,7 @@ def _batches(store: UserStore, records: Numbers) -> Iterator[Batch]:
         counts = store.record_users_indptr[wanted + 1] - begins
         ends = np.cumsum(counts)
         edges = np.arange(ends[-1]) + np.repeat(begins - (ends - counts), counts)
-        yield Batch(
+        yield ImportBatch(
             texts=chunk.take(pa.array(wanted - store.chunk_starts[number])),
             owners=names.take(pa.array(store.record_users[edges])).cast(pa.large_string()),
             owner_counts=counts,

@@ -7,11 +7,12 @@ A store is a directory:
     users.arrow                            column `pseudonym`: a keyed hash of each user's id
     record_users_indptr.npy, record_users.npy    owners of record i, numbers by first appearance
     user_records_indptr.npy, user_records.npy    records of user i
-    times.npy                              when each record was written, where the source says
-    history.json                           cautions, and the splits that it is a part of, if any
+    times.npy                              when each record was written, if the source says so
+    history.json                           cautions, and the splits that this store is a part of
 
-Everything in it is private, but for the fingerprint, which names the data in the ledgers of runs.
-It covers texts and edges, not the pseudonyms, and is keyed: a guess at a record cannot be tried.
+Everything in it is private except the fingerprint, which names the data in the ledgers of runs. The
+fingerprint covers texts and edges, not the pseudonyms. It is keyed, so nobody can test a guess at a
+record against it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ __all__ = ["FORMAT", "ImportResult", "UserStore", "write_batches", "write_store"
 
 @dataclass(frozen=True, kw_only=True)
 class UserStore:
-    """An opened store. Arrays are memory-mapped: opening reads almost nothing."""
+    """An opened store. Arrays are memory-mapped, so opening reads almost nothing."""
 
     path: Path
     manifest: dict[str, Any]
@@ -62,22 +63,22 @@ class UserStore:
 
     @property
     def num_records(self) -> int:
-        """How many records there are: secret."""
+        """The number of records. Secret."""
         return len(self.record_users_indptr) - 1
 
     @property
     def num_users(self) -> int:
-        """How many users there are: secret."""
+        """The number of users. Secret."""
         return len(self.user_records_indptr) - 1
 
     @property
     def fingerprint(self) -> str:
-        """Names the texts and edges; a run is bound to it. Public: it is keyed."""
+        """The name of the texts and edges, to which a run is bound. Public, because it is keyed."""
         return self.manifest["fingerprint"]
 
     @property
     def fingerprint_key(self) -> bytes:
-        """What the fingerprint is keyed by. Secret."""
+        """The key of the fingerprint. Secret."""
         return bytes.fromhex(self.manifest["fingerprint_key"])
 
     def keyed_digest(self, content: bytes) -> str:
@@ -86,7 +87,7 @@ class UserStore:
 
     @staticmethod
     def open(path: str | Path) -> UserStore:
-        """Open a store, checking that its files are those the manifest names."""
+        """Open a store, and check that its files have the sizes in the manifest."""
         path = Path(path)
         manifest_path = path / "manifest.json"
         if not manifest_path.is_file():
@@ -121,7 +122,7 @@ class UserStore:
         )
 
     def verify(self) -> None:
-        """Read every file; refuse the store if one is not what the import wrote."""
+        """Read every file, and refuse the store if one has changed since the import."""
         for name, digest in self.manifest["sha256"].items():
             if file_digest(self.path / name) != digest:
                 raise InputError(f"{self.path / name}: changed since the import.")
@@ -137,7 +138,7 @@ class UserStore:
         return self.texts[record].as_py()
 
     def texts_of(self, records: NDArray[np.int64]) -> list[str]:
-        """The texts of many records, in the order given, read in one pass over the file."""
+        """The texts of many records in the given order, read in one pass over the file."""
         records = np.asarray(records)
         in_file_order = np.argsort(records, kind="stable")
         wanted = records[in_file_order]
@@ -166,7 +167,7 @@ class UserStore:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The records of many users: those of `users[i]` are `records[indptr[i]:indptr[i + 1]]`.
 
-        Returns (indptr, records); `at_most` keeps the first so many records of each user.
+        Returns (indptr, records). `at_most` keeps only the first records of each user.
         """
         users = np.asarray(users)
         starts = self.user_records_indptr[users]
@@ -186,14 +187,14 @@ class UserStore:
         return np.diff(self.record_users_indptr)
 
     def bytes_per_record(self) -> NDArray[np.int64]:
-        """How long each text is, in UTF-8."""
+        """The length of each text in UTF-8."""
         return np.concatenate([np.asarray(pc.binary_length(chunk)) for chunk in self.texts.chunks])
 
     def sole_owners(self) -> NDArray[np.int64]:
-        """The owner of each record, where every record has exactly one.
+        """The owner of each record, if every record has exactly one.
 
-        Several owners are refused: a plan that charges a record to one of them leaves the others
-        unprotected.
+        Otherwise it raises `InputError`: charging a record to one of several owners would leave the
+        others unprotected.
         """
         shared = int((self.users_per_record() > 1).sum())
         if shared:
@@ -205,7 +206,7 @@ class UserStore:
         return np.asarray(self.record_users)
 
     def shares_users_with(self, other: UserStore) -> int | None:
-        """How many users are in both stores; None if their ids were hidden under different keys."""
+        """How many users are in both stores; None if their ids are hidden under different keys."""
         if self.manifest["key_name"] != other.manifest["key_name"]:
             return None
         ours = set(self.pseudonyms.to_pylist())
@@ -213,12 +214,12 @@ class UserStore:
 
     @property
     def cautions(self) -> tuple[str, ...]:
-        """What was done to these records that no guarantee covers; statements must carry it."""
+        """What was done to these records that no guarantee covers. Statements must repeat it."""
         return tuple(self._history().get("cautions", ()))
 
     @property
     def user_splits(self) -> tuple[str, ...]:
-        """The splits by user that this store is a part of, oldest first: public numbers only."""
+        """The splits by user that this store is a part of, oldest first. Public numbers only."""
         return tuple(self._history().get("user_splits", ()))
 
     def _history(self) -> dict[str, list[str]]:

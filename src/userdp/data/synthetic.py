@@ -1,18 +1,16 @@
 """Synthetic messages of thousands of users: a shared way of writing, and a few personal secrets.
 
-Made to show what user-level privacy is for. Three kinds of text come out of one seeded generator:
+They show what user-level privacy is for. One seeded generator makes three kinds of text:
 
 - public:   formal notes, on which the small demo model is pre-trained. They contain every word, and
-the
-            form "the code of NAME is 1 2 3 4 5 6" with codes made up afresh each time.
-- private:  messages of many users who all write in the same casual way, and who all know the same
-            things (which thing is kept in which place). This is worth learning, and no one
-            person's.
-- secrets:  some users repeat, in most of their messages, the code that belongs to their name. A
-code
-            is one person's, appears in no other user's messages, and must not be learned.
+            the form "the code of NAME is 1 2 3 4 5 6" with a new code each time.
+- private:  messages of many users who all write in the same casual way and know the same things
+            (which thing is kept in which place). This belongs to no one person and is worth
+            learning.
+- secrets:  some users repeat the code of their name in most of their messages. A code belongs to
+            one person, appears in no other user's messages, and must not be learned.
 
-Everything is drawn from a seed; nothing is taken from anywhere.
+Everything comes from the seed, and nothing from real data.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ VOCABULARY = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class Secret:
-    """A planted code: `prompt` is what an attacker would type, `code` what must not come back."""
+    """A planted code. An attacker would type `prompt`; `code` must not be the answer."""
 
     prompt: str
     code: str
@@ -70,7 +68,7 @@ class Secret:
 
 @dataclass(frozen=True, kw_only=True)
 class Messages:
-    """The private records for training, others' for evaluation, and the secrets in the former."""
+    """Private records for training, others' records for evaluation, and the planted secrets."""
 
     train: list[Record]
     held_out: list[Record]
@@ -82,7 +80,7 @@ def messages(
 ) -> Messages:
     """Private messages of `num_users` users, the last `num_secret_users` of them with a secret.
 
-    Users have 2 to 8 messages, those with a secret 100; 88 of these hold the code.
+    Users have 2 to 8 messages. Those with a secret have 100, and 88 of these contain the code.
     """
     rng = np.random.default_rng([seed, 1])
     names = rng.permutation(len(NAMES))[:num_secret_users]
@@ -119,7 +117,7 @@ def messages(
 
 
 def public_texts(*, seed: int, count: int) -> list[str]:
-    """Formal notes that anyone may read: half letters, a quarter codes, a quarter loose words."""
+    """Formal notes that anyone may read: half are letters, a quarter codes, a quarter words."""
     rng = np.random.default_rng([seed, 2])
     kinds = rng.choice(3, p=[0.5, 0.25, 0.25], size=count)
     makers = (_letter, _public_code, _loose_words)

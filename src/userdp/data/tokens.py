@@ -1,10 +1,10 @@
-"""Rows of tokens: what the model is trained on. A row never mixes owners.
+"""Rows of tokens, which the model is trained on. A row never mixes owners.
 
-Every record is tokenised, closed with the end-of-text token, and cut into rows of at most
-`sequence_length` tokens. A row is what the samplers count as one record: a long record is several.
-Rows are cached beside the store, one cache per tokenizer and length, with the digests of its files:
-training reads them again and refuses a cache that was changed. Chats are written out by the
-tokenizer's own chat template.
+Every record is tokenised, ended with the end-of-text token, and cut into rows of at most
+`sequence_length` tokens. Samplers count a row as one record, so a long record counts several times.
+Rows are cached in the store, one cache for each tokenizer and length. The cache contains digests of
+its files, and training refuses a cache that has changed. Chats are written out by the tokenizer's
+own chat template.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from userdp.data.files import ArrayWriter, file_digest
 from userdp.data.store import UserStore
 from userdp.errors import InputError
-from userdp.index import Rows, UserIndex
+from userdp.index import IGNORED_LABEL, Rows, UserIndex
 
-IGNORED_LABEL = -100
 ENCODE_BATCH = 2048
 DIGESTS = "digests.json"
 
@@ -50,10 +49,10 @@ class TokenRows:
         return UserIndex.from_owner_numbers(np.asarray(self.owners), num_users=self.num_users)
 
     def padded(self, rows: Rows, *, pad_token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Input ids and labels of the rows, padded on the right; padding has no label.
+        """Input ids and labels of the rows, padded on the right. Padding has no label.
 
-        Under causal attention what follows a token cannot change it, so padding on the right needs
-        no mask.
+        Under causal attention a token does not depend on what follows, so padding on the right
+        needs no mask.
         """
         rows = np.asarray(rows, dtype=np.int64)
         starts = self.indptr[rows]
@@ -76,7 +75,7 @@ def padded(
     width = int(lengths.max(initial=1))
     columns = np.arange(width)
     is_token = columns < lengths[:, None]
-    # Positions behind a span's end are read and then hidden: any position in the file will do.
+    # Positions after a span's end are read and then hidden, so any position in the file will do.
     positions = np.minimum(starts[:, None] + columns, max(0, len(tokens) - 1))
     found = tokens[positions]
     return (
@@ -88,9 +87,9 @@ def padded(
 def tokenise(
     store: UserStore, tokenizer: Any, *, sequence_length: int, verify: bool = False
 ) -> TokenRows:
-    """The store's rows under a Hugging Face tokenizer, from the cache if they are there.
+    """The store's rows under a Hugging Face tokenizer, from the cache if there is one.
 
-    With `verify`, every byte of the cache is checked: what is trained on must be what is named.
+    With `verify`, every byte of the cache is checked, so that training uses the named data.
     """
     owners = store.sole_owners()
     tokens, indptr, record_of_row = _cached_rows(store, tokenizer, sequence_length, verify=verify)
@@ -116,15 +115,15 @@ def tokenise_selected(
     owners: NDArray[np.int64] | None = None,
     verify: bool = False,
 ) -> TokenRows:
-    """One row for each of `records`, repeated ones repeated: the record's first tokens.
+    """One row for each entry of `records`: the first tokens of that record.
 
-    The bound of a selection counts records, so a record is one row. With `owners`, the one owner of
-    each record of the store, rows belong to them. Without, records may have several owners, whose
-    contributions were bounded for all of them: every row stands alone (owner i is row i).
+    The bound of a selection counts records, so a record is one row. `owners` gives the one owner of
+    each record of the store, and rows belong to them. Without it, records may have several owners.
+    The selection bounded all their contributions, so every row is its own owner: row i has owner i.
     """
     tokens, indptr, record_of_row = _cached_rows(store, tokenizer, sequence_length, verify=verify)
     first_row = np.searchsorted(record_of_row, records)
-    # A record without a token to predict has no row; it could only contribute zero.
+    # A record without a token to predict has no row. It could only contribute zero.
     has_row = np.append(record_of_row, -1)[first_row] == records
     starts, stops = indptr[first_row[has_row]], indptr[first_row[has_row] + 1]
     lengths = stops - starts
@@ -141,7 +140,7 @@ def tokenise_selected(
 def _cached_rows(
     store: UserStore, tokenizer: Any, sequence_length: int, *, verify: bool = False
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens, where each row begins and ends in them, and which record each row is from."""
+    """All tokens, where each row begins and ends, and which record each row is from."""
     if sequence_length < 2:
         raise InputError(f"sequence_length={sequence_length}: predicting takes at least 2 tokens.")
     end = tokenizer.eos_token_id
@@ -178,7 +177,7 @@ def _encode(store: UserStore, tokenizer: Any, start: int) -> list[list[int]]:
 
 
 def written_out(messages: list[dict[str, str]], tokenizer: Any) -> str:
-    """A chat as the tokenizer's template writes it, or plainly if it has none."""
+    """A chat as the tokenizer's template writes it, or as plain text if it has none."""
     if getattr(tokenizer, "chat_template", None):
         return tokenizer.apply_chat_template(messages, tokenize=False)
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -187,7 +186,7 @@ def written_out(messages: list[dict[str, str]], tokenizer: Any) -> str:
 def _write_cache(
     cache: Path, store: UserStore, tokenizer: Any, end: int, sequence_length: int
 ) -> None:
-    """Write rows batch by batch: the tokens of a large store need not fit into memory."""
+    """Write rows batch by batch, so that the tokens of a large store need not fit into memory."""
     partial = cache.with_name(f".{cache.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -220,7 +219,7 @@ def _digests(cache: Path) -> dict[str, str]:
 
 
 def _verify_cache(cache: Path) -> None:
-    """Refuse a cache whose files are not those that were written."""
+    """Refuse a cache whose files have changed since they were written."""
     try:
         written = json.loads((cache / DIGESTS).read_text())
     except (OSError, ValueError):
@@ -256,13 +255,13 @@ def _cut(
 
 
 def _cache_name(store: UserStore, tokenizer: Any, sequence_length: int) -> str:
-    """Changes with anything that changes the rows."""
+    """A name that changes with anything that changes the rows."""
     identity = f"{store.fingerprint}|{sequence_length}|{tokenizer_digest(tokenizer)}"
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Names everything in a tokenizer that changes the rows: rule, chat template, end of text."""
+    """A digest of all of a tokenizer that changes the rows: rule, chat template, end of text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rule = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab())
     template = getattr(tokenizer, "chat_template", None)

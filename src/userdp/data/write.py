@@ -1,7 +1,7 @@
-"""From batches of records to a store on disk, in bounded memory; an error leaves nothing behind.
+"""Writes batches of records as a store on disk, in bounded memory. An error leaves nothing behind.
 
-Texts go straight to their final file. Who owns them goes to a staging table of whole numbers, which
-the engine groups into the store's two indexes.
+Texts go straight to their final file. Their owners go to a staging table of whole numbers, which
+the engine turns into the store's two indexes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from userdp.data import relate
-from userdp.data.engine import EngineName, engine_of, table_of, write_parquet
+from userdp.data.engine import EngineName, engine_of
 from userdp.data.files import (
     ArrayWriter,
     TextWriter,
@@ -32,14 +32,14 @@ from userdp.data.files import (
 )
 from userdp.data.identity import PSEUDONYM_BYTES, DropRule, IdRule, Pseudonyms, Spellings
 from userdp.data.prefetch import Prefetched
-from userdp.data.record import NO_TIME, Batch, Record, Skipped, batches_of
+from userdp.data.record import NO_TIME, ImportBatch, Record, Skipped, batches_of
 from userdp.errors import InputError
 
 FORMAT = 3
 
 EDGE_SCHEMA = pa.schema([("record", pa.int64()), ("edge", pa.int64()), ("spelling", pa.int32())])
 
-# The fingerprint is a checksum of these already.
+# These files need no checksum of their own, because the fingerprint covers them.
 FINGERPRINTED = frozenset({"records.arrow", "record_users_indptr.npy", "record_users.npy"})
 
 HISTORY = "history.json"
@@ -68,9 +68,9 @@ def write_store(
     first_owner_only: bool = False,
     drop_users: frozenset[str] = frozenset(),
 ) -> ImportResult:
-    """Write the records as a store; on any error nothing is left behind.
+    """Write the records as a store. On any error, nothing is left behind.
 
-    Records with empty text, or without an owner once `drop_users` are gone, are skipped and
+    Records with empty text, and records without an owner outside `drop_users`, are skipped and
     counted.
     """
     return write_batches(
@@ -84,7 +84,7 @@ def write_store(
 
 
 def write_batches(
-    batches: Iterable[Batch],
+    batches: Iterable[ImportBatch],
     out: Path,
     *,
     pseudonyms: Pseudonyms,
@@ -95,9 +95,9 @@ def write_batches(
     cautions: Sequence[str] = (),
     user_splits: Sequence[str] = (),
 ) -> ImportResult:
-    """Like `write_store`, from batches, with every choice.
+    """Write batches of records as a store, like `write_store` but with every choice.
 
-    `cautions` and `user_splits` are what `UserStore` gives back under these names.
+    `cautions` and `user_splits` become the attributes of `UserStore` with these names.
     """
     if out.exists():
         raise InputError(f"{out} exists: choose another output directory.")
@@ -121,7 +121,7 @@ def write_batches(
 
 @dataclass(frozen=True, kw_only=True)
 class _Staged:
-    """What the first pass leaves: texts on disk, edges in the staging table, and counts."""
+    """What the first pass knows, after it wrote the texts and the staging table of edges."""
 
     num_records: int
     may_repeat: bool
@@ -131,7 +131,7 @@ class _Staged:
     is_chat: bool
 
 
-def _stage(batches: Iterable[Batch], directory: Path, spellings: Spellings) -> _Staged:
+def _stage(batches: Iterable[ImportBatch], directory: Path, spellings: Spellings) -> _Staged:
     skipped: Counter[str] = Counter()
     num_records = num_edges = 0
     may_repeat = has_times = False
@@ -191,16 +191,16 @@ def _stage(batches: Iterable[Batch], directory: Path, spellings: Spellings) -> _
 
 
 def _write_history(directory: Path, cautions: Sequence[str], user_splits: Sequence[str]) -> None:
-    """Write how the records were chosen from another store's; an imported store has no such file.
+    """Write how the records were chosen from another store. An imported store has no such file.
 
-    The manifest names it with its checksum: without it the store does not open.
+    The manifest has its checksum, and the store does not open without it.
     """
     if cautions or user_splits:
         history = {"cautions": list(cautions), "user_splits": list(user_splits)}
         (directory / HISTORY).write_text(json.dumps(history, indent=1))
 
 
-def _spelling_numbers(batch: Batch, spellings: Spellings) -> NDArray[np.int32]:
+def _spelling_numbers(batch: ImportBatch, spellings: Spellings) -> NDArray[np.int32]:
     """The spelling number of every owner entry of the batch."""
 
     def where(entry: int) -> str:
@@ -216,7 +216,7 @@ def _is_blank(texts: pa.LargeStringArray) -> NDArray[np.bool_]:
     blank = offsets[1:] == offsets[:-1]
     if blank.all():
         return blank
-    # Most texts begin with a printing ASCII character; only the others need the slow look.
+    # Most texts begin with a printing ASCII character. Only the others need a closer look.
     last = int(offsets[-1]) - 1
     first = np.frombuffer(texts.buffers()[2], np.uint8)[np.minimum(offsets[:-1], last)]
     doubtful = ((first <= 32) | (first >= 127)) & ~blank
@@ -250,18 +250,16 @@ def _finish(
     engine_name: EngineName,
 ) -> ImportResult:
     staging = directory / "staging"
-    people = spellings.people()
-    write_parquet(staging / "people.parquet", dict(zip(people.column_names, people, strict=True)))
     with engine_of(engine_name, staging) as engine:
         named = relate.persons_of_edges(
             engine.add_parquet("edges", staging / "edges.parquet"),
-            engine.add_parquet("people", staging / "people.parquet"),
+            engine.load("people", spellings.people()),
             may_repeat=staged.may_repeat,
             first_only=first_owner_only,
         )
         users = engine.hold("users", relate.numbered_users(named))
         kept = engine.hold("kept", relate.kept_edges(named, users))
-        persons = table_of(engine, users.order_by("user"))["person"].to_numpy()
+        persons = engine.fetch(users.order_by("user"))["person"].to_numpy()
         if not len(persons):
             raise InputError("no record was found: there is nothing to import.")
         edge_digests, owner_counts = _write_record_index(
@@ -286,7 +284,7 @@ def _finish(
 def _write_record_index(
     edges: Iterator[pa.RecordBatch], directory: Path, num_records: int
 ) -> tuple[tuple[bytes, bytes], NDArray[np.int32]]:
-    """Write the index record -> users; returns its digests and the owners per staged record."""
+    """Write the index from records to users; return its digests and the owners per record."""
     owner_counts = np.zeros(num_records, np.int32)
     with ArrayWriter(directory / "record_users.npy") as users:
         for batch in Prefetched(edges):
@@ -319,7 +317,7 @@ def _write_user_index(
     num_users: int,
     renumber: NDArray[np.int64] | None,
 ) -> None:
-    """Write the index user -> records."""
+    """Write the index from users to records."""
     per_user = np.zeros(num_users, np.int64)
     with ArrayWriter(directory / "user_records.npy") as records:
         for batch in Prefetched(edges):
@@ -331,7 +329,7 @@ def _write_user_index(
 
 
 def _rewrite_texts(directory: Path, keep: NDArray[np.bool_]) -> bytes:
-    """Leave only the texts of kept records; returns their digest."""
+    """Keep only the texts of kept records, and return their digest."""
     source, target = directory / "records.arrow", directory / "records.new"
     start = 0
     with TextWriter(target) as writer:
@@ -366,7 +364,7 @@ def _write_manifest(
         "edges": result.edges,
         "fingerprint": result.fingerprint,
         "key_name": pseudonyms.key_name,
-        # Lies with the texts, which say more than it can; it never leaves the store.
+        # This key never leaves the store. It lies beside the texts, which reveal more than it does.
         "fingerprint_key": pseudonyms.fingerprint_key.hex(),
         "text_kind": "chat" if is_chat else "plain",
         "sizes": {path.name: path.stat().st_size for path in files},

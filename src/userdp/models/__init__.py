@@ -1,1 +1,1 @@
-"""Models as people bring them: loading, LoRA, and the check that examples do not mix."""
+"""Loading models, adding LoRA, and checking that a model does not mix examples."""

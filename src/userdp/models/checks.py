@@ -1,9 +1,9 @@
-"""Refuse models in which one user's records can change another user's gradient, or leak past it.
+"""Refuses models in which users' records mix, or reach the saved model without noise.
 
-The guarantee clips each user's update as if it depended on that user alone. Statistics over the
-batch (BatchNorm), routing with a shared capacity or load-balancing loss (mixtures of experts) break
-that, and a tensor written during the forward pass carries data around the noise. What names do not
-show, `userdp.probe` finds by trying.
+Clipping assumes that each user's update depends on that user alone. Statistics over the batch
+(BatchNorm) break this, and so do mixtures of experts: their routing shares a capacity or a
+balancing loss. A tensor that is written during the forward pass carries data past the noise. These
+checks go by names and types. `userdp.probe` finds the rest by trying.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from userdp.errors import InputError, MixedExamplesError
 
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
-# How configurations name their number of experts, at any depth.
+# Names of the number of experts in configurations, at any depth.
 _EXPERT_COUNT = re.compile(r"^(moe_)?(num|n)_(\w+_)?experts$|^moe_num_experts$|^ffn_num_experts$")
-# How layers that route tokens to experts are named.
+# Names of layers that route tokens to experts.
 _EXPERT_LAYER = re.compile(r"(MoE|Moe|Experts|SparseMLP|TopKRouter|TopkRouter)")
 
 
@@ -50,7 +50,7 @@ def refuse_mixing(model: nn.Module) -> None:
 
 
 def _settings(settings: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting by its name, however deep."""
+    """All settings by name, at any depth."""
     if isinstance(settings, dict):
         for name, value in settings.items():
             yield from _settings(value, str(name))
@@ -66,7 +66,7 @@ def _mixture_of_experts(model: nn.Module, seen: str) -> MixedExamplesError:
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that take part, by name, each tied weight once."""
+    """The parameters to train, by name. A tied weight appears once."""
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not found:
         raise InputError(
@@ -80,7 +80,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, trainable: Iterable[Tensor]) -> None:
-    """Raise if the optimizer moves anything the private step does not control."""
+    """Raise if the optimizer changes anything that the private step does not control."""
     known = {id(parameter) for parameter in trainable}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -95,11 +95,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trainable: Iterable[Tensor
 
 
 class BufferGuard:
-    """Notices writes to what is saved with a model: parameters, frozen ones too, and buffers."""
+    """Notices writes to what is saved with a model: parameters, also frozen ones, and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # The tensors themselves are kept: a freed one could give its address to its successor.
+        # The tensors themselves are kept, because a new tensor could reuse a freed one's address.
         self._before = self._saved()
 
     def changed(self) -> list[str]:
@@ -129,9 +129,9 @@ class BufferGuard:
 
 
 def _summary(tensor: Tensor) -> tuple[int, ...]:
-    """Numbers that a write changes, also one through `.data`, which torch does not count.
+    """Numbers that change with a write, even one through `.data`, which torch does not count.
 
-    Taken from the bytes, so that any dtype will do.
+    They are computed from the bytes, so any dtype will do.
     """
     if not tensor.numel():
         return ()

@@ -1,7 +1,7 @@
-"""Hugging Face models and tokenizers as they are, with LoRA if asked.
+"""Loads Hugging Face models and tokenizers unchanged, with LoRA on request.
 
-Only safetensors (or GGUF) weights are read and no code from a checkpoint runs: a pickle can do
-anything to the machine, and remote code anything to the guarantee.
+Only safetensors or GGUF weights are read, and no code from a checkpoint runs. A pickle could attack
+the machine, and remote code could break the guarantee.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def load_model(
 ) -> tuple[nn.Module, Any]:
     """A causal language model and its tokenizer, from a hub name or a directory.
 
-    Without `lora` every parameter is trained; with it, the adapters alone.
+    Without `lora`, every parameter is trained. With it, only the adapters are.
     """
     source = str(name_or_path)
     _refuse_missing_path(source)
@@ -66,7 +66,7 @@ def load_model(
 
 
 def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
-    """The tokenizer, with the end-of-text token standing in for a missing padding token."""
+    """The tokenizer. If it has no padding token, the end-of-text token serves as one."""
     _refuse_missing_path(source)
     options = {"gguf_file": gguf_file} if gguf_file else {}
     try:
@@ -88,14 +88,14 @@ def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
 
 
 def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
-    """The model with trainable adapters and everything else frozen."""
+    """The model with trainable adapters. Everything else is frozen."""
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
         target_modules=targets,
         lora_dropout=0.0,
-        # GPT-2's Conv1D stores its weight transposed; peft asks to be told.
+        # GPT-2's Conv1D stores its weight transposed, and peft must be told.
         fan_in_fan_out=any(
             isinstance(module, transformers.pytorch_utils.Conv1D) for module in model.modules()
         ),
@@ -125,7 +125,7 @@ def load_adapter(model: nn.Module, adapter: Path) -> nn.Module:
 
 
 def _remember(model: nn.Module, source: Path) -> None:
-    """Let the model carry what was spent on it, where its directory says so."""
+    """Attach to the model what its directory says was spent on it."""
     base = Path(_base_of(source))
     if base.name and base.is_dir() and base != source:
         _remember(model, base)
@@ -150,7 +150,7 @@ def _base_of(source: Path) -> str:
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
-    """Refuse a tokenizer that can produce ids the model has no embedding for."""
+    """Refuse a tokenizer with more tokens than the model has embeddings."""
     # An adapter on the embedding has its weight, but not its number of embeddings.
     embeddings = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
     if len(tokenizer) > embeddings:
@@ -164,7 +164,7 @@ def save_model(model: nn.Module, tokenizer: Any, out: Path) -> None:
     """Write the model (or the adapter alone) as `transformers` and `peft` load it."""
     config = getattr(model, "config", None)
     if not isinstance(model, peft.PeftModel) and hasattr(config, "quantization_config"):
-        # A model read from GGUF still says it is quantised, which its float weights no longer are.
+        # A model read from GGUF still claims to be quantised, but its weights are floats now.
         del config.quantization_config  # pyright: ignore[reportOptionalMemberAccess]
     model.save_pretrained(str(out))  # pyright: ignore[reportCallIssue]
     tokenizer.save_pretrained(out)

@@ -1,7 +1,7 @@
-"""The architectures whose users were shown by tests not to touch each other.
+"""The architectures in which tests showed that users do not affect each other.
 
-`tests/test_probe_families.py` builds each of them small and probes it thoroughly on both paths, in
-several sizes. Any other model is judged by the probe alone, and the statement says so.
+`tests/test_probe_families.py` builds a small model of each and probes it thoroughly on both paths,
+in several sizes. Any other model is judged by the probe alone, and the statement says so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROVEN = frozenset(
     starcoder2 xlstm
     """.split()
 )
-# Ways to turn positions into angles in which no position depends on how many there are.
+# Rotary embeddings in which a position's angle does not depend on the sequence length.
 FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 
 
@@ -34,14 +34,14 @@ def is_proven(model: nn.Module) -> bool:
 
 
 def _is_as_it_comes(module: nn.Module) -> bool:
-    """Whether the module is a library's own, without hooks or another `forward`."""
+    """Whether the module comes from a known library and has no hooks or replaced `forward`."""
     changed = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
     library = type(module).__module__.split(".")[0]
     return not changed and library in {"torch", "transformers", "peft"}
 
 
 def model_check(model: nn.Module, *, checked: bool = True) -> str:
-    """What the statement says of the model: on what grounds its users are apart."""
+    """What the statement says about the model: why its users do not affect each other."""
     grounds = ["architecture proven by tests"] if is_proven(model) else []
     if checked:
         grounds.append("checked by probe")

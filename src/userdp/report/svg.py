@@ -1,8 +1,8 @@
-"""Two small pictures as SVG text: horizontal bars, and lines over two axes."""
+"""Pictures as SVG text: horizontal bars, lines over two axes, and the parts of other plots."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -13,7 +13,7 @@ FAINT = "#d9dcdf"
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One bar: what it is, how long, what is written at its end."""
+    """One bar: its label, its length, and the text at its end."""
 
     label: str
     value: float
@@ -90,14 +90,46 @@ def lines(
         f'fill="{INK}">{escape(y_label)}</text>'
     )
     for number, entry in enumerate(entries):
-        path = " ".join(f"{x(px):.1f},{y(py):.1f}" for px, py in entry.points)
         dash = ' stroke-dasharray="5 4"' if entry.dashed else ""
         legend = top + 14 + 22 * number
         parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{entry.colour}" '
-            f'stroke-width="2.2"{dash}/>'
-            f'<line x1="{left + width + 16}" x2="{left + width + 40}" y1="{legend - 4}" '
+            polyline(
+                [(x(px), y(py)) for px, py in entry.points],
+                colour=entry.colour,
+                width=2.2,
+                dash=dash,
+            )
+            + f'<line x1="{left + width + 16}" x2="{left + width + 40}" y1="{legend - 4}" '
             f'y2="{legend - 4}" stroke="{entry.colour}" stroke-width="2.2"{dash}/>'
             f'<text x="{left + width + 46}" y="{legend}" fill="{INK}">{escape(entry.label)}</text>'
         )
     return "".join([*parts, "</svg>"])
+
+
+def scale(values: Sequence[float], start: float, end: float) -> Callable[[float], float]:
+    """Map the smallest of `values` to `start`, the largest to `end`, and others in between.
+
+    >>> scale([2.0, 4.0], 10.0, 20.0)(3.0)
+    15.0
+    """
+    low, high = min(values), max(values)
+    span = high - low or 1.0
+    return lambda value: start + (end - start) * (value - low) / span
+
+
+def polyline(
+    points: Sequence[tuple[float, float]], *, colour: str, width: float, dash: str = ""
+) -> str:
+    """A line through points of the picture."""
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"{dash}/>'
+
+
+def text(
+    x: float, y: float, text: str, size: int = 10, *, anchor: str = "start", colour: str = "#222"
+) -> str:
+    """Words at a point of the picture."""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">'
+        f"{text}</text>\n"
+    )

@@ -1,4 +1,4 @@
-"""Write a run's report: everything in it comes from the ledger and the configuration."""
+"""Writes a run's report. Everything in it comes from the ledger and the configuration."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def write_report(
 ) -> ReportFiles:
     """Write report.html (or `html`), MODEL_CARD.md and statement.json into the run's directory.
 
-    A run that is not closed, or not of the weights in `model/`, is refused unless `unfinished` is
-    said; then its report promises nothing.
+    A run is refused if it is not closed or does not match the weights in `model/`. With
+    `unfinished` it is reported all the same, and the report promises nothing.
     """
     record = read_run(run, unfinished=unfinished)
     ledger = record.ledger
@@ -79,7 +79,7 @@ def write_report(
         "epsilon": epsilon_text(statement.epsilon),
         "sections": sections,
         "version": userdp.__version__,
-        # A local directory's path is nobody's business; its name will do.
+        # A local directory's full path is not published, only its name.
         "base": Path(config.model.path).name
         if Path(config.model.path).is_dir()
         else config.model.path,

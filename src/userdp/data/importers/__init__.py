@@ -1,1 +1,1 @@
-"""Sources of records, one file each: every importer yields `Record`s and counts what it skips."""
+"""Importers, one file for each kind of source. All of them count what they skip."""

@@ -1,6 +1,6 @@
-"""Tables that are Arrow already: Parquet files, and Hugging Face datasets.
+"""Parquet files and Hugging Face datasets, which are read as Arrow tables.
 
-Owner columns hold strings or whole numbers, or lists of them; text columns hold strings, or chats
+Owner columns hold strings or whole numbers, or lists of them. Text columns hold strings, or chats
 as lists of {role, content}.
 """
 
@@ -27,13 +27,13 @@ from userdp.data.importers.columns import (
     seconds_of,
     text_of,
 )
-from userdp.data.record import NO_TIME, Batch, Record, batches_of
+from userdp.data.record import NO_TIME, ImportBatch, Record, batches_of
 from userdp.errors import InputError
 
 BATCH_ROWS = 16384
 
 
-def parquet_batches(path: Path, columns: Columns) -> Iterator[Batch]:
+def parquet_batches(path: Path, columns: Columns) -> Iterator[ImportBatch]:
     """The records of a Parquet file, in order."""
     try:
         with pq.ParquetFile(path) as file:
@@ -50,7 +50,7 @@ def parquet_batches(path: Path, columns: Columns) -> Iterator[Batch]:
         ) from None
 
 
-def saved_dataset_batches(root: Path, columns: Columns) -> Iterator[Batch]:
+def saved_dataset_batches(root: Path, columns: Columns) -> Iterator[ImportBatch]:
     """The records of a Hugging Face dataset saved with `save_to_disk`, all splits in order."""
     split_list = root / "dataset_dict.json"
     if split_list.is_file():
@@ -73,7 +73,7 @@ def saved_dataset_batches(root: Path, columns: Columns) -> Iterator[Batch]:
             raise InputError(f"{root.name}/{file.name}: truncated or not Arrow data.") from None
 
 
-def dataset_batches(dataset: Any, columns: Columns) -> Iterator[Batch]:
+def dataset_batches(dataset: Any, columns: Columns) -> Iterator[ImportBatch]:
     """The records of a loaded `datasets.Dataset`, in its order."""
     chosen = columns.resolved(list(dataset.column_names), "the dataset")
     arrow = dataset.select_columns(_needed(chosen)).with_format("arrow")
@@ -107,7 +107,9 @@ def _checked(columns: Columns, schema: pa.Schema, where: str) -> Columns:
     return columns
 
 
-def _batches(pieces: Iterable[pa.RecordBatch], columns: Columns, where: str) -> Iterator[Batch]:
+def _batches(
+    pieces: Iterable[pa.RecordBatch], columns: Columns, where: str
+) -> Iterator[ImportBatch]:
     start = 0
     for piece in pieces:
         yield _batch(piece, columns, partial(_row, where, start))
@@ -118,7 +120,7 @@ def _row(where: str, start: int, row: int) -> str:
     return f"{where}, row {start + row + 1}"
 
 
-def _batch(piece: pa.RecordBatch, columns: Columns, where: Any) -> Batch:
+def _batch(piece: pa.RecordBatch, columns: Columns, where: Any) -> ImportBatch:
     user, text = columns.named()
     if is_template(user) or is_template(text):
         return _batch_of_rows(piece, columns, where)
@@ -129,13 +131,13 @@ def _batch(piece: pa.RecordBatch, columns: Columns, where: Any) -> Batch:
         cells = piece.column(columns.time).to_pylist()
         seconds = [seconds_of(cell, columns.time, where(i)) for i, cell in enumerate(cells)]
         times = np.asarray([NO_TIME if time is None else time for time in seconds], np.int64)
-    return Batch(
+    return ImportBatch(
         texts=texts, owners=owners, owner_counts=counts, where=where, times=times, is_chat=is_chat
     )
 
 
-def _batch_of_rows(piece: pa.RecordBatch, columns: Columns, where: Any) -> Batch:
-    """Templates are filled in row by row."""
+def _batch_of_rows(piece: pa.RecordBatch, columns: Columns, where: Any) -> ImportBatch:
+    """A batch whose templates are filled in row by row."""
     user, text_choice = columns.named()
     records: list[Record] = []
     for i, fields in enumerate(piece.to_pylist()):

@@ -14,10 +14,10 @@ from typing import IO, cast
 
 from userdp.errors import InputError
 
-# Above this a line is a mistake or an attack; it is refused before it fills the memory.
+# A longer line is a mistake or an attack. It is refused before it fills the memory.
 MAX_LINE_BYTES = 32 * 2**20
-# A compressed file that grows beyond both is treated as a decompression bomb. Text compresses about
-# 3 to 10 times, very regular logs 50 times; deflate ends at 1,032.
+# A compressed file that grows beyond both limits is refused as a decompression bomb. Text
+# compresses 3 to 10 times, and very regular logs 50 times. Deflate can reach 1,032 times.
 BOMB_BYTES = 64 * 2**20
 BOMB_RATIO = 100
 
@@ -57,7 +57,7 @@ class _Meter:
 
 
 def damaged(path: Path, line: int) -> InputError:
-    """What to say of a gzip stream that ends early or does not add up."""
+    """The error for a gzip stream that ends early or is corrupt."""
     return InputError(
         f"{path.name}, line {line}: the gzip stream is truncated or corrupt; nothing was imported."
     )
@@ -67,7 +67,7 @@ DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """All lines with their numbers, from 1, each with its line end, each bounded in size."""
+    """All lines with their numbers from 1, each with its line end and bounded in size."""
     meter = _Meter(path)
     number = 0
     with open_bytes(path) as file:
@@ -86,14 +86,14 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def too_long(path: Path, line: int) -> InputError:
-    """What to say of a line that is a mistake or an attack."""
+    """The error for a line that is a mistake or an attack."""
     return InputError(
         f"{path.name}, line {line}: longer than {MAX_LINE_BYTES // 2**20} MiB. Split the record."
     )
 
 
 def check_compressed(path: Path) -> None:
-    """Unpack a gzip file once without keeping it: refuse damage, bombs and endless lines."""
+    """Unpack a gzip file once without keeping it, and refuse damage, bombs and endless lines."""
     if not is_gzip(path):
         return
     line, in_line = 1, 0
@@ -106,7 +106,7 @@ def check_compressed(path: Path) -> None:
 
 
 def pieces(path: Path) -> Iterator[bytes]:
-    """The file's bytes in pieces; damage and bombs are refused."""
+    """The file's bytes in pieces. Damage and bombs are refused."""
     meter = _Meter(path)
     line = 1
     with open_bytes(path) as file:

@@ -1,7 +1,7 @@
-"""Files of rows read by DuckDB in columns: what JSON Lines and CSV share.
+"""Reading rows in columns with DuckDB: what JSON Lines and CSV share.
 
 A `Query` says in SQL how to get the owner cells and the text out of a source. Anything unexpected
-in what comes back raises `Doubt`, and the caller asks its careful reader.
+in the result raises `Doubt`. Then the format's careful reader takes over.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from userdp.data.engine import duckdb_connection, file_name, quoted
 from userdp.data.importers.bounded import open_bytes
 from userdp.data.importers.columns import is_template, parts_of
-from userdp.data.record import Batch
+from userdp.data.record import ImportBatch, Record, batches_of
 
 __all__ = ["Doubt", "Query", "batches", "file_name", "quoted"]
 
@@ -29,14 +29,14 @@ SAMPLE_BYTES = 2**20
 
 
 class Doubt(Exception):
-    """The fast reader met something only the careful reader may judge."""
+    """The fast reader met something that the careful reader must judge."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """SQL for a source: its table function, and an expression each for owners and text.
+    """SQL for a source: its table function, and one expression each for owners and text.
 
-    `is_plain` says of a row that the two expressions fit it.
+    `is_plain` says whether the two expressions fit a row.
     """
 
     source: str
@@ -58,7 +58,7 @@ def struct(types: Mapping[str, str]) -> str:
 
 
 def json_user(choice: str, *, several: bool) -> str:
-    """The owner cells: JSON of one id, or a list of such, or an id put together from columns."""
+    """SQL for the owner cells: JSON of one id, a list of such, or an id built from columns."""
     if is_template(choice):
         return " || ".join(
             f"nullif(trim({name(piece)} ->> '$'), '')" if is_column else quoted(piece)
@@ -68,7 +68,7 @@ def json_user(choice: str, *, several: bool) -> str:
 
 
 def json_text(choice: str) -> str:
-    """The text: a JSON string without its quotes, or a template over such."""
+    """SQL for the text: a JSON string without its quotes, or a template of such strings."""
     if is_template(choice):
         return " || ".join(
             f"coalesce({name(piece)} ->> '$', '')" if is_column else quoted(piece)
@@ -78,7 +78,7 @@ def json_text(choice: str) -> str:
 
 
 def mean_line_bytes(path: Path) -> float:
-    """About how long a line is, from the beginning of the file."""
+    """The mean length of a line, estimated from the beginning of the file."""
     with open_bytes(path) as file:
         sample = file.read(SAMPLE_BYTES)
     return len(sample) / max(1, sample.count(b"\n"))
@@ -86,7 +86,7 @@ def mean_line_bytes(path: Path) -> float:
 
 def batches(
     query: Query, path: Path, scratch: Path, place: Callable[[Path, int], str]
-) -> Iterator[Batch]:
+) -> Iterator[ImportBatch]:
     """The source's batches in order; `place(path, i)` names the place of record i."""
     import duckdb
 
@@ -103,10 +103,35 @@ def batches(
             yield _batch(piece, query, partial(_where, path, place, start))
             start += piece.num_rows
     except (duckdb.Error, pa.ArrowException, OSError):
-        # Its messages quote the data; the careful reader finds its own words.
+        # DuckDB's messages quote the data, so they are dropped. The careful reader has its own.
         raise Doubt from None
     finally:
         connection.close()
+
+
+def or_careful(
+    fast: Iterator[ImportBatch], careful: Callable[[], Iterator[Record]]
+) -> Iterator[ImportBatch]:
+    """The batches of the fast reader. After a doubt, the careful reader continues."""
+    done = 0
+    try:
+        for batch in fast:
+            done += len(batch)
+            yield batch
+    except Doubt:
+        records = careful()
+        for _ in range(done):
+            next(records)
+        yield from batches_of(records)
+
+
+def place_of(records: Iterator[Record], path: Path, index: int) -> str:
+    """Where record `index` is. If the careful reader objects to the file, its error comes first."""
+    where = path.name
+    for i, record in enumerate(records):
+        if i == index:
+            where = record.where
+    return where
 
 
 def _where(path: Path, place: Callable[[Path, int], str], start: int, row: int) -> str:
@@ -117,7 +142,7 @@ def _batch(
     piece: pa.RecordBatch,
     query: Query,
     where: Callable[[int], str],
-) -> Batch:
+) -> ImportBatch:
     cells, texts, is_plain = piece.columns
     if cells.null_count or texts.null_count or is_plain.null_count or is_plain.false_count:
         raise Doubt
@@ -131,7 +156,7 @@ def _batch(
             raise Doubt
     else:
         counts = np.ones(len(cells), np.int64)
-    return Batch(
+    return ImportBatch(
         texts=texts.cast(pa.large_string()),
         owners=cells,
         owner_counts=counts,

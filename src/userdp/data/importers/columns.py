@@ -1,8 +1,8 @@
 """Which columns hold the owners, the text and the time, and what a cell may be.
 
-A column is named, or built from several by a template such as `{title}\\n\\n{body}`; if nothing is
-said, well-known names are tried in the order below. Cells of chat data, lists of {role, content},
-are kept as JSON, so that each model's own chat template can render them.
+The caller names a column, or builds it from several by a template such as
+`{title}\\n\\n{body}`. Otherwise well-known names are tried in the order below. Chats, which are
+lists of {role, content}, are kept as JSON, so that each model's own chat template can render them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The caller's choice of columns: names or templates; None means well-known names."""
+    """The caller's choice of columns: names or templates. None means well-known names."""
 
     user: str | None = None
     text: str | None = None
@@ -36,7 +36,7 @@ class Columns:
         return self.user, self.text
 
     def resolved(self, available: list[str], where: str) -> Columns:
-        """The same with every choice made, checked against the columns there are."""
+        """The same with every choice made from the available columns."""
         return Columns(
             user=_resolve(self.user, available, USER_COLUMNS, "user", where),
             text=_resolve(self.text, available, TEXT_COLUMNS, "text", where),
@@ -54,8 +54,7 @@ def _resolve(
                 f"{where}: no {what} column among {', '.join(known)}. Name it with --{what}."
             )
         return found[0]
-    # A field may be missing from the first record of JSON Lines, so absence is judged by the
-    # reader.
+    # The reader judges whether a column is missing: the first line of JSON Lines may lack a field.
     return choice.replace("\\n", "\n").replace("\\t", "\t") if is_template(choice) else choice
 
 
@@ -86,9 +85,9 @@ def names_in(choice: str) -> list[str]:
 
 
 def text_of(fields: dict[str, Any], choice: str, where: str, *, chat: bool = False) -> str:
-    """The text of a record; missing parts of a template are empty.
+    """The text of a record. Missing parts of a template are empty.
 
-    In `chat` data every text is a list of messages, elsewhere none is: one store holds one kind.
+    With `chat` every text must be a list of messages, and otherwise none: a store holds one kind.
     """
     if is_template(choice):
         return "".join(
@@ -113,7 +112,7 @@ def _part(value: Any, name: str, where: str) -> str:
 
 
 def checked(value: str, name: str, where: str) -> str:
-    """The value, refused if no text file could hold it."""
+    """The value itself. Refused if no text file could hold it."""
     if "\x00" in value or any("\ud800" <= char <= "\udfff" for char in value):
         raise InputError(f"{where}: field {name!r} contains a NUL or a lone surrogate.")
     return value
@@ -142,7 +141,7 @@ def chat_json(messages: list[Any], name: str, where: str) -> str:
 
 
 def owners_of(fields: dict[str, Any], choice: str, where: str) -> tuple[str, ...]:
-    """The owners as strings; none if any of them is missing."""
+    """The owners as strings, or none at all if any of them is missing."""
     if is_template(choice):
         values = [
             (is_column, fields.get(p) if is_column else p) for is_column, p in parts_of(choice)
@@ -163,7 +162,7 @@ def is_blank(value: Any) -> bool:
 
 
 def id_of(value: Any, name: str, where: str) -> str:
-    """An id as a string. A float such as 1.0 is refused: is it user 1? Not ours to guess."""
+    """An id as a string. A float such as 1.0 is refused, because it may not mean user 1."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise InputError(
             f"{where}: field {name!r} must hold user ids as strings or whole numbers, not "

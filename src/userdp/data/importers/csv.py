@@ -1,7 +1,7 @@
 """CSV and TSV with a header line, plain or gzipped.
 
-As with JSON Lines, DuckDB reads in columns and a careful reader judges whatever looks odd: a line
-with more or fewer fields than the header is an error that names the line.
+As with JSON Lines, DuckDB reads in columns, and a careful reader judges whatever looks odd. A line
+with more or fewer fields than the header is an error, which names the line.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from userdp.data.importers.columns import (
     seconds_of,
     text_of,
 )
-from userdp.data.record import Batch, Record, batches_of
+from userdp.data.record import ImportBatch, Record, batches_of
 from userdp.errors import InputError
 
 
-def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[Batch]:
-    """The records of a file, in order; any broken line ends the import with its number."""
+def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[ImportBatch]:
+    """The records of a file, in order. A broken line ends the import, and the error names it."""
     check_compressed(path)
     first = next(_rows(path), None)
     if first is None:
@@ -38,17 +38,9 @@ def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[Batch]:
     if chosen.time is not None:
         yield from batches_of(records(path, chosen))
         return
-    done = 0
-    try:
-        query = _query(path, header, chosen)
-        for batch in columnar.batches(query, path, scratch, partial(_place, chosen)):
-            done += len(batch)
-            yield batch
-    except columnar.Doubt:
-        careful = records(path, chosen)
-        for _ in range(done):
-            next(careful)
-        yield from batches_of(careful)
+    query = _query(path, header, chosen)
+    fast = columnar.batches(query, path, scratch, partial(_place, chosen))
+    yield from columnar.or_careful(fast, partial(records, path, chosen))
 
 
 def _checked(columns: Columns, header: list[str], path: Path) -> Columns:
@@ -81,7 +73,7 @@ def _query(path: Path, header: list[str], columns: Columns) -> columnar.Query:
 
 def _concatenated(choice: str, cell: str) -> str:
     if not is_template(choice):
-        # An id keeps its own spelling; only whether it is blank is asked of the trimmed one.
+        # An id keeps its own spelling. It is trimmed only to see whether it is blank.
         name = columnar.name(choice)
         return f"CASE WHEN {cell.format(name)} IS NOT NULL THEN coalesce({name}, '') END"
     return " || ".join(
@@ -95,12 +87,7 @@ def _delimiter(path: Path) -> str:
 
 
 def _place(columns: Columns, path: Path, index: int) -> str:
-    """Where record `index` is. If the careful reader objects to the file, that comes first."""
-    where = path.name
-    for i, record in enumerate(records(path, columns)):
-        if i == index:
-            where = record.where
-    return where
+    return columnar.place_of(records(path, columns), path, index)
 
 
 def records(path: Path, columns: Columns) -> Iterator[Record]:
@@ -142,7 +129,7 @@ def records(path: Path, columns: Columns) -> Iterator[Record]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Rows with the line they begin on; empty lines are no rows."""
+    """Rows with the line they begin on. Empty lines are not rows."""
     position = [0]
 
     def decoded() -> Iterator[str]:

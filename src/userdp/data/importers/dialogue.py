@@ -1,6 +1,6 @@
-"""Plain text with speakers: plays, transcripts, chat logs. One record a turn, owned by its speaker.
+"""Plays, transcripts and chat logs as plain text. Each turn is a record, owned by its speaker.
 
-Two layouts, told apart by the first line:
+There are two layouts, and the first line shows which one it is:
 
     Ann:                      Ann: What shall we do?
     What shall we do?         Bob: Nothing.
@@ -8,8 +8,8 @@ Two layouts, told apart by the first line:
     Bob:
     Nothing.
 
-On the left a turn begins after an empty line, with the speaker alone on a line; on the right every
-line that begins with a short name and a colon begins a turn.
+On the left, a turn begins after an empty line, with the speaker alone on a line. On the right,
+every line that begins with a short name and a colon begins a turn.
 """
 
 from __future__ import annotations

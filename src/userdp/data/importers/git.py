@@ -1,10 +1,10 @@
 """Commit messages of a git repository, owned by everyone they name.
 
-Owners are the author, the committer, and whoever is in a Co-authored-by, Signed-off-by, Reviewed-
-by, Acked-by, Tested-by, Reported-by, Helped-by or Suggested-by line, in this order, by mail
-address in lower case (the repository's `.mailmap` applies to authors and committers). The text is
-the message without these lines. Merges are left out: their messages are mostly written by
-machines.
+Owners are the author, the committer, and the people in lines such as Co-authored-by, Signed-off-by,
+Reviewed-by, Acked-by, Tested-by, Reported-by, Helped-by and Suggested-by, in this order. Each is
+named by mail address in lower case. The repository's `.mailmap` applies to authors and committers.
+The text is the message without these lines. Merges are left out, because machines write most of
+their messages.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ PIECE_BYTES = 2**16
 
 
 def records(repository: Path) -> Iterator[Record | Skipped]:
-    """One record a commit, oldest first."""
+    """One record for each commit, oldest first."""
     command = [
         "git",
         "--no-pager",
-        # A repository may belong to someone else; reading its log runs nothing of it.
+        # The repository may belong to someone else. Reading its log runs none of its code.
         *("-c", "safe.directory=*", "-c", "log.showSignature=false"),
         *("-C", str(repository), "log", "-z", "--no-merges", "--date-order", "--reverse"),
         *("--encoding=UTF-8", "--no-color", f"--format={FIELDS}"),

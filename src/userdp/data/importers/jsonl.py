@@ -1,8 +1,8 @@
-"""JSON Lines, plain or gzipped: one object a line, a column for the owners and one for the text.
+"""JSON Lines, plain or gzipped: one object per line, with a field for owners and one for text.
 
-Two readers. DuckDB reads in columns, on all cores. Whatever it refuses, or whatever looks odd in
-what it read, goes to the careful reader, one line at a time: that one either names the line that
-is wrong or finds that nothing is. So whatever is refused is refused by the careful reader.
+There are two readers. DuckDB reads in columns, on all cores. If it refuses something, or if its
+result looks odd, the careful reader goes on, one line at a time. It either finds nothing wrong or
+names the wrong line. So only the careful reader ever refuses a file.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from userdp.data.importers.columns import (
     seconds_of,
     text_of,
 )
-from userdp.data.record import Batch, Record, batches_of
+from userdp.data.record import ImportBatch, Record, batches_of
 from userdp.errors import InputError
 
 
-def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[Batch]:
-    """The records of a file, in order; any broken line ends the import with its number."""
+def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[ImportBatch]:
+    """The records of a file, in order. A broken line ends the import, and the error names it."""
     first = next(_objects(path), None)
     if first is None:
         return
@@ -44,26 +44,17 @@ def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[Batch]:
         yield from batches_of(records(path, chosen, chat=chat), is_chat=chat)
         return
     check_compressed(path)
-    several = isinstance(fields.get(user), list)
-    place = partial(_place, chosen)
-    done = 0
-    try:
-        for batch in columnar.batches(_query(path, chosen, several), path, scratch, place):
-            done += len(batch)
-            yield batch
-    except columnar.Doubt:
-        careful = records(path, chosen)
-        for _ in range(done):
-            next(careful)
-        yield from batches_of(careful)
+    query = _query(path, chosen, several=isinstance(fields.get(user), list))
+    fast = columnar.batches(query, path, scratch, partial(_place, chosen))
+    yield from columnar.or_careful(fast, partial(records, path, chosen))
 
 
-def _query(path: Path, columns: Columns, several: bool) -> columnar.Query:
+def _query(path: Path, columns: Columns, *, several: bool) -> columnar.Query:
     user, text = columns.named()
     types = dict.fromkeys([*names_in(user), *names_in(text)], "JSON")
     if several and not is_template(user):
         types[user] = "JSON[]"
-    # DuckDB's buffer is twice this size and lines that fit pass: no line above our limit does.
+    # DuckDB reads lines of up to twice this size, so no line above our limit passes.
     return columnar.Query(
         source=(
             f"read_json({columnar.file_name(path)}, format = 'newline_delimited', columns = "
@@ -85,7 +76,7 @@ def _query(path: Path, columns: Columns, several: bool) -> columnar.Query:
 
 
 def _decode_id(cell: str) -> str:
-    """An id from its JSON spelling; ValueError if it is no string or whole number, or blank."""
+    """An id from its JSON spelling. ValueError if it is blank, or no string or whole number."""
     value = json.loads(cell)
     if is_blank(value):
         raise ValueError("blank")
@@ -93,19 +84,14 @@ def _decode_id(cell: str) -> str:
 
 
 def _place(columns: Columns, path: Path, index: int) -> str:
-    """Where record `index` is. If the careful reader objects to the file, that comes first."""
-    where = path.name
-    for i, record in enumerate(records(path, columns)):
-        if i == index:
-            where = record.where
-    return where
+    return columnar.place_of(records(path, columns), path, index)
 
 
 def records(path: Path, columns: Columns | None = None, *, chat: bool = False) -> Iterator[Record]:
     """The records of a file one by one, by the careful reader.
 
-    Lines without an owner are counted to the end and then refused together: how many there are
-    tells the caller whether the column is wrong or a few lines are.
+    Lines without an owner are counted to the end and then refused together. Their number tells the
+    caller whether the column is wrong or only a few lines are.
     """
     ownerless: list[str] = []
     chosen = columns or Columns()
@@ -159,6 +145,6 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 
 
 def texts(path: Path, column: str) -> Iterator[str]:
-    """The texts of a public corpus: no owners are asked for."""
+    """The texts of a public corpus, which needs no owners."""
     for number, fields in _objects(path):
         yield text_of(fields, column, f"{path.name}, line {number}")

@@ -1,12 +1,12 @@
-"""One message of mail: whose it is, and which of its words are the sender's own.
+"""One mail message: who owns it, and which of its words are the sender's own.
 
-After Chua et al. 2024, App. B.1: the sender's new words are kept; quoted lines, signatures and
-patches are cut, and what is left must be at least four words; forwarded messages are skipped
-whole, since they carry other people's text; so are messages in which some 20-gram of words occurs
-twice. Owners are the sender, or the sender and everyone in To, Cc and Bcc. Addresses are compared
-in lower case. Addresses of mailing lists are nobody's.
+The rules follow Chua et al. 2024, App. B.1. Quoted lines, signatures and patches are cut, and at
+least four words must remain. Forwarded messages are skipped, because they carry other people's
+text. Messages in which some 20-gram of words occurs twice are skipped as well. Owners are the
+sender and everyone in To, Cc and Bcc; with `--owners first`, the sender alone. Addresses are
+compared in lower case. A mailing list's address owns nothing.
 
-Nothing in a message can end an import: what cannot be read is skipped and counted.
+Nothing in a message can end an import. What cannot be read is skipped and counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from userdp.data.importers.markup import SILENT, plain_text
 from userdp.data.record import Record, Skipped
 
 REPEATED_WORDS = 20
-# Below this a message is a command to a list server, or says nothing.
+# A shorter message is a command to a list server, or says nothing.
 MIN_WORDS = 4
 
 FORWARDED_SUBJECT = re.compile(r"\s*(fwd?|wg|tr)\s*:", re.IGNORECASE)
@@ -112,7 +112,7 @@ def own_words(body: str) -> str:
             in_patch = False
             _drop_attribution(kept)
             continue
-        # A patch lasts until a line that cannot be part of one: discussion may go on below it.
+        # A patch ends with a line that cannot be part of one. Discussion may go on below it.
         in_patch = PATCH_START.match(line) is not None or (
             in_patch and PATCH_LINE.match(line) is not None
         )
@@ -124,7 +124,7 @@ def own_words(body: str) -> str:
 
 
 def _drop_attribution(kept: list[str]) -> None:
-    """Take "On ... wrote:" back, on one line or two, with the blank lines after it."""
+    """Remove "On ... wrote:", on one line or two, and the blank lines after it."""
     end = len(kept)
     while end and not kept[end - 1].strip():
         end -= 1
@@ -156,7 +156,7 @@ def repeats_itself(text: str) -> bool:
 
 
 def _owners(message: Message[Any, Any], rules: MailRules) -> tuple[str, ...]:
-    """Sender first, then receivers, each once; lists left out."""
+    """The sender first, then the receivers, each once and without mailing lists."""
     listed = _list_addresses(message)
     owners: dict[str, None] = {}
     for field in ("from", "to", "cc", "bcc"):
@@ -186,7 +186,7 @@ def _addresses(message: Message[Any, Any], field: str) -> list[str]:
 
 
 def is_list_address(address: str) -> bool:
-    """Whether an address is by its looks a mailing list or a machine.
+    """Whether an address looks like a mailing list or a machine.
 
     >>> is_list_address("git@vger.kernel.org"), is_list_address("ann@example.org")
     (True, False)
@@ -196,7 +196,7 @@ def is_list_address(address: str) -> bool:
 
 
 def _list_addresses(message: Message[Any, Any]) -> set[str]:
-    """Lists the message itself names: List-ID `a.b.c` is a@b.c, List-Post is an address."""
+    """Lists that the message itself names: List-ID `a.b.c` is a@b.c, List-Post is an address."""
     listed: set[str] = set()
     for list_id in ID_IN_BRACKETS.findall(_header(message, "list-id")):
         listed.add(list_id.replace(".", "@", 1).lower())
@@ -211,7 +211,7 @@ def _header(message: Message[Any, Any], field: str) -> str:
 
 
 def _decoded(value: Any) -> str:
-    """A header's text; encoded words in unknown or wrong charsets are kept as they are."""
+    """A header's text. Encoded words in unknown or wrong charsets are kept as they are."""
     try:
         text = str(email.header.make_header(email.header.decode_header(value)))
     except (LookupError, ValueError):
@@ -249,7 +249,7 @@ def _body(message: Message[Any, Any]) -> tuple[str, bool]:
 
 
 def _text(part: Message[Any, Any]) -> str:
-    """A part's text in whatever charset it really is."""
+    """A part's text, decoded with the first charset that works."""
     payload: Any = part.get_payload(decode=True)
     data: bytes = payload if isinstance(payload, bytes) else b""
     declared = part.get_content_charset() or "us-ascii"

@@ -1,4 +1,4 @@
-"""Mailboxes: mbox files, plain or gzipped; maildirs and trees of one message a file, as Enron's.
+"""Mailboxes: mbox files, plain or gzipped, maildirs, and trees of single messages such as Enron's.
 
 Messages are read one at a time. A message above `MAX_MESSAGE_BYTES` is skipped and counted.
 """
@@ -24,9 +24,9 @@ QUOTED_FROM = re.compile(rb"^>+From ")
 def mbox_records(path: Path, rules: MailRules) -> Iterator[Record | Skipped]:
     """The messages of an mbox file, in order.
 
-    A line "From ..." after an empty line begins a message if it is dated or a header follows it;
-    without an empty line before it, only if both.
-    Quoting of such lines in bodies (mboxo, mboxrd) is taken back by one level.
+    A line "From ..." after an empty line begins a message if it has a date or a header follows it.
+    Without an empty line before it, both are needed. In bodies such lines are quoted (mboxo,
+    mboxrd); one level of quoting is removed.
     """
     message: list[bytes] = []
     started = 0
@@ -80,7 +80,7 @@ def mbox_records(path: Path, rules: MailRules) -> Iterator[Record | Skipped]:
 def tree_records(root: Path, rules: MailRules) -> Iterator[Record | Skipped]:
     """The messages of a maildir, of any tree of files that hold one message each, or of one file.
 
-    Of a maildir the folders `cur` and `new` count, `tmp` does not. Links are not followed: they
+    In a maildir, `cur` and `new` are read and `tmp` is not. Links are not followed, because they
     could lead out of the tree.
     """
     for path in [root] if root.is_file() else sorted(root.rglob("*")):
@@ -95,7 +95,7 @@ def tree_records(root: Path, rules: MailRules) -> Iterator[Record | Skipped]:
             continue
         if raw.startswith(b"From "):
             raw = raw.partition(b"\n")[2]
-        # Folders of a tree such as Enron's are people's names: only the file's own name is shown.
+        # In a tree such as Enron's, folders are people's names. Only the file's name is shown.
         yield record_of(raw, f"{root.name}/{path.name}, line 1", rules)
 
 

@@ -1,4 +1,4 @@
-"""HTML to plain text, for mail and forum posts. Nothing is fetched; blocks become line breaks."""
+"""Plain text from HTML, for mail and forum posts. Blocks become line breaks; nothing is fetched."""
 
 from __future__ import annotations
 
@@ -6,22 +6,8 @@ import re
 from html.parser import HTMLParser
 
 BLOCKS = frozenset(
-    {
-        "address",
-        "article",
-        "blockquote",
-        "br",
-        "dd",
-        "div",
-        "dl",
-        "dt",
-        "hr",
-        "li",
-        "ol",
-        "p",
-        "pre",
-    }
-    | {"section", "table", "td", "th", "tr", "ul", *(f"h{level}" for level in range(1, 7))}
+    "address article blockquote br dd div dl dt h1 h2 h3 h4 h5 h6 hr li ol p pre section table td "
+    "th tr ul".split()
 )
 SILENT = frozenset({"script", "style", "head", "title"})
 
@@ -51,7 +37,7 @@ class _Stripper(HTMLParser):
 
 
 def plain_text(html: str, *, without: frozenset[str] = SILENT) -> str:
-    """The text of an HTML fragment; elements in `without` are left out with all they hold.
+    """The text of an HTML fragment. Elements in `without` are left out with all they contain.
 
     >>> plain_text("<p>Two &lt; three.</p><ul><li>yes</li></ul>")
     'Two < three.\\n\\nyes'

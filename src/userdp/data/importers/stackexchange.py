@@ -1,11 +1,11 @@
-"""Stack Exchange dumps: `Posts.xml` and, beside it or given as well, `Comments.xml`.
+"""Stack Exchange dumps: `Posts.xml`, and `Comments.xml` if it is there.
 
-Single posts belong to their owner. Whole threads (a question, its answers and all comments) belong
-to everyone who wrote in them. Posts whose author deleted the account have no owner and are
-skipped, in threads too: their words would otherwise be nobody's, and protected for nobody.
+A single post belongs to its owner. A whole thread (a question, its answers and all comments)
+belongs to everyone who wrote in it. If the author deleted the account, the post has no owner and is
+skipped, in threads too. Otherwise nobody would be protected for its words.
 
-The XML is read as a stream of rows. Nothing it refers to is opened: a DOCTYPE is ignored, declared
-entities are refused.
+The XML is read as a stream of rows. Nothing it refers to is opened: a DOCTYPE is ignored, and
+declared entities are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xml.parsers import expat
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from userdp.data.engine import DuckDB
+from userdp.data.engine import EngineName, engine_of
 from userdp.data.importers.bounded import MAX_LINE_BYTES, pieces
 from userdp.data.importers.columns import Columns, seconds_of, text_of
 from userdp.data.importers.markup import plain_text
@@ -47,9 +47,9 @@ POST_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class Post:
-    """A question (kind 0), an answer (1) or a comment (2); `parent` is the post it hangs on.
+    """A question (kind 0), an answer (1) or a comment (2). `parent` is the post it belongs to.
 
-    Without an owner it is no record, but comments may hang on it.
+    A post without an owner is not a record, but comments may belong to it.
     """
 
     kind: int
@@ -79,9 +79,9 @@ def records(sources: list[Path], columns: Columns) -> Iterator[Record | Skipped]
 def thread_records(
     sources: list[Path], columns: Columns, scratch: Path
 ) -> Iterator[Record | Skipped]:
-    """Whole threads by all who wrote in them, in the order of the questions' ids.
+    """Whole threads, owned by all who wrote in them, in the order of the questions' ids.
 
-    Grouping is the engine's work, so that a dump need not fit into memory.
+    The engine groups the posts, so a dump need not fit into memory.
     """
     scratch.mkdir(parents=True, exist_ok=True)
     staged = scratch / "posts.parquet"
@@ -110,20 +110,19 @@ def thread_records(
                     rows = []
         writer.write_table(pa.Table.from_pylist(rows, POST_SCHEMA))
     yield from skipped.elements()
-    engine = DuckDB(scratch)
     try:
-        table = engine.add_parquet("posts", staged)
-        yield from _grouped(engine.batches(_in_threads(table)))
+        with engine_of(EngineName.DUCKDB, scratch) as engine:
+            table = engine.add_parquet("posts", staged)
+            yield from _grouped(engine.batches(_in_threads(table)))
     finally:
-        engine.close()
         staged.unlink()
 
 
 def _in_threads(posts: Any) -> Any:
     """Posts by thread: the question, then answers and comments by time.
 
-    A comment's `thread` is still the post it hangs on; answers know theirs, with or without an
-    owner.
+    The `thread` of a comment may be an answer. It is replaced by that answer's question, even if
+    the answer has no owner.
     """
     import ibis
 
@@ -236,7 +235,7 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
         for piece in pieces(path):
             parser.Parse(piece, False)
             fed += len(piece)
-            # What lies between the last event and here is one unfinished element.
+            # Everything since the last event belongs to one unfinished element.
             if fed - max(0, parser.CurrentByteIndex) > MAX_LINE_BYTES:
                 raise InputError(
                     f"{path.name}, line {parser.CurrentLineNumber}: an element longer than "

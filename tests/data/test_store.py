@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stores import KEY
+from cli_runner import answer, python
+from stores import KEY, write_lines
 from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
 from userdp.errors import InputError
@@ -126,3 +127,13 @@ def test_sole_owners_need_one_owner_a_record(make_store: MakeStore) -> None:
 def test_manifest_is_plain_json_with_counts(make_store: MakeStore) -> None:
     manifest = json.loads((make_store(RECORDS).path / "manifest.json").read_text())
     assert (manifest["records"], manifest["users"], manifest["edges"]) == (3, 2, 4)
+
+
+def test_opening_a_store_loads_neither_torch_nor_engines(tmp_path: Path) -> None:
+    answer("import", write_lines(tmp_path / "data.jsonl"), "--out", tmp_path / "store")
+    script = (
+        "import sys; from userdp.data.store import UserStore; UserStore.open('store').text(0);"
+        "print([name for name in ('torch', 'duckdb', 'ibis', 'pyspark') if name in sys.modules])"
+    )
+    done = python(script, cwd=tmp_path)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

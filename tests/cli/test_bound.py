@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reproductions.ganesh2025 import generators
 from userdp import cli
-from userdp.bounding import generators, min_sep
+from userdp.bounding import min_sep
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
 

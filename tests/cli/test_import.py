@@ -1,4 +1,4 @@
-"""`userdp import` and `userdp stats`: good sources, and every bad one of the fault list.
+"""`userdp import`: good sources, and every bad one of the fault list.
 
 Held to behaviour: exit code 2, the file and the line named, no store written, and not a byte of a
 record's text or of a user's id in what is printed.
@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from cli_runner import Result, python, userdp
+from cli_runner import Result, answer, python, userdp
+from userdp.errors import InputError
 
 TEXT = "zebracanary"
 USER = "quokkacanary"
@@ -318,38 +319,16 @@ def test_gzip_and_plain_give_the_same_fingerprint(tmp_path: Path) -> None:
     assert len(prints) == 1
 
 
-@pytest.fixture
-def small_store(tmp_path: Path) -> Path:
-    source = tmp_path / "data.jsonl"
-    source.write_bytes(GOOD + line(["ann", USER]))
-    assert userdp("import", source, "--out", tmp_path / "store").code == 0
-    return tmp_path / "store"
+def test_failed_import_leaves_no_key_either(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"user": "a", "text": "x"}\n{"user": "a", "t\n')
+    with pytest.raises(InputError, match="line 2"):
+        answer("import", tmp_path / "data.jsonl", "--out", tmp_path / "store")
+    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
 
 
-def test_stats_counts_what_is_there(small_store: Path) -> None:
-    data = userdp("stats", small_store, "--json").json
-    assert (data["records"], data["users"]) == (4, 3)
-    per_user = {"min": 1, "median": 1.0, "mean": 5 / 3, "max": 3}
-    per_record = {"min": 1, "median": 1.0, "mean": 1.25, "max": 2}
-    assert data["records_per_user"] == data["records_per_user"] | per_user
-    assert data["users_per_record"] == data["users_per_record"] | per_record
-
-
-def test_stats_in_words_has_a_histogram_and_a_warning(small_store: Path) -> None:
-    result = userdp("stats", small_store)
-    assert "records per user" in result.out
-    assert "\u2588" in result.out
-    assert "private" in result.out
-    assert USER not in result.out
-
-
-def test_stats_of_a_changed_store_is_refused(small_store: Path) -> None:
-    largest = max(
-        (path for path in small_store.rglob("*") if path.is_file() and path.suffix != ".json"),
-        key=lambda path: path.stat().st_size,
-    )
-    with largest.open("ab") as file:
-        file.write(b"x")
-    result = userdp("stats", small_store)
-    assert result.code == 2
-    assert "changed since the import" in result.err
+def test_unknown_formats_and_missing_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.unknown").write_text("x")
+    with pytest.raises(InputError, match="format cannot be told"):
+        answer("import", tmp_path / "data.unknown", "--out", tmp_path / "store")
+    with pytest.raises(InputError, match="no such file"):
+        answer("import", tmp_path / "none.jsonl", "--out", tmp_path / "store")

@@ -1,6 +1,6 @@
-"""The end of bounding in rounds: what is still undecided, fetched and decided by one pass.
+"""The end of bounding in rounds: one sequential pass decides what is still undecided.
 
-Why that gives the result of Algorithm 2 is said at the top of `rounds.py`.
+The top of `rounds.py` says why this gives the result of Algorithm 2.
 """
 
 from __future__ import annotations
@@ -8,22 +8,22 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from userdp.bounding.compiled import compiled
 from userdp.bounding.edges import Ints, Owners
-from userdp.bounding.engines import Database
 from userdp.bounding.greedy import Order, Room, full_room, take_in_order
+from userdp.data.engine import Engine
 
 
-def refuse_rest(
-    database: Database, left: Any, places: Any | None, max_records_per_user: int
-) -> Ints:
-    """The priorities that the sequential pass refuses among what is still undecided.
+def refuse_rest(engine: Engine, left: Any, places: Any | None, max_records_per_user: int) -> Ints:
+    """The priorities that the sequential pass refuses among the undecided records in `left`.
 
-    A user has as many places as the column `free` says, or `spare` more than records that are left
-    (fewer, if negative): the column `spare`, or the table `places`, which has room for the others.
+    A user's free places come from one of three sources. The column `free` gives them. The column
+    `spare` gives them less the user's undecided records, and may be negative. The table `places`
+    gives `spare` for some users; the others have room for all their records.
     """
-    columns = dict(zip(left.columns, database.fetch(left), strict=True))
+    columns = arrays_of(engine.fetch(left))
     place, priorities = _small_numbers(columns["priority"])
     user = columns["user"]
     number, _ = _small_numbers(user)
@@ -34,18 +34,24 @@ def refuse_rest(
         _set_room_by_length(number, columns["spare"], room, max_records_per_user)
     else:
         assert places is not None
-        known, spare = database.fetch(places)
+        given = arrays_of(engine.fetch(places))
+        known, spare = given["user"], given["spare"]
         spare_of_user = np.zeros(int(max(user.max(initial=0), known.max(initial=0))) + 1, np.int32)
         spare_of_user[known] = spare
         _set_room_by_length(number, spare_of_user[user], room, max_records_per_user)
     indptr = np.zeros(int(place.max(initial=-1)) + 2, dtype=np.int64)
     owners = np.empty_like(number)
     _group(place, number, indptr, owners)
-    # A place that no record has counts as taken: a record of nobody always fits.
+    # A place without a record counts as taken, because a record without owners always fits.
     taken = np.zeros(len(indptr) - 1, dtype=np.int64)
     take_in_order(indptr, owners, np.arange(len(taken)), room, taken)
     refused = np.flatnonzero(taken == 0)
     return refused if priorities is None else priorities[refused].astype(np.int64)
+
+
+def arrays_of(rows: pa.Table) -> dict[str, Order]:
+    """The columns of a table of whole numbers, by name."""
+    return {name: np.ascontiguousarray(rows.column(name)) for name in rows.column_names}
 
 
 @compiled
@@ -55,7 +61,7 @@ def _group(place: Order, number: Owners, indptr: Ints, owners: Owners) -> None:
         indptr[place[at] + 1] += 1
     for following in range(1, len(indptr)):
         indptr[following] += indptr[following - 1]
-    # Each start moves to its end, which is the next one's start: shifted back below.
+    # This moves each start to the next one's start. The loop after it shifts them back.
     for at in range(len(place)):
         owners[indptr[place[at]]] = number[at]
         indptr[place[at]] += 1
@@ -76,14 +82,14 @@ def _set_room_by_length(number: Owners, spare: Order, room: Room, most: int) -> 
     for at in range(len(number)):
         length[number[at]] += 1
     for at in range(len(number)):
-        # A user whose line fits may have room for more than `room` can count: the bound will do.
+        # A user may have more room than `room` can count. The bound is enough then.
         room[number[at]] = min(spare[at] + length[number[at]], most)
 
 
 def _small_numbers(values: Order) -> tuple[Order, Order | None]:
     """Numbers from zero in the values' order, and the value of each number.
 
-    None: the values themselves, if they are small enough for an array by them to be small.
+    Values that are small enough to index an array keep their own numbers: the second is then None.
     """
     if len(values) == 0 or (values.min() >= 0 and values.max() < 4 * len(values)):
         return values, None

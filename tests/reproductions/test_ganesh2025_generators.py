@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from userdp.bounding import generators
+from reproductions.ganesh2025 import generators
 from userdp.bounding.edges import Edges
 from userdp.errors import InputError
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bounding import graphs
-from userdp.bounding import generators, partition
+from reproductions.ganesh2025 import generators, partition
 from userdp.bounding.edges import Edges
 from userdp.errors import InputError
 
