@@ -34,13 +34,15 @@ ABOVE = {
     "paid": GROUND | {"accounting"},
     "earlier": GROUND | {"accounting", "paid"},
     "wording": GROUND | {"earlier"},
+    "composition": GROUND | {"accounting", "earlier", "paid", "statement"},
     "prices": GROUND | {"accounting", "earlier", "noise", "paid", "sampling", "statement"},
+    "norms": GROUND,
     "plan": GROUND
     | {"accounting", "clipping", "earlier", "noise", "paid", "prices", "sampling", "statement"}
-    | {"updates", "wording"},
+    | {"composition", "updates", "wording"},
     "planner": GROUND
     | {"accounting", "statement", "sampling", "clipping", "noise", "plan"}
-    | {"prices"},
+    | {"norms", "prices"},
     "own_keys": GROUND,
     "chain": GROUND,
     "ledger": GROUND | {"accounting", "chain", "earlier", "paid", "statement", "plan"},
@@ -87,6 +89,8 @@ TORCH_FREE = [
     "earlier",
     "wording",
     "prices",
+    "composition",
+    "norms",
     "plan",
     "planner",
     "chain",

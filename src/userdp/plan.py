@@ -13,30 +13,42 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 from userdp.accounting import accountant, events, quantile
 from userdp.accounting.certificate import Evaluation
 from userdp.clipping.rules import CLIP_RULES, ClipRule, FlatClip
-from userdp.earlier import Earlier, by_people
+from userdp.composition import check_together, earlier_in_words, paid_in_words, total_events
+from userdp.earlier import Earlier
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.noise import NOISES, Gaussian, Noise
-from userdp.paid import Paid, all_events
+from userdp.paid import Paid
 from userdp.parts import Part, is_our_own
-from userdp.prices import (
-    calibrate,
-    earlier_in_words,
-    event_of,
-    paid_in_words,
-    price_of,
-    total_events,
-)
+from userdp.prices import calibrate, event_of, price_of
 from userdp.sampling import SAMPLERS, PoissonRecords, PoissonUsers, PublicNumbers, Sampler
+from userdp.sampling.contract import check_counts
 from userdp.statement import Statement
-from userdp.units import Adjacency, SamplingUnit
+from userdp.units import Adjacency
 from userdp.updates.contract import UPDATE_RULES, UpdateRule
 from userdp.updates.mean_gradient import MEAN_GRADIENT
 from userdp.wording import assumptions, not_covered, promise_in_words
+
+
+class Chosen(TypedDict, total=False):
+    """What is chosen whoever is sampled; exactly one of `epsilon` and `noise_multiplier`.
+
+    `epsilon` is the target of the steps, what was `paid` before them and `earlier` runs together.
+    """
+
+    delta: Required[float]
+    epsilon: float | None
+    noise_multiplier: float | None
+    noise: Noise | None
+    update: UpdateRule | None
+    adjacency: Adjacency
+    non_private: bool
+    paid: Sequence[Paid]
+    earlier: Sequence[Earlier]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +72,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         price_of(self.sampler, self.noise, self.adjacency)
-        _check_counts(num_users=self.num_users, steps=self.steps)
+        check_counts(num_users=self.num_users, steps=self.steps)
         accountant.check_delta(self.delta)
         if not 1 <= self.divisor < math.inf:
             raise InputError(
@@ -84,6 +96,12 @@ class Plan:
                 "non_private=True, yet noise and clip norm would protect. Set noise_multiplier=0 "
                 "or clip_norm=inf, or leave non_private out."
             )
+        if self.clip.count_stddev is not None and not self.noise.shares_with_count:
+            raise UnaccountedPlanError(
+                f"{self.clip.name} clipping releases a noisy count at every step, and no rule "
+                f"prices it together with {self.noise.name} noise. Use gaussian noise, or another "
+                "clipping."
+            )
         # Raises here, not at the first step, if a count leaves no noise for the updates.
         _ = self.noise_stddev
 
@@ -96,20 +114,12 @@ class Plan:
         steps: int,
         clip_norm: float | None = None,
         clip: ClipRule | None = None,
-        delta: float,
-        epsilon: float | None = None,
-        noise_multiplier: float | None = None,
-        adjacency: Adjacency = Adjacency.ADD_REMOVE,
-        non_private: bool = False,
-        paid: Sequence[Paid] = (),
-        earlier: Sequence[Earlier] = (),
+        **chosen: Unpack[Chosen],
     ) -> Plan:
         """User-level sampling (ULS): one clipped mean gradient per sampled user.
 
         Each of `num_users` takes part with probability expected_cohort_size / num_users, with at
-        most `group_size` records. Exactly one of `epsilon` and `noise_multiplier` is given;
-        `epsilon` is the target of the steps, what was `paid` before them and `earlier` runs
-        together.
+        most `group_size` records.
         Reference: Charles et al. 2024, Alg. 2.
         """
         public = PublicNumbers(
@@ -123,13 +133,7 @@ class Plan:
             PoissonUsers,
             public,
             clip=_one_clip_rule(clip_norm, clip),
-            delta=delta,
-            epsilon=epsilon,
-            noise_multiplier=noise_multiplier,
-            adjacency=adjacency,
-            non_private=non_private,
-            paid=paid,
-            earlier=earlier,
+            **chosen,
         )
 
     @staticmethod
@@ -141,21 +145,14 @@ class Plan:
         steps: int,
         clip_norm: float | None = None,
         clip: ClipRule | None = None,
-        delta: float,
-        epsilon: float | None = None,
-        noise_multiplier: float | None = None,
         num_records: int | None = None,
-        adjacency: Adjacency = Adjacency.ADD_REMOVE,
-        non_private: bool = False,
-        paid: Sequence[Paid] = (),
-        earlier: Sequence[Earlier] = (),
+        **chosen: Unpack[Chosen],
     ) -> Plan:
         """Example-level sampling (ELS): one clipped gradient per sampled record.
 
         Every user keeps at most `group_size` records; each takes part with probability
         expected_batch_size / num_records, where `num_records` is a public estimate of how many are
-        kept (by default num_users * group_size, the most there can be). `epsilon` is the target of
-        the steps, what was `paid` before them and `earlier` runs together.
+        kept (by default num_users * group_size, the most there can be).
         Reference: Charles et al. 2024, Alg. 1.
         """
         public = PublicNumbers(
@@ -169,13 +166,7 @@ class Plan:
             PoissonRecords,
             public,
             clip=_one_clip_rule(clip_norm, clip),
-            delta=delta,
-            epsilon=epsilon,
-            noise_multiplier=noise_multiplier,
-            adjacency=adjacency,
-            non_private=non_private,
-            paid=paid,
-            earlier=earlier,
+            **chosen,
         )
 
     @staticmethod
@@ -200,7 +191,7 @@ class Plan:
         `own` are the values of the sampler's own keys. `noise` (by default Gaussian) gets the
         multiplier that is given or found.
         """
-        _check_size(kind, public)
+        public.check(kind.unit)
         if (epsilon is None) == (noise_multiplier is None):
             raise InputError(
                 "give exactly one of epsilon and noise_multiplier: one follows from the other."
@@ -291,16 +282,8 @@ class Plan:
         """Refuse paid items and earlier runs that cannot be priced together with these steps."""
         for item in earlier:
             self._check_earlier(item)
-        shared = by_people(earlier)[0]
-        parts = [*all_events(paid), *shared, *([] if self.non_private else [self.event()])]
-        if parts and not accountant.can_price(events.combined(parts), self.adjacency):
-            kinds = {type(event).__name__ for event in [*all_events(paid), *shared]}
-            raise UnaccountedPlanError(
-                f"{', '.join(sorted(kinds))} cannot be "
-                f"priced together with these steps under {self.adjacency.value} adjacency. Pay "
-                "with an event that has a privacy loss distribution, such as a Gaussian one, or "
-                "with a tuning of runs that sample users."
-            )
+        steps = [] if self.non_private else [self.event()]
+        check_together(steps, paid, earlier, self.adjacency)
 
     def _check_earlier(self, item: Earlier) -> None:
         plan = Plan.from_json(item.plan)
@@ -448,27 +431,3 @@ def _one_clip_rule(clip_norm: float | None, clip: ClipRule | None) -> ClipRule:
     if (clip_norm is None) == (clip is None):
         raise InputError("give exactly one of clip_norm and clip: the first means FlatClip.")
     return FlatClip(clip_norm=clip_norm) if clip_norm is not None else clip  # type: ignore[return-value]
-
-
-def _check_counts(*, num_users: int, steps: int) -> None:
-    if num_users < 2:
-        raise InputError(
-            f"num_users={num_users}: hiding one user takes at least one other. Use more users."
-        )
-    if steps < 1:
-        raise InputError(f"steps={steps}: train for at least one step.")
-
-
-def _check_size(kind: type[Sampler], public: PublicNumbers) -> None:
-    _check_counts(num_users=public.num_users, steps=public.steps)
-    if kind.unit is SamplingUnit.USER:
-        name, total, what = "expected_cohort_size", public.num_users, "users"
-    else:
-        name, total, what = "expected_batch_size", public.num_records, "records"
-    expected = public.expected_groups
-    if not 1 <= expected <= total:
-        remedy = f"Lower {name}, or use more {what}." if expected > total else f"Raise {name}."
-        raise InputError(
-            f"{name}={expected:g} of {total:,} {what}: a step needs at least 1 and at most all of "
-            f"them in expectation. {remedy}"
-        )

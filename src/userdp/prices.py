@@ -10,7 +10,6 @@ the whole run, has no price by step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -139,34 +138,3 @@ def calibrate(
         delta=delta,
         adjacency=adjacency,
     )
-
-
-def total_events(
-    steps: Sequence[events.DpEvent], paid: Sequence[Paid], earlier: Sequence[Earlier]
-) -> list[events.DpEvent]:
-    """Everything the data of each group of people was used for; nothing for unused data.
-
-    One group, unless earlier runs were declared to be on other people: then each person is in one
-    group, and the dearest group is what a statement must cover.
-    """
-    groups = by_people(earlier)
-    groups[0] += [*all_events(paid), *steps]
-    return [events.combined(parts) for parts in groups.values() if parts]
-
-
-def paid_in_words(item: Paid, delta: float, adjacency: Adjacency) -> str:
-    """A look at the data and what it would cost alone."""
-    alone = accountant.epsilon(item.event, delta=delta, adjacency=adjacency)
-    return f"{item.what}: alone epsilon={epsilon_text(alone)}, included in the total"
-
-
-def earlier_in_words(item: Earlier, delta: float, adjacency: Adjacency) -> str:
-    """An earlier run behind the weights and what it would cost alone."""
-    alone = math.inf if item.non_private else 0.0
-    if item.events() and not item.non_private:
-        event = events.combined(item.events())
-        alone = accountant.epsilon(event, delta=delta, adjacency=adjacency)
-    run = f"{item.steps:,} steps of an earlier run, alone epsilon={epsilon_text(alone)}"
-    if item.people == 0:
-        return f"{run}, included in the total"
-    return f"{run}, on people declared to be others: the largest epsilon of the groups is stated"

@@ -33,6 +33,9 @@ class Noise(Part):
 
     # Said before the parameters in reports.
     title: ClassVar[str]
+    # Whether a step's price can be shared with a noisy count (Andrew et al. 2021, Thm. 1). That
+    # holds for independent Gaussian noise.
+    shares_with_count: ClassVar[bool] = False
     noise_multiplier: float
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ class Gaussian(Noise):
 
     name: ClassVar[str] = "gaussian"
     title: ClassVar[str] = "Gaussian"
+    shares_with_count: ClassVar[bool] = True
 
     def add_(
         self,

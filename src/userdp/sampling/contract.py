@@ -38,6 +38,21 @@ class PublicNumbers:
     group_size: int
     steps: int
 
+    def check(self, unit: SamplingUnit) -> None:
+        """Refuse numbers that make no run."""
+        check_counts(num_users=self.num_users, steps=self.steps)
+        if unit is SamplingUnit.USER:
+            name, total, what = "expected_cohort_size", self.num_users, "users"
+        else:
+            name, total, what = "expected_batch_size", self.num_records, "records"
+        expected = self.expected_groups
+        if not 1 <= expected <= total:
+            remedy = f"Lower {name}, or use more {what}." if expected > total else f"Raise {name}."
+            raise InputError(
+                f"{name}={expected:g} of {total:,} {what}: a step needs at least 1 and at most all "
+                f"of them in expectation. {remedy}"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler(Part):
@@ -89,3 +104,13 @@ def check_group_size(value: int) -> None:
     """Refuse groups without records."""
     if value < 1:
         raise InputError(f"group_size={value}: a group has at least one record. Use 1 or more.")
+
+
+def check_counts(*, num_users: int, steps: int) -> None:
+    """Refuse a run without others to hide among, or without steps."""
+    if num_users < 2:
+        raise InputError(
+            f"num_users={num_users}: hiding one user takes at least one other. Use more users."
+        )
+    if steps < 1:
+        raise InputError(f"steps={steps}: train for at least one step.")

@@ -1,0 +1,65 @@
+"""Everything one person's data was used for, together: steps, paid looks, earlier runs.
+
+What is composed is events, never epsilons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from userdp.accounting import accountant, events
+from userdp.earlier import Earlier, by_people
+from userdp.errors import UnaccountedPlanError
+from userdp.paid import Paid, all_events
+from userdp.statement import epsilon_text
+from userdp.units import Adjacency
+
+
+def check_together(
+    steps: Sequence[events.DpEvent],
+    paid: Sequence[Paid],
+    earlier: Sequence[Earlier],
+    adjacency: Adjacency,
+) -> None:
+    """Refuse paid items and earlier runs that cannot be priced together with these steps."""
+    others = [*all_events(paid), *by_people(earlier)[0]]
+    parts = [*others, *steps]
+    if parts and not accountant.can_price(events.combined(parts), adjacency):
+        kinds = {type(event).__name__ for event in others}
+        raise UnaccountedPlanError(
+            f"{', '.join(sorted(kinds))} cannot be priced together with these steps under "
+            f"{adjacency.value} adjacency. Pay with an event that has a privacy loss distribution, "
+            "such as a Gaussian one, or with a tuning of runs that sample users."
+        )
+
+
+def total_events(
+    steps: Sequence[events.DpEvent], paid: Sequence[Paid], earlier: Sequence[Earlier]
+) -> list[events.DpEvent]:
+    """Everything the data of each group of people was used for; nothing for unused data.
+
+    One group, unless earlier runs were declared to be on other people: then each person is in one
+    group, and the dearest group is what a statement must cover.
+    """
+    groups = by_people(earlier)
+    groups[0] += [*all_events(paid), *steps]
+    return [events.combined(parts) for parts in groups.values() if parts]
+
+
+def paid_in_words(item: Paid, delta: float, adjacency: Adjacency) -> str:
+    """A look at the data and what it would cost alone."""
+    alone = accountant.epsilon(item.event, delta=delta, adjacency=adjacency)
+    return f"{item.what}: alone epsilon={epsilon_text(alone)}, included in the total"
+
+
+def earlier_in_words(item: Earlier, delta: float, adjacency: Adjacency) -> str:
+    """An earlier run behind the weights and what it would cost alone."""
+    alone = math.inf if item.non_private else 0.0
+    if item.events() and not item.non_private:
+        event = events.combined(item.events())
+        alone = accountant.epsilon(event, delta=delta, adjacency=adjacency)
+    run = f"{item.steps:,} steps of an earlier run, alone epsilon={epsilon_text(alone)}"
+    if item.people == 0:
+        return f"{run}, included in the total"
+    return f"{run}, on people declared to be others: the largest epsilon of the groups is stated"
