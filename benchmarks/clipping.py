@@ -5,7 +5,6 @@ Methods, all giving gradients of the same 16,384 tokens in bfloat16 (CPU: 4,096 
     ordinary   the floor: Hugging Face model, blocks compiled, whole step in one CUDA graph
     eager      ordinary training as most people run it: autocast, the model's own loss, backward
     userdp     this library's step: gradients, clipped per user, summed; of a cohort of one batch
-    userdp-adding   the same of a larger cohort: added to the sum of its other batches
     userdp-merged   the same with LoRA merged into its weights
     userdp-checkpointed   the same with blocks run again in the backward pass, for their memory
     plain      one user at a time (the oracle)
@@ -189,20 +188,18 @@ class Setting:
     def userdp_checkpointed(self, group_size: int) -> Step:
         return self.userdp(group_size, replace(self.execution, checkpoint_blocks=True))
 
-    def userdp_adding(self, group_size: int) -> Step:
-        return self.userdp(group_size, fresh=False)
-
-    def userdp(
-        self, group_size: int, execution: Execution | None = None, *, fresh: bool = True
-    ) -> Step:
+    def userdp(self, group_size: int, execution: Execution | None = None) -> Step:
         users, execution = self.users(group_size), execution or self.execution
-        if users.count == 1:
-            alone = OneUser(self.model, self.parameters, CLIP)
-            return lambda *_: alone.add_clipped(
-                alone.gradient(users, execution), self.total.views, fresh=fresh
-            )
+        alone = OneUser(self.model, self.parameters, CLIP) if users.count == 1 else None
         one_pass = OnePass(self.model, self.parameters, CLIP, users, execution=execution)
-        return lambda *_: one_pass(users, self.total.roomy, fresh=fresh)
+
+        def step(*_: Any) -> Tensor:
+            self.total.zero_()
+            if alone is not None:
+                return alone.add_clipped(alone.gradient(users, execution), self.total.views)
+            return one_pass(users, self.total.roomy)
+
+        return step
 
     def ghost(self, group_size: int) -> Step:
         users = self.users(group_size)
@@ -318,7 +315,6 @@ class Setting:
             return self.opacus(ghost=method.endswith("ghost"))
         by_users = {
             "userdp": self.userdp,
-            "userdp-adding": self.userdp_adding,
             "userdp-merged": self.userdp_merged,
             "userdp-checkpointed": self.userdp_checkpointed,
             "plain": self.plain,
@@ -328,7 +324,7 @@ class Setting:
         return by_users[method](group_size)
 
 
-IN_TURNS = ("ordinary", "userdp", "userdp-adding", "userdp-merged", "userdp-checkpointed")
+IN_TURNS = ("ordinary", "userdp", "userdp-merged", "userdp-checkpointed")
 GRAPHED = (*IN_TURNS, "ghost")
 METHODS = (*GRAPHED, "eager", "plain", "vmap", "opacus", "opacus-ghost")
 ATTEMPTS = 8

@@ -191,7 +191,7 @@ def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloa
         assert found.num_updates == len(groups) - 1
 
 
-def test_captured_steps_of_one_shape_set_the_sum_or_add_to_it() -> None:
+def test_captured_steps_serve_cohorts_of_one_batch_and_of_several() -> None:
     # Cohorts of one batch, of four of the same shape, of three and another, and of one again.
     model = _model("gpt2")
     parameters = list(model.parameters())
@@ -203,15 +203,12 @@ def test_captured_steps_of_one_shape_set_the_sum_or_add_to_it() -> None:
         record_loss=causal_lm_loss,
         settings=FastSettings(microbatch_tokens=1024, compute_dtype=torch.bfloat16),
     )
-    sets: list[bool] = []
     for users in (8, 32, 26, 8):
         groups = _equal_groups(1, 128, users, seed=users)
         expected, allowed = _exact_and_coarse(model, groups, rule)
         fast._total.values.fill_(torch.nan)
         error = float((flat(fast.clipped_sum(groups, rule)) - expected).norm())
         assert error <= 1.1 * allowed, (users, error / float(expected.norm()), allowed)
-        sets.append(fast._sets)
-    assert sets == [True, False, False, True]
 
 
 def _equal_groups(

@@ -152,11 +152,8 @@ def inner_errors(length: int, dtype: torch.dtype, *, runs: bool, halves: bool) -
     return {"below": -float(above.min()), "above": float(above.max())}
 
 
-def stored_errors(groups: Sequence[int], used: int = 5, *, fresh: bool = False) -> dict[str, float]:
-    """Tensors of many sizes, one of them with a user that is not finite, one with padded rows.
-
-    If `fresh`, what is not set stays NaN.
-    """
+def stored_errors(groups: Sequence[int], used: int = 5) -> dict[str, float]:
+    """Tensors of many sizes, one of them with a user that is not finite, one with padded rows."""
     from userdp.clipping import triton_stored
 
     users, shapes = 5, [(64, 32), (128,), (100, 8), (300, 40)]
@@ -175,10 +172,10 @@ def stored_errors(groups: Sequence[int], used: int = 5, *, fresh: bool = False) 
     short = [torch.zeros(60, 32), *(torch.zeros(shape) for shape in shapes[1:3])]
     short.append(torch.zeros(304, 40))
     total, reference = FlatBuffer(short), FlatBuffer(short)
-    total.values.fill_(torch.nan if fresh else 1.0)
-    reference.values.fill_(0.0 if fresh else 1.0)
+    total.values.fill_(1.0)
+    reference.values.fill_(1.0)
     num_used = None if used == users else torch.tensor(used)
-    table.add_weighted_sums(gradients, total.views, factors, num_used, fresh=fresh)
+    table.add_weighted_sums(gradients, total.views, factors, num_used)
     factors[:, used:] = 0
     for view, gradient, group in zip(reference.views, gradients, groups, strict=True):
         kernels.add_weighted_sum(view, gradient.clone(), factors[group])
@@ -237,8 +234,6 @@ if __name__ == "__main__":
     results["stored together"] = stored_errors([0, 0, 0, 0])
     results["stored by layer"] = stored_errors([0, 1, 1, 2])
     results["stored with gaps"] = stored_errors([0, 1, 1, 2], used=4)
-    results["stored anew"] = stored_errors([0, 1, 1, 2], fresh=True)
-    results["stored anew with gaps"] = stored_errors([0, 1, 1, 2], used=4, fresh=True)
-    results["stored anew, nobody"] = stored_errors([0, 0, 0, 0], used=0, fresh=True)
+    results["stored nobody"] = stored_errors([0, 0, 0, 0], used=0)
     results["settle"] = settle_errors()
     print(json.dumps(results))

@@ -1,8 +1,8 @@
 """The clipped sum of a cohort, fast: batches of users in one backward pass each, large ones alone.
 
 Everything adds up in one flat float32 buffer (float64 for float64 models) that the noise is added
-to; of a cohort of one batch, that sets it, which saves clearing and reading it. On CUDA the model's
-blocks are compiled and each batch shape is captured as a graph, so that no step waits for the host.
+to. On CUDA the model's blocks are compiled and each batch shape is captured as a graph, so that no
+step waits for the host.
 
 Before the first batch of a shape counts, a batch of made-up values in that shape is compared with
 the plain loop. Shapes that are compiled or captured are few, and each is compared. Elsewhere ragged
@@ -146,8 +146,6 @@ class FastClipping:
             refuse_dropout(model)
             self._refuse_if_it_cannot_join()
         self._total = FlatBuffer(self._parameters, padded_rows(model) if self._compile else None)
-        # Whether the cohort is one batch, which then sets the total, whatever lies there.
-        self._sets = False
         # On the device, where captured steps read and write them.
         self._clip_norm = torch.tensor(1.0, dtype=self._total.values.dtype, device=self._device)
         self._num_within = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -194,7 +192,8 @@ class FastClipping:
         return ClippedSum(total=self._total, num_within=self._num_within, num_updates=len(listed))
 
     def _add_all(self, listed: Sequence[Batch], rule: ClipRule, failures: Failures) -> None:
-        """Set or add to the total, batch by batch, users larger than a batch alone."""
+        """Add up the cohort, batch by batch; a user larger than a batch runs alone."""
+        self._total.zero_()
         large: list[Batch] = []
         packed: list[Iterable[Users]] = []
         kinds = _by_names(self._joined_where_worth_it(group) for group in listed)
@@ -204,13 +203,7 @@ class FastClipping:
             mix = self._mix and (self._mix_anything or has_tokens(kind))
             large += [group for group in kind if not self._fits(group, mix)]
             packed.append(self._packed([group for group in kind if self._fits(group, mix)], mix))
-        batches = itertools.chain.from_iterable(packed)
-        ahead = list(itertools.islice(batches, 2))
-        # Batches of a larger cohort are added to zeros: one captured step serves all of a shape.
-        self._sets = len(ahead) == 1 and not large
-        if not self._sets:
-            self._total.zero_()
-        for users in itertools.chain(ahead, batches):
+        for users in itertools.chain.from_iterable(packed):
             self._add_batch(users, rule, failures)
         for group in large:
             with failures.of_one_group():
@@ -229,9 +222,6 @@ class FastClipping:
 
     def _add_one_by_one(self, users: Users, rule: ClipRule, failures: Failures) -> None:
         """Add those users of a batch that the model can read; the others count as zero."""
-        if self._sets:
-            self._total.zero_()
-            self._sets = False
         own = own_groups(users, range(users.count))
         found = self._plain().clipped_sum(own, rule, failures=failures)
         for running, tensor in zip(self._total.views, found.total.views, strict=True):
@@ -357,7 +347,7 @@ class FastClipping:
         )
 
         def step(users: Users) -> None:
-            norms = one_pass(users, self._total.roomy, self._clip_norm, fresh=self._sets)
+            norms = one_pass(users, self._total.roomy, self._clip_norm)
             self._num_within += ((norms <= self._clip_norm) & users.taking_part).sum()
 
         return step
@@ -368,9 +358,7 @@ class FastClipping:
 
         def step(rows: Users) -> None:
             gradient = one_user.gradient(rows, execution)
-            norm = one_user.add_clipped(
-                gradient, self._total.views, self._clip_norm, fresh=self._sets
-            )
+            norm = one_user.add_clipped(gradient, self._total.views, self._clip_norm)
             self._num_within += norm <= self._clip_norm
 
         return step
@@ -388,8 +376,7 @@ class FastClipping:
         return step
 
     def _run(self, users: Users, make: Callable[[Users], Step]) -> None:
-        # A captured step sets or adds as it did when it was captured.
-        key = (make.__name__, users.shape, self._graphs and self._sets)
+        key = (make.__name__, users.shape)
         is_new = key not in self._steps
         try:
             if is_new:
@@ -428,8 +415,7 @@ class FastClipping:
 
         def run(few: Users, rule: ClipRule) -> Update:
             self._state.restore()
-            # A step that sets the sum must set every value.
-            self._total.values.fill_(torch.nan if self._sets else 0.0)
+            self._total.zero_()
             self._clip_norm.fill_(rule.clip_norm)
             step(few)
             return [view.clone() for view in self._total.views]

@@ -136,20 +136,11 @@ def silence_(values_U: Tensor, factors_U: Tensor) -> None:
         values_U[factors_U == 0] = 0
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor, *, fresh: bool = False) -> None:
-    """total += the first rows of a @ b, accumulated in the total's own (wide) dtype.
-
-    With `fresh`, the total is set to them, whatever it held.
-    """
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += the first rows of a @ b, accumulated in the total's own (wide) dtype."""
     # Room for a head's padding is not needed where it has none.
     total = total[: len(a)]
-    half = half_on_cuda(a) and total.dtype == torch.float32
-    if fresh and half and len(a) == len(total):
-        torch.mm(a, b, out_dtype=torch.float32, out=total)
-        return
-    if fresh:
-        total.zero_()
-    if not half:
+    if not (half_on_cuda(a) and total.dtype == torch.float32):
         total.addmm_(a[: len(total)].to(total.dtype), b.to(total.dtype))
     elif len(a) == len(total):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

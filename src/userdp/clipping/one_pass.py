@@ -265,12 +265,10 @@ class OnePass:
         users: Users,
         total: Sequence[Tensor],
         clip_norm: Tensor | float | None = None,
-        *,
-        fresh: bool = False,
     ) -> Tensor:
         """Add the clipped sum to `total`, one tensor a parameter; return the norms. All secret.
 
-        `clip_norm` as in `clip_factors`; with `fresh`, `total` is set to the sum instead.
+        `clip_norm` as in `clip_factors`.
         """
         forms = self._gradients(users)
         with kernels.wide_arithmetic(users.weights.device):
@@ -278,12 +276,7 @@ class OnePass:
             factors = clip_factors(squared, self._rule, margin=self.margin, clip_norm=clip_norm)
             place = {id(p): tensor for p, tensor in zip(self._parameters, total, strict=True)}
             factors = self._sums.scale(factors, largest_norm(self._rule, clip_norm))
-            self._sums.add([place[id(parameter)] for parameter, _ in forms], factors, fresh=fresh)
-            if fresh:
-                used = {id(parameter) for parameter, _ in forms}
-                for parameter in self._parameters:
-                    if id(parameter) not in used:
-                        place[id(parameter)].zero_()
+            self._sums.add([place[id(parameter)] for parameter, _ in forms], factors)
         return squared.sum(0).sqrt()
 
     def norms(self, users: Users) -> Tensor:

@@ -51,10 +51,8 @@ class OneUser:
         update: Sequence[Tensor],
         into: Sequence[Tensor],
         clip_norm: Tensor | float | None = None,
-        *,
-        fresh: bool = False,
     ) -> Tensor:
-        """into += the user's whole update, clipped once (= with `fresh`); returns its norm. Secret.
+        """into += the user's whole update, clipped once; returns its norm. Secret.
 
         Asks the device nothing: an update that is not finite adds nothing.
         """
@@ -67,5 +65,5 @@ class OneUser:
             margin = ROUNDING_MARGIN * torch.finfo(squared.dtype).eps
             factors = clip_factors(squared, self._rule, margin=margin, clip_norm=clip_norm)
             factors = self._sums.scale(factors, largest_norm(self._rule, clip_norm))
-            self._sums.add(into, factors, fresh=fresh)
+            self._sums.add(into, factors)
         return squared.sum().sqrt()

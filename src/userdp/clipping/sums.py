@@ -186,16 +186,11 @@ class Sums:
             squared.append(torch.stack(each).sum(0))
         return sides, torch.stack(squared).sqrt()
 
-    def add(self, totals: Sequence[Tensor], factors: Tensor, *, fresh: bool = False) -> None:
-        """totals[i] += sum_u factors[group_i, u] * (user u's gradient in form i).
-
-        With `fresh`, totals are set instead; rows beyond a gradient's own may keep what they held.
-        """
+    def add(self, totals: Sequence[Tensor], factors: Tensor) -> None:
+        """totals[i] += sum_u factors[group_i, u] * (user u's gradient in form i)."""
         batch, self._batch = self._batch, None
         assert batch is not None
         place = {id(form): total for (_, form), total in zip(batch.forms, totals, strict=True)}
-        begun = [id(place[id(form)]) for _, form in batch.forms if not isinstance(form, Rows)]
-        assert not fresh or len(set(begun)) == len(begun)
         spread = batch.spread(factors)
         for kind, members in _stored_by_kind(batch.forms).items():
             gradients = [form.gradients_U for _, form in members]
@@ -204,25 +199,19 @@ class Sums:
             table = self._stored_table(kind, members)
             if table is not None:
                 num_used = None if kind.by_row else batch.num_used
-                table.add_weighted_sums(gradients, where, weights, num_used, fresh=fresh)
+                table.add_weighted_sums(gradients, where, weights, num_used)
                 continue
             for (group, _), gradient, total in zip(members, gradients, where, strict=True):
-                if fresh:
-                    total.zero_()
                 kernels.add_weighted_sum(total, gradient, weights[group])
         self._settle_pairs(batch, spread)
         for entry in batch.entries:
             for pair in entry.pairs:
-                _add_pair(place[id(pair)], batch.rounded(pair), fresh=fresh)
+                _add_pair(place[id(pair)], batch.rounded(pair))
         for group, form in batch.forms:
             if isinstance(form, Rows):
                 wide = at_least_float32(form.gradients_ULD)
                 rows = kernels.run(kernels.scaled, wide, spread[group]).flatten(0, 1)
                 total = place[id(form)]
-                # A head with the same weight has set it.
-                if fresh and id(total) not in begun:
-                    total.zero_()
-                    begun.append(id(total))
                 total.index_add_(0, form.ids_UL.flatten(), rows.to(total.dtype))
 
     def _settle_pairs(self, batch: FormedBatch, factors: Tensor) -> None:
@@ -306,10 +295,10 @@ def _stored_by_kind(forms: Sequence[Grouped]) -> dict[_Kind, list[tuple[int, Sto
     return found
 
 
-def _add_pair(total: Tensor, pair: Pair, *, fresh: bool) -> None:
-    """total += y^T x over all users' tokens; = with `fresh`."""
+def _add_pair(total: Tensor, pair: Pair) -> None:
+    """total += y^T x over all users' tokens."""
     x, y = pair.inputs_ULI.flatten(0, 1), pair.output_gradients_ULO.flatten(0, 1)
     if pair.transposed:
-        kernels.add_product(total, x.T, y, fresh=fresh)
+        kernels.add_product(total, x.T, y)
     else:
-        kernels.add_product(total, y.T, x, fresh=fresh)
+        kernels.add_product(total, y.T, x)

@@ -87,7 +87,6 @@ def _stored_sums_kernel(
     UNIT: tl.constexpr,
     DTYPE: tl.constexpr,
     HAS_GAPS: tl.constexpr,
-    FRESH: tl.constexpr,
 ):
     block = tl.program_id(0)
     tensor = tl.load(tensor_of_block + block)
@@ -108,8 +107,7 @@ def _stored_sums_kernel(
         place += size
     out = typed(tl.load(out_addresses + tensor), "float32")
     kept = offsets < tl.load(out_sizes + tensor)
-    if not FRESH:
-        total += tl.load(out + offsets, kept, 0.0)
+    total += tl.load(out + offsets, kept, 0.0)
     tl.store(out + offsets, total, kept)
 
 
@@ -166,12 +164,10 @@ class StoredTable:
         totals: Sequence[Tensor],
         factors: Tensor,
         num_used: Tensor | None = None,
-        *,
-        fresh: bool = False,
     ) -> None:
         """totals[i] += sum_u factors[group_i, u] gradients[i][u]; totals may be cut short.
 
-        With `num_used`, only that many users are read; with `fresh`, totals are not read but set.
+        With `num_used`, only that many users are read.
         """
         check_aligned([*gradients, *totals])
         addresses = self._for_sums.send(
@@ -193,7 +189,6 @@ class StoredTable:
             UNIT=self._unit,
             DTYPE=dtype_name(gradients[0]),
             HAS_GAPS=num_used is not None,
-            FRESH=fresh,
         )
 
 
