@@ -46,17 +46,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from userdp.clipping.compiled import (
-    Execution,
-    Graph,
-    padded_rows,
-    pretrained,
-    vocabulary_size,
-)
+from userdp.clipping.batches.users import Users
+from userdp.clipping.execute.capture import Graph
+from userdp.clipping.execute.execution import Execution
+from userdp.clipping.execute.models import padded_rows, pretrained, vocabulary_size
 from userdp.clipping.flat import FlatBuffer
-from userdp.clipping.one_pass import OnePass
-from userdp.clipping.one_user import OneUser
-from userdp.clipping.pack import Users
+from userdp.clipping.gradients.many_users import ManyUsers
+from userdp.clipping.gradients.one_user import OneUser
 from userdp.clipping.plain import clipped_sum
 from userdp.clipping.rules import FlatClip
 from userdp.report import svg
@@ -191,22 +187,22 @@ class Setting:
     def userdp(self, group_size: int, execution: Execution | None = None) -> Step:
         users, execution = self.users(group_size), execution or self.execution
         alone = OneUser(self.model, self.parameters, CLIP) if users.count == 1 else None
-        one_pass = OnePass(self.model, self.parameters, CLIP, users, execution=execution)
+        many_users = ManyUsers(self.model, self.parameters, CLIP, users, execution=execution)
 
         def step(*_: Any) -> Tensor:
             self.total.zero_()
             if alone is not None:
                 return alone.add_clipped(alone.gradient(users, execution), self.total.views)
-            return one_pass(users, self.total.roomy)
+            return many_users(users, self.total.roomy)
 
         return step
 
     def ghost(self, group_size: int) -> Step:
         users = self.users(group_size)
-        one_pass = OnePass(self.model, self.parameters, CLIP, users, execution=self.execution)
+        many_users = ManyUsers(self.model, self.parameters, CLIP, users, execution=self.execution)
 
         def step(*_: Any) -> Tensor:
-            factors = (CLIP.clip_norm / one_pass.norms(users)).clamp(max=1)
+            factors = (CLIP.clip_norm / many_users.norms(users)).clamp(max=1)
             with self.execution.prepared(self.model):
                 losses = self.execution.losses(self.model, self.batch)
                 weights = factors.repeat_interleave(group_size) / group_size

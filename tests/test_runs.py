@@ -14,7 +14,7 @@ import torch
 
 import models_zoo
 from userdp import runs, step
-from userdp.clipping import fast
+from userdp.clipping.batches import cohort
 from userdp.clipping.fast import FastSettings
 from userdp.config import load_config
 from userdp.data.store import UserStore
@@ -120,7 +120,7 @@ def test_run_refused_before_its_first_step_leaves_nothing(
 ) -> None:
     path = config_file(training="join_records = true")
     config = load_config(path)
-    monkeypatch.setattr(fast, "can_join", lambda *args: False)
+    monkeypatch.setattr(cohort, "can_join", lambda *args: False)
     with pytest.raises(InputError, match="does not keep records apart"):
         runs.train_from_config(path, config, config.plan(), tmp_path / "run")
     assert not (tmp_path / "run").exists()

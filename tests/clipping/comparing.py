@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import models_zoo
-from userdp.clipping import one_pass, products
 from userdp.clipping.fast import FastClipping, FastSettings
-from userdp.clipping.one_pass import OnePass
+from userdp.clipping.gradients import probes
+from userdp.clipping.kernels import products
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.updates import Batch, RecordLoss, causal_lm_loss, mean_gradient
@@ -134,7 +134,7 @@ def assert_same_as_plain(
 def squares_wherever_possible() -> Iterator[None]:
     """Products that give their norms as well, as on GPUs with a kernel for it; tiles are small."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_pass, "can_square", lambda *shape, **how: True)
+        patch.setattr(probes, "can_square", lambda *shape, **how: True)
         patch.setattr(products, "TILE", 4)
         yield
 
@@ -143,5 +143,5 @@ def squares_wherever_possible() -> Iterator[None]:
 def pairs_wherever_possible() -> Iterator[None]:
     """Gram pairs for every product whose weight is used once; on the CPU none are chosen."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OnePass, "_prefers_pair", lambda self, layer: self._used_once(layer))
+        patch.setattr(probes.Probes, "_prefers_pair", lambda self, layer: self._used_once(layer))
         yield

@@ -12,14 +12,15 @@ from comparing import cohort, fast_sum, pairs_wherever_possible, shake, trainabl
 from torch import Tensor, nn
 
 import models_zoo
-from userdp.clipping import one_pass
-from userdp.clipping.compiled import Execution
+from userdp.clipping.batches.equal import pack_equal
+from userdp.clipping.batches.users import Users
+from userdp.clipping.execute.execution import Execution
 from userdp.clipping.factors import clip_factors
 from userdp.clipping.fast import FastSettings
-from userdp.clipping.forms import Pair, Rows, Stored
-from userdp.clipping.pack import Users, pack
+from userdp.clipping.gradients import many_users
+from userdp.clipping.gradients.forms import EmbeddingRows, Pair, Stored
+from userdp.clipping.gradients.sums import Sums
 from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip, NormalisedClip, PerLayerClip
-from userdp.clipping.sums import Sums
 from userdp.updates import causal_lm_loss
 
 ROUNDING = 1e-5
@@ -37,7 +38,7 @@ def everyone_but(user: int) -> Iterator[None]:
         return torch.where(torch.arange(squared.shape[1]) == user, factors, 0.0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_pass, "clip_factors", alone)
+        patch.setattr(many_users, "clip_factors", alone)
         yield
 
 
@@ -51,12 +52,12 @@ def contributions(
     """The norm of what each user adds to the sum, and of what each padded user adds."""
     parameters = trainable(model)
     execution = Execution(record_loss=causal_lm_loss, compute_dtype=compute_dtype)
-    fast: one_pass.OnePass | None = None
+    fast: many_users.ManyUsers | None = None
     users: list[float] = []
     padded: list[float] = []
     for number in range(-(-num_users // REAL)):
         batch = batch_of_users(number)
-        fast = fast or one_pass.OnePass(model, parameters, rule, batch, execution=execution)
+        fast = fast or many_users.ManyUsers(model, parameters, rule, batch, execution=execution)
         for user in range(batch.count):
             totals = [torch.zeros(p.shape) for p in parameters]
             with everyone_but(user):
@@ -70,7 +71,7 @@ def batch_of_users(number: int) -> Users:
     generator = torch.Generator().manual_seed(number)
     lengths = torch.randint(2, 9, (REAL, 2), generator=generator).tolist()
     groups = cohort([records[: 1 + user % 2] for user, records in enumerate(lengths)], seed=number)
-    (batch,) = pack(groups, max_tokens=PLACES * 2 * 16, ladder=True)
+    (batch,) = pack_equal(groups, max_tokens=PLACES * 2 * 16, ladder=True)
     assert (batch.count, batch.rows) == (PLACES, 2)
     return batch
 
@@ -157,7 +158,7 @@ def test_tied_uses_that_nearly_cancel_do_not_hide_the_rest(form: str, size: floa
     x = size * draw(users, length, width)
     # Every token's output gradient meets its own row alone: h is the rows of x, nearly.
     y = torch.zeros(users, length, vocabulary).scatter_(2, ids[..., None], 1.0)
-    rows = Rows(ids_UL=ids, gradients_ULD=0.1 * draw(users, length, width) - x)
+    rows = EmbeddingRows(ids_UL=ids, gradients_ULD=0.1 * draw(users, length, width) - x)
     head = (
         Stored(gradients_U=torch.bmm(y.mT, x))
         if form == "stored"
@@ -218,7 +219,9 @@ def test_rounding_of_scaled_pairs_cannot_carry_a_user_over_the_bound(
     layout: str, digits: str, room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not room:
-        monkeypatch.setattr("userdp.clipping.sums.rounding_factors", lambda factors, *_: factors)
+        monkeypatch.setattr(
+            "userdp.clipping.gradients.sums.rounding_factors", lambda factors, *_: factors
+        )
     users, at_bound, clip_norm = 150, 0, 0.01
     by_layer = layout == "layers"
     rule = PerLayerClip(clip_norm=clip_norm) if by_layer else FlatClip(clip_norm=clip_norm)

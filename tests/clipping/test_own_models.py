@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import models_zoo
 import userdp
+from userdp.clipping.checks.verify import FastPathError
 from userdp.clipping.fast import FastSettings
 from userdp.clipping.rules import FlatClip
-from userdp.clipping.verify import FastPathError
 from userdp.errors import InputError, MixedExamplesError
 
 WIDTH = 8

@@ -1,0 +1,1 @@
+"""Users into batches: `cohort` chooses among `equal`, `ragged` and `joined_records`."""

@@ -1,0 +1,1 @@
+"""How a model is run: `execution` joins layer swapping, checkpointing and compilation."""

@@ -1,0 +1,1 @@
+"""Every user's gradient of every layer, their norms, and the sum of the clipped gradients."""

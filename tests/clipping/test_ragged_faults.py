@@ -1,0 +1,192 @@
+"""Mixed batches where users, rows and layers are least alike: nobody's rows are lost or lent."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import hypothesis
+import pytest
+import torch
+from comparing import (
+    RAGGED,
+    assert_same_as_plain,
+    cohort,
+    pairs_wherever_possible,
+    shake,
+    trainable,
+)
+from hypothesis import strategies as st
+from test_clipping_bound import ROUNDING, everyone_but, exact_norm
+from test_ragged import FORMS, MIXED, groups_of
+from torch import Tensor, nn
+
+import models_zoo
+from userdp.clipping.batches.ragged import Sizes, pack_ragged
+from userdp.clipping.batches.users import RowRanges
+from userdp.clipping.execute.execution import Execution
+from userdp.clipping.execute.models import has_aligned_head
+from userdp.clipping.factors import clip_factors
+from userdp.clipping.fast import FastSettings
+from userdp.clipping.gradients import many_users, probes
+from userdp.clipping.gradients.forms import EmbeddingRows, Form, Stored
+from userdp.clipping.gradients.sums import Sums
+from userdp.clipping.rules import FlatClip
+from userdp.updates import causal_lm_loss
+
+# Rows of one length within a user, so that many short rows meet few long ones.
+UNLIKE = st.lists(
+    st.builds(
+        lambda rows, length: [length] * rows,
+        st.sampled_from([1, 2, 3, 5, 8, 17, 60]),
+        st.sampled_from([1, 2, 7, 16, 30, 64, 128]),
+    ),
+    max_size=20,
+)
+
+
+@hypothesis.given(cohorts=st.lists(UNLIKE, min_size=1, max_size=3), tokens=st.integers(1, 2048))
+@hypothesis.example(cohorts=[[[128], [16] * 6]], tokens=2048)
+def test_no_user_has_more_rows_than_its_batch_says(
+    cohorts: list[list[list[int]]], tokens: int
+) -> None:
+    # Kernels size their tables by it: rows beyond would be left out of a norm.
+    sizes = Sizes(max_tokens=tokens)
+    for lengths in cohorts:
+        groups = groups_of(lengths)
+        sizes.see(groups)
+        for users in pack_ragged([group for group in groups if sizes.holds(group)], sizes):
+            if users.ranges is not None:
+                assert int(users.ranges.starts.diff().max()) <= users.ranges.most_rows
+
+
+def test_many_short_rows_beside_a_long_one_give_the_plain_loops_sum() -> None:
+    with pairs_wherever_possible():
+        assert_same_as_plain(
+            shake(models_zoo.build("llama tied")),
+            cohort([[60], [3] * 15, [4] * 12, [50]]),
+            rule=FlatClip(clip_norm=0.5),
+            settings=FastSettings(mix_sizes=True, microbatch_tokens=1500, check=False),
+        )
+
+
+@hypothesis.given(rows=st.integers(1, 4), max_users=st.integers(1, 20))
+@hypothesis.example(rows=1, max_users=2)
+def test_no_batch_has_more_places_than_memory_allows(rows: int, max_users: int) -> None:
+    # One more than users: the rows that nobody needs.
+    sizes = Sizes(max_tokens=512, max_short_users=max_users)
+    for users in pack_ragged(groups_of([[40] * rows] * 30), sizes):
+        assert users.count <= max_users + 1
+    sizes = Sizes(max_tokens=8192, max_users=max_users)
+    for users in pack_ragged(groups_of([[600] * rows] * 30), sizes):
+        assert users.count <= max_users + 1
+
+
+def test_short_users_are_not_held_back_by_what_long_ones_store() -> None:
+    sizes = Sizes(max_tokens=8192, max_users=2)
+    (users,) = pack_ragged(groups_of([[128]] * 64), sizes)
+    assert users.count == 64
+
+
+class ReadTwice(nn.Module):
+    """One layer at every token and again at the first alone: unlike many tokens in its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models_zoo.VOCABULARY, 8)
+        self.mix = nn.Linear(8, 8)
+        self.head = nn.Linear(8, models_zoo.VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = torch.tanh(self.mix(self.embedding(input_ids)))
+        return self.head(hidden + torch.tanh(self.mix(hidden[:, 0]))[:, None])
+
+
+@pytest.mark.parametrize("forms", FORMS)
+def test_layer_called_on_unlike_many_tokens_keeps_users_apart(forms: str) -> None:
+    torch.manual_seed(0)
+    with FORMS[forms]():
+        assert_same_as_plain(ReadTwice().double(), cohort(RAGGED), settings=MIXED)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e2, 1e4])
+@pytest.mark.parametrize("form", ["stored by row", "tokens", "tokens of rows"])
+def test_rows_that_nearly_cancel_do_not_hide_the_rest(form: str, size: float) -> None:
+    # Rows are scaled one by one: what is left of large ones is mostly rounding. Seed 0.
+    generator = torch.Generator().manual_seed(0)
+    users, shape = 40, (8, 11)
+    large = size * torch.randn(users, *shape, generator=generator)
+    rest = 0.1 * torch.randn(users, *shape, generator=generator)
+    rows = torch.stack([large, rest - large], 1).flatten(0, 1)
+    ids = torch.arange(shape[0]).expand(2 * users, -1)
+    ranges: RowRanges | None = RowRanges(
+        starts=torch.arange(0, 2 * users + 1, 2, dtype=torch.int32),
+        user_of_row=torch.arange(users).repeat_interleave(2),
+        fewest_rows=1,
+        most_rows=2,
+    )
+    made: Form = EmbeddingRows(ids_UL=ids, gradients_ULD=rows)
+    if form == "stored by row":
+        made = Stored(gradients_U=rows, by_row=True)
+    if form == "tokens":
+        ranges = None
+        made = EmbeddingRows(
+            ids_UL=ids.reshape(users, -1), gradients_ULD=rows.view(users, -1, shape[1])
+        )
+    rule = FlatClip(clip_norm=0.01)
+    for user in range(users):
+        sums, total = Sums(1), torch.zeros(shape)
+        squared = sums.squared_norms([(0, made)], [], ranges)
+        factors = clip_factors(squared, rule, margin=2.0**-20)
+        # Stored values are silenced in place: this user's stay.
+        alone = torch.where(torch.arange(users) == user, factors, factors * 1e-30)
+        sums.add([total], sums.scale(alone, rule.bound))
+        assert exact_norm([total]) <= rule.bound * (1 + ROUNDING)
+
+
+def test_head_counts_as_aligned_only_where_it_is_padded() -> None:
+    # Grouped products on CUDA refuse other widths. 23 tokens; padded if no mask is needed.
+    model = models_zoo.build("gpt2 tied")
+    assert has_aligned_head(model, causal_lm_loss)
+    assert not has_aligned_head(model, lambda model, batch: causal_lm_loss(model, batch))
+    # Rows may be longer than a window of attention: then there is a mask.
+    cast(Any, model).config.window_size = 8
+    assert not has_aligned_head(model, causal_lm_loss)
+    assert has_aligned_head(models_zoo.build("gpt2 untied"), causal_lm_loss)
+    assert not has_aligned_head(models_zoo.build("lstm tied"), causal_lm_loss)
+
+
+@pytest.mark.parametrize("padding", [0, 41])
+def test_head_aligned_by_padding_is_stored_by_user(
+    padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # By row, a vocabulary of 32,001 would be stored a hundred times for a dozen users.
+    monkeypatch.setattr(probes, "MOST_VALUES_BY_ROW", 0)
+    model = models_zoo.build("gpt2 untied")
+    (users,) = pack_ragged(cohort(RAGGED[:2]), Sizes(max_tokens=400))
+    execution = Execution(record_loss=causal_lm_loss, head_padding=padding)
+    rule = FlatClip(clip_norm=1.0)
+    fast = many_users.ManyUsers(model, trainable(model), rule, users, execution=execution)
+    head = cast(Any, model).lm_head.weight
+    assert fast._probes.is_stored_by_user(head) == (padding > 0)
+
+
+@pytest.mark.parametrize("forms", FORMS)
+@pytest.mark.parametrize("name", ["gpt2 tied", "llama tied and trained + lora"])
+def test_bfloat16_users_of_mixed_batches_contribute_at_most_the_clip_norm(
+    name: str, forms: str
+) -> None:
+    model = shake(models_zoo.build(name, torch.float32))
+    rule = FlatClip(clip_norm=0.3)
+    (users,) = pack_ragged(
+        cohort([[9, 12, 7], [5], [8, 3], [14], [6] * 5, [2, 2]]), Sizes(max_tokens=400)
+    )
+    execution = Execution(record_loss=causal_lm_loss, compute_dtype=torch.bfloat16)
+    with FORMS[forms]():
+        fast = many_users.ManyUsers(model, trainable(model), rule, users, execution=execution)
+        for user, takes_part in enumerate(users.taking_part.tolist()):
+            totals = [torch.zeros(p.shape) for p in trainable(model)]
+            with everyone_but(user):
+                fast(users, totals)
+            norm = exact_norm(totals)
+            assert (norm > 0) == takes_part
+            assert norm <= rule.bound * (1 + ROUNDING)
