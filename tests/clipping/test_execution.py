@@ -24,7 +24,6 @@ from torch import nn
 
 import models_zoo
 from userdp.clipping.execute import execution
-from userdp.clipping.execute.models import head_padding
 from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.clipping.gradients import probes
 from userdp.clipping.rules import FlatClip
@@ -126,38 +125,6 @@ def test_compiled_user_in_pieces_gives_the_plain_loops_sum() -> None:
     model = shake(models_zoo.build("gpt2 tied"))
     settings = FastSettings(compile_blocks=True, microbatch_tokens=10)
     assert_same_as_plain(model, cohort([[9, 9, 9], [5, 6], [9]]), settings=settings)
-
-
-def test_vocabulary_of_unaligned_width_is_padded_in_the_head_alone() -> None:
-    model = models_zoo.build("gpt2 tied")
-    assert head_padding(model) == 64 - models_zoo.VOCABULARY
-    chosen = chosen_execution(model, 9)
-    assert chosen.head_padding == 64 - models_zoo.VOCABULARY
-    aligned = models_zoo.gpt2(vocabulary=64)
-    assert head_padding(aligned) == 0
-
-
-def chosen_execution(model: nn.Module, length: int) -> execution.Execution:
-    return execution.Execution.choose(
-        model, causal_lm_loss, length=length, compute_dtype=None, compile_blocks=True
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "length", "skips"),
-    [
-        ("gpt2 tied", 9, True),
-        ("llama tied + lora", 9, True),
-        ("mistral", 9, True),
-        ("mistral", 5000, False),
-        ("bert", 9, False),
-        ("lstm", 9, False),
-    ],
-)
-def test_mask_is_left_out_only_where_attention_is_plainly_causal(
-    name: str, length: int, skips: bool
-) -> None:
-    assert chosen_execution(models_zoo.build(name), length).skip_mask is skips
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ from userdp.clipping.batches.users import Users
 from userdp.clipping.checks.verify import FastPathError
 from userdp.clipping.fast import AddBatch, FastClipping, FastSettings
 from userdp.clipping.gradients.many_users import ManyUsers
-from userdp.clipping.gradients.probes import pair_is_cheaper
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import (
     AutomaticClip,
@@ -242,23 +241,6 @@ def test_a_step_that_leaves_a_value_unset_is_noticed(monkeypatch: pytest.MonkeyP
         fast.clipped_sum(groups, rule)
     # What the comparison did to the sum is undone.
     assert not fast._total.values.any()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "inputs", "outputs", "expected"),
-    [
-        (128, 1024, [4096], True),
-        (1024, 1024, [4096], False),
-        (512, 1024, [1024], False),
-        (512, 1024, [50304], True),
-        # A pair would be the larger.
-        (100, 64, [50304], False),
-    ],
-)
-def test_pairs_are_chosen_where_they_are_cheaper(
-    tokens: int, inputs: int, outputs: list[int], expected: bool
-) -> None:
-    assert pair_is_cheaper(tokens, inputs, outputs) == expected
 
 
 def test_cohort_without_users_sums_to_zero() -> None:

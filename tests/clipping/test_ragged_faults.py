@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import hypothesis
 import pytest
 import torch
@@ -22,14 +20,9 @@ from torch import Tensor, nn
 
 import models_zoo
 from userdp.clipping.batches.ragged import Sizes, pack_ragged
-from userdp.clipping.batches.users import RowRanges
 from userdp.clipping.execute.execution import Execution
-from userdp.clipping.execute.models import has_aligned_head
-from userdp.clipping.factors import clip_factors
 from userdp.clipping.fast import FastSettings
-from userdp.clipping.gradients import many_users, probes
-from userdp.clipping.gradients.forms import EmbeddingRows, Form, Stored
-from userdp.clipping.gradients.sums import Sums
+from userdp.clipping.gradients import many_users
 from userdp.clipping.rules import FlatClip
 from userdp.updates import causal_lm_loss
 
@@ -106,68 +99,6 @@ def test_layer_called_on_unlike_many_tokens_keeps_users_apart(forms: str) -> Non
     torch.manual_seed(0)
     with FORMS[forms]():
         assert_same_as_plain(ReadTwice().double(), cohort(RAGGED), settings=MIXED)
-
-
-@pytest.mark.parametrize("size", [1.0, 1e2, 1e4])
-@pytest.mark.parametrize("form", ["stored by row", "tokens", "tokens of rows"])
-def test_rows_that_nearly_cancel_do_not_hide_the_rest(form: str, size: float) -> None:
-    # Rows are scaled one by one: what is left of large ones is mostly rounding. Seed 0.
-    generator = torch.Generator().manual_seed(0)
-    users, shape = 40, (8, 11)
-    large = size * torch.randn(users, *shape, generator=generator)
-    rest = 0.1 * torch.randn(users, *shape, generator=generator)
-    rows = torch.stack([large, rest - large], 1).flatten(0, 1)
-    ids = torch.arange(shape[0]).expand(2 * users, -1)
-    ranges: RowRanges | None = RowRanges(
-        starts=torch.arange(0, 2 * users + 1, 2, dtype=torch.int32),
-        user_of_row=torch.arange(users).repeat_interleave(2),
-        fewest_rows=1,
-        most_rows=2,
-    )
-    made: Form = EmbeddingRows(ids_UL=ids, gradients_ULD=rows)
-    if form == "stored by row":
-        made = Stored(gradients_U=rows, by_row=True)
-    if form == "tokens":
-        ranges = None
-        made = EmbeddingRows(
-            ids_UL=ids.reshape(users, -1), gradients_ULD=rows.view(users, -1, shape[1])
-        )
-    rule = FlatClip(clip_norm=0.01)
-    for user in range(users):
-        sums, total = Sums(1), torch.zeros(shape)
-        squared = sums.squared_norms([(0, made)], [], ranges)
-        factors = clip_factors(squared, rule, margin=2.0**-20)
-        # Stored values are silenced in place: this user's stay.
-        alone = torch.where(torch.arange(users) == user, factors, factors * 1e-30)
-        sums.add([total], sums.scale(alone, rule.bound))
-        assert exact_norm([total]) <= rule.bound * (1 + ROUNDING)
-
-
-def test_head_counts_as_aligned_only_where_it_is_padded() -> None:
-    # Grouped products on CUDA refuse other widths. 23 tokens; padded if no mask is needed.
-    model = models_zoo.build("gpt2 tied")
-    assert has_aligned_head(model, causal_lm_loss)
-    assert not has_aligned_head(model, lambda model, batch: causal_lm_loss(model, batch))
-    # Rows may be longer than a window of attention: then there is a mask.
-    cast(Any, model).config.window_size = 8
-    assert not has_aligned_head(model, causal_lm_loss)
-    assert has_aligned_head(models_zoo.build("gpt2 untied"), causal_lm_loss)
-    assert not has_aligned_head(models_zoo.build("lstm tied"), causal_lm_loss)
-
-
-@pytest.mark.parametrize("padding", [0, 41])
-def test_head_aligned_by_padding_is_stored_by_user(
-    padding: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # By row, a vocabulary of 32,001 would be stored a hundred times for a dozen users.
-    monkeypatch.setattr(probes, "MOST_VALUES_BY_ROW", 0)
-    model = models_zoo.build("gpt2 untied")
-    (users,) = pack_ragged(cohort(RAGGED[:2]), Sizes(max_tokens=400))
-    execution = Execution(record_loss=causal_lm_loss, head_padding=padding)
-    rule = FlatClip(clip_norm=1.0)
-    fast = many_users.ManyUsers(model, trainable(model), rule, users, execution=execution)
-    head = cast(Any, model).lm_head.weight
-    assert fast._probes.is_stored_by_user(head) == (padding > 0)
 
 
 @pytest.mark.parametrize("forms", FORMS)

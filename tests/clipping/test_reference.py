@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from userdp.clipping.kernels import reference, running
+from userdp.clipping.kernels import reference
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -129,33 +126,6 @@ def test_product_of_a_head_without_padding_leaves_spare_rows_alone() -> None:
     reference.add_product(total, torch.ones(3, 7), torch.ones(7, 2))
     assert torch.equal(total[:3], torch.full((3, 2), 8.0))
     assert total[3:].isnan().all()
-
-
-def newer_setting() -> None:
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-
-
-@pytest.mark.parametrize(
-    "choose",
-    [
-        lambda: torch.set_float32_matmul_precision("high"),
-        lambda: torch.set_float32_matmul_precision("medium"),
-        newer_setting,
-    ],
-    ids=["high", "medium", "newer setting"],
-)
-def test_norms_are_not_taken_in_tf32(choose: Callable[[], None]) -> None:
-    setting: Any = torch.backends.cuda.matmul
-    torch.set_float32_matmul_precision("highest")
-    try:
-        choose()
-        assert setting.fp32_precision == "tf32"
-        with running.without_tf32():
-            assert setting.fp32_precision != "tf32"
-            assert torch.get_float32_matmul_precision() == "highest"
-        assert setting.fp32_precision == "tf32"
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.parametrize("sizes", [(2e-23, 1e18), (1e-22, 3e18), (1e-20, 1e17), (1e18, 1e-23)])
