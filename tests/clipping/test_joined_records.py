@@ -157,15 +157,15 @@ def test_labels_in_the_middle_alone_count_and_what_follows_them_is_dropped() -> 
 def tokens_run(fast: FastClipping, groups: list[dict[str, Tensor]], rule: FlatClip) -> list[Users]:
     """The batches that the fast path makes of the groups."""
     seen: list[Users] = []
-    honest = fast._run
+    honest = fast._add_users
 
     def noted(users: Users, make: Any) -> None:
         seen.append(users)
         honest(users, make)
 
-    fast._run = noted  # type: ignore[method-assign]
+    fast._add_users = noted  # type: ignore[method-assign]
     fast.clipped_sum(groups, rule)
-    fast._run = honest  # type: ignore[method-assign]
+    fast._add_users = honest  # type: ignore[method-assign]
     return seen
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import RAGGED, cohort, shake, trainable
+from comparing import RAGGED, cohort, compare_on, shake, trainable
 from torch import Tensor, nn
 
 import models_zoo
 from userdp.clipping.batches.users import Users
 from userdp.clipping.checks import verify as verify_module
-from userdp.clipping.checks.verify import FastPathError, Verification, compare_on
+from userdp.clipping.checks.verify import FastPathError, Verification
 from userdp.clipping.execute.execution import Execution
 from userdp.clipping.fast import FastClipping, FastSettings
 from userdp.clipping.gradients import layers

@@ -117,16 +117,14 @@ class FastClipping:
         on_cuda = self._device.type == "cuda"
         self._compile = on_cuda if settings.compile_blocks is None else settings.compile_blocks
         self._graphs = self._compile and on_cuda
+        self._settings = settings
         self._dtype = settings.compute_dtype
-        self._merge_lora = settings.merge_lora
-        self._checkpoint = settings.checkpoint_blocks
-        if self._checkpoint:
+        if settings.checkpoint_blocks:
             blocks_of(model)  # Raises now, not at the first step, if there are none.
-        self._check = settings.check
         self._num_shapes = 0
         if settings.join_records is True:
             refuse_dropout(model)
-        self._packing = self._choose_packing(settings, sequence_length)
+        self._packing = self._choose_packing(sequence_length)
         self._total = FlatBuffer(self._parameters, padded_rows(model) if self._compile else None)
         # On the device, where captured steps read and write them.
         self._clip_norm = torch.tensor(1.0, dtype=self._total.values.dtype, device=self._device)
@@ -138,8 +136,8 @@ class FastClipping:
         self._add_by_shape: dict[Any, AddBatch] = {}
         self._pool: Any = None
 
-    def _choose_packing(self, settings: FastSettings, sequence_length: int | None) -> Packing:
-        on_cuda = self._device.type == "cuda"
+    def _choose_packing(self, sequence_length: int | None) -> Packing:
+        settings, on_cuda = self._settings, self._device.type == "cuda"
         half = (self._dtype or self._parameters[0].dtype) == torch.bfloat16
         ragged = self._graphs and half and has_aligned_head(self._model, self._record_loss)
         ragged = ragged and _stores_little_by_row(self._model)
@@ -210,7 +208,7 @@ class FastClipping:
     def _add_batch(self, users: Users, rule: ClipRule, failures: Failures) -> None:
         """Add a batch of users; if it cannot be run, each of them alone."""
         try:
-            self._run(self._sent(users), self._alone if users.count == 1 else self._together)
+            self._add_users(self._sent(users), self._alone if users.count == 1 else self._together)
         except (torch.OutOfMemoryError, MemoryError, MixedExamplesError):
             raise
         except Exception:
@@ -250,7 +248,7 @@ class FastClipping:
             self._large_total = FlatBuffer(self._parameters)
         self._large_total.zero_()
         for piece in self._packing.pieces(group):
-            self._run(self._sent(piece), self._piece)
+            self._add_users(self._sent(piece), self._piece)
         norm = self._large.add_clipped(self._large_total.views, self._total.views, self._clip_norm)
         self._num_within += norm <= self._clip_norm
 
@@ -262,8 +260,8 @@ class FastClipping:
             length=ids.shape[1] if ids is not None and ids.dim() > 1 else 1,
             compute_dtype=self._dtype,
             compile_blocks=self._compile,
-            merge_lora=self._merge_lora,
-            checkpoint_blocks=self._checkpoint,
+            merge_lora=self._settings.merge_lora,
+            checkpoint_blocks=self._settings.checkpoint_blocks,
         )
 
     def _together(self, example: Users) -> AddBatch:
@@ -309,7 +307,7 @@ class FastClipping:
 
         return add
 
-    def _run(self, users: Users, make: Callable[[Users], AddBatch]) -> None:
+    def _add_users(self, users: Users, make: Callable[[Users], AddBatch]) -> None:
         """Add the batch; a batch of a new shape is captured and compared first."""
         key = (make.__name__, users.shape)
         is_new = key not in self._add_by_shape
@@ -320,7 +318,8 @@ class FastClipping:
                     add = self._captured(add, users)
                 if users.count > 1:
                     self._num_shapes += 1
-                    if self._check and (self._compile or _is_power_of_two(self._num_shapes)):
+                    is_due = self._compile or _is_power_of_two(self._num_shapes)
+                    if self._settings.check and is_due:
                         self._compare(add, users)
                 if not self._graphs and len(self._add_by_shape) >= EAGER_SHAPES:
                     self._add_by_shape.clear()

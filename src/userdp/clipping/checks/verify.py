@@ -1,10 +1,9 @@
 """Does the fast path give what the plain loop gives, on this very model?
 
 The plain loop is the oracle: it runs each user alone, padded to its own length only. Training
-compares the paths on made-up values when a batch has a new shape (`fast`); `compare_on` compares
-them for a model and a batch. The compared users have norms far apart, and the clip norm lies
-between them. If nobody were clipped, gradients counted for the wrong user would still add up to the
-same sum.
+compares the paths on made-up values when a batch has a new shape (`fast`). The compared users have
+norms far apart, and the clip norm lies between them. If nobody were clipped, gradients counted for
+the wrong user would still add up to the same sum.
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ from torch import nn
 from userdp.clipping.batches.users import Users
 from userdp.clipping.checks.made_up import own_groups
 from userdp.clipping.checks.wide_reference import wide_gradient
-from userdp.clipping.execute.execution import Execution
-from userdp.clipping.flat import FlatBuffer
-from userdp.clipping.gradients.many_users import ManyUsers
 from userdp.clipping.gradients.survey import find_layers
 from userdp.clipping.layer_groups import clip_groups
 from userdp.clipping.plain import PlainClipping, clipped_sum
 from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip
 from userdp.errors import InputError, MixedExamplesError
-from userdp.updates import Batch, RecordLoss, Update, causal_lm_loss
+from userdp.updates import Batch, RecordLoss, Update
 
 # How many users are compared: enough to notice that one is counted as another.
 _COMPARED = 4
@@ -95,63 +91,7 @@ class Verification:
 
 
 # The fast path's sum of a batch of users by a rule, one tensor a parameter.
-RunFast = Callable[[Users, ClipRule], Update]
-
-
-def compare_on(
-    model: nn.Module,
-    batch: Batch,
-    *,
-    group_size: int = 1,
-    record_loss: RecordLoss = causal_lm_loss,
-    clip: ClipRule | None = None,
-    compute_dtype: torch.dtype | None = None,
-) -> Verification:
-    """Compare the fast path with the plain loop on `batch`; raise if they differ.
-
-    The first `group_size` rows of the batch belong to the first user, the next ones to the second,
-    and so on. Without `clip`, some users are clipped and some are not. The model is left as it was.
-    A model with dropout must be in evaluation mode: dropout makes every pass different.
-
-    >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8,
-    ...                     bos_token_id=0, eos_token_id=0)
-    >>> ids = torch.randint(0, 16, (4, 8))
-    >>> checked = compare_on(GPT2LMHeadModel(config).eval(), {"input_ids": ids, "labels": ids})
-    >>> checked.worst[1] < 1e-5
-    True
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        raise InputError("the model has no trainable parameter: nothing would be clipped.")
-    rows = len(next(iter(batch.values())))
-    if rows % group_size:
-        raise ValueError(f"{rows} rows are not a whole number of users of {group_size} rows.")
-    device = parameters[0].device
-    users = Users(
-        batch={name: tensor.to(device) for name, tensor in batch.items()},
-        weights=torch.full((rows,), 1 / group_size, dtype=torch.float64, device=device),
-        count=rows // group_size,
-    )
-    if users.count < 2:
-        raise ValueError("one user alone cannot be confused with another: give at least two.")
-    execution = Execution(record_loss=record_loss, compute_dtype=compute_dtype)
-
-    def run(few: Users, rule: ClipRule) -> Update:
-        total = FlatBuffer(parameters).views
-        ManyUsers(model, parameters, rule, few, execution=execution)(few, total)
-        return total
-
-    return compare_with_plain(
-        model,
-        parameters,
-        clip,
-        users,
-        run,
-        record_loss=record_loss,
-        compute_dtype=compute_dtype,
-        compared=users.count,
-    )
+FastSum = Callable[[Users, ClipRule], Update]
 
 
 def compare_with_plain(
@@ -159,7 +99,7 @@ def compare_with_plain(
     parameters: Sequence[nn.Parameter],
     rule: ClipRule | None,
     users: Users,
-    fast: RunFast,
+    fast: FastSum,
     *,
     record_loss: RecordLoss,
     compute_dtype: torch.dtype | None,

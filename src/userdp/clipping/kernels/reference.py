@@ -39,7 +39,7 @@ def squared_norms(values_U: Tensor) -> Tensor:
 
 
 def add_weighted_sum(total: Tensor, values_U: Tensor, factors_U: Tensor) -> None:
-    """total += sum_u factor_u values_u; a factor of zero silences even an infinite value."""
+    """total += sum_u factor_u values_u; with factor zero even an infinite value adds zero."""
     silence_(values_U, factors_U)
     flat = at_least_float32(values_U.flatten(1))
     summed = (factors_U @ flat).view(values_U.shape[1:])

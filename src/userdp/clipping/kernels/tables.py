@@ -42,7 +42,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def check_aligned(tensors: Sequence[Tensor]) -> None:
-    """Kernels read vectors of 16 bytes."""
+    """Assert that kernels can read the tensors, in vectors of 16 bytes."""
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
 
 
