@@ -186,14 +186,16 @@ class Setting:
 
     def userdp(self, group_size: int, execution: Execution | None = None) -> Step:
         users, execution = self.users(group_size), execution or self.execution
-        alone = OneUser(self.model, self.parameters, CLIP) if users.count == 1 else None
-        many_users = ManyUsers(self.model, self.parameters, CLIP, users, execution=execution)
+        one_user = OneUser(self.model, self.parameters, CLIP)
+        many_users = None
+        if users.count > 1:
+            many_users = ManyUsers(self.model, self.parameters, CLIP, users, execution=execution)
 
         def step(*_: Any) -> Tensor:
             self.total.zero_()
-            if alone is not None:
-                return alone.add_clipped(alone.gradient(users, execution), self.total.views)
-            return many_users(users, self.total.roomy)
+            if many_users is not None:
+                return many_users(users, self.total.roomy)
+            return one_user.add_clipped(one_user.gradient(users, execution), self.total.views)
 
         return step
 
