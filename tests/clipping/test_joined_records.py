@@ -30,7 +30,6 @@ from userdp.clipping.batches.joined_records import (
     is_joined,
     joined,
     separated,
-    worth_joining,
 )
 from userdp.clipping.batches.users import Users, power_of_two
 from userdp.clipping.fast import FastClipping, FastSettings
@@ -190,21 +189,6 @@ def test_short_records_beside_a_long_one_take_far_fewer_tokens() -> None:
     assert all(is_joined(users.batch) for users in batches[None])
     assert not any(is_joined(users.batch) for users in batches[False])
     assert tokens[None] < 0.5 * tokens[False]
-
-
-def test_each_user_is_joined_if_that_saves_this_user_much_whoever_else_is_there() -> None:
-    fast, rule = clipping_of("llama"), FlatClip(clip_norm=0.5)
-    even, uneven = cohort([[9, 9], [12], [5, 5, 5]]), cohort([[14, 2, 2, 2], [2, 13, 3]])
-    assert not worth_joining(even, "cpu")
-    assert worth_joining(uneven, "cpu")
-    # 70% full: on CUDA a mask costs more than that.
-    assert worth_joining(cohort([[10, 4]]), "cpu")
-    assert not worth_joining(cohort([[10, 4]]), "cuda")
-    for groups, joined_rows in ((even, {False}), (uneven, {True}), (even + uneven, {False, True})):
-        batches = tokens_run(fast, groups, rule)
-        assert {is_joined(users.batch) for users in batches} == joined_rows
-    # Nothing of the uneven users is remembered.
-    assert not any(is_joined(users.batch) for users in tokens_run(fast, even, rule))
 
 
 @pytest.mark.parametrize("name", ["bert", "lstm", "own parameter", "used twice"])

@@ -283,38 +283,3 @@ def test_model_with_just_as_many_positions_as_tokens() -> None:
     )  # fmt: skip
     model = shake(transformers.GPT2LMHeadModel(config).double().eval())
     assert_same_as_plain(model, cohort([[12, 3], [12], [9, 9, 9]]), settings=MIXED)
-
-
-@pytest.mark.parametrize("mix_sizes", [False, True])
-def test_groups_with_unlike_tensors_go_into_batches_of_their_own(mix_sizes: bool) -> None:
-    # What one user's batch has beside the others' must not stop the run.
-    model = shake(models_zoo.build("gpt2 tied"))
-    groups = cohort([[4, 4], [5], [6, 3], [5]])
-    for odd in groups[1::2]:
-        odd["attention_mask"] = torch.ones_like(odd["labels"])
-    assert_same_as_plain(model, groups, settings=FastSettings(mix_sizes=mix_sizes))
-
-
-def test_rows_that_are_no_sequences_are_not_mixed_unless_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # A batch of few shapes has thousands of rows where a row counts as one token.
-    model = nn.Linear(3, 1)
-    groups = [{"x": torch.randn(rows, 3)} for rows in (1, 2, 2)]
-    rule = FlatClip(clip_norm=0.3)
-    sizes: list[int] = []
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[type-arg]
-        sizes.append(len(batch["x"]))
-        return model(batch["x"])[:, 0] ** 2
-
-    fast = FastClipping(
-        model,
-        list(model.parameters()),
-        rule,
-        record_loss=loss,  # type: ignore[arg-type]
-    )
-    # As on CUDA in bfloat16.
-    monkeypatch.setattr(fast._packing, "ragged", True)
-    fast.clipped_sum(groups, rule)
-    assert max(sizes) <= 8
