@@ -28,9 +28,14 @@ def _is_here(module: str) -> bool:
 
 
 # CUDA machines have triton, newer ones with Gluon; elsewhere these kernels cannot be imported.
-_NEEDED_BY = {"triton_*.py": "triton", "hopper_*.py": "triton.experimental.gluon"}
+_NEEDED_BY = dict.fromkeys(
+    ("gram", "gram_kernels", "inner", "settle", "stored", "tables"), "triton"
+)
+_NEEDED_BY["hopper"] = "triton.experimental.gluon"
 collect_ignore_glob = [
-    f"src/userdp/clipping/{files}" for files, module in _NEEDED_BY.items() if not _is_here(module)
+    f"src/userdp/clipping/kernels/{kernel}.py"
+    for kernel, module in _NEEDED_BY.items()
+    if not _is_here(module)
 ]
 
 # No deadline: machines are shared, and compiled functions compile on their first call.

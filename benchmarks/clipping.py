@@ -5,7 +5,6 @@ Methods, all giving gradients of the same 16,384 tokens in bfloat16 (CPU: 4,096 
     ordinary   the floor: Hugging Face model, blocks compiled, whole step in one CUDA graph
     eager      ordinary training as most people run it: autocast, the model's own loss, backward
     userdp     this library's step: gradients, clipped per user, summed; of a cohort of one batch
-    userdp-adding   the same of a larger cohort: added to the sum of its other batches
     userdp-merged   the same with LoRA merged into its weights
     userdp-checkpointed   the same with blocks run again in the backward pass, for their memory
     plain      one user at a time (the oracle)
@@ -47,17 +46,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from userdp.clipping.compiled import (
-    Execution,
-    Graph,
-    padded_rows,
-    pretrained,
-    vocabulary_size,
-)
+from userdp.clipping.batches.users import Users
+from userdp.clipping.execute.capture import Graph
+from userdp.clipping.execute.execution import Execution
+from userdp.clipping.execute.models import padded_rows, pretrained, vocabulary_size
 from userdp.clipping.flat import FlatBuffer
-from userdp.clipping.one_pass import OnePass
-from userdp.clipping.one_user import OneUser
-from userdp.clipping.pack import Users
+from userdp.clipping.gradients.many_users import ManyUsers
+from userdp.clipping.gradients.one_user import OneUser
 from userdp.clipping.plain import clipped_sum
 from userdp.clipping.rules import FlatClip
 from userdp.losses import causal_lm_loss
@@ -190,27 +185,27 @@ class Setting:
     def userdp_checkpointed(self, group_size: int) -> Step:
         return self.userdp(group_size, replace(self.execution, checkpoint_blocks=True))
 
-    def userdp_adding(self, group_size: int) -> Step:
-        return self.userdp(group_size, fresh=False)
-
-    def userdp(
-        self, group_size: int, execution: Execution | None = None, *, fresh: bool = True
-    ) -> Step:
+    def userdp(self, group_size: int, execution: Execution | None = None) -> Step:
         users, execution = self.users(group_size), execution or self.execution
-        if users.count == 1:
-            alone = OneUser(self.model, self.parameters, CLIP)
-            return lambda *_: alone.add_clipped(
-                alone.gradient(users, execution), self.total.views, fresh=fresh
-            )
-        one_pass = OnePass(self.model, self.parameters, CLIP, users, execution=execution)
-        return lambda *_: one_pass(users, self.total.roomy, fresh=fresh)
+        one_user = OneUser(self.model, self.parameters, CLIP)
+        many_users = None
+        if users.count > 1:
+            many_users = ManyUsers(self.model, self.parameters, CLIP, users, execution=execution)
+
+        def step(*_: Any) -> Tensor:
+            self.total.zero_()
+            if many_users is not None:
+                return many_users(users, self.total.roomy)
+            return one_user.add_clipped(one_user.gradient(users, execution), self.total.views)
+
+        return step
 
     def ghost(self, group_size: int) -> Step:
         users = self.users(group_size)
-        one_pass = OnePass(self.model, self.parameters, CLIP, users, execution=self.execution)
+        many_users = ManyUsers(self.model, self.parameters, CLIP, users, execution=self.execution)
 
         def step(*_: Any) -> Tensor:
-            factors = (CLIP.clip_norm / one_pass.norms(users)).clamp(max=1)
+            factors = (CLIP.clip_norm / many_users.norms(users)).clamp(max=1)
             with self.execution.prepared(self.model):
                 losses = self.execution.losses(self.model, self.batch)
                 weights = factors.repeat_interleave(group_size) / group_size
@@ -319,7 +314,6 @@ class Setting:
             return self.opacus(ghost=method.endswith("ghost"))
         by_users = {
             "userdp": self.userdp,
-            "userdp-adding": self.userdp_adding,
             "userdp-merged": self.userdp_merged,
             "userdp-checkpointed": self.userdp_checkpointed,
             "plain": self.plain,
@@ -329,7 +323,7 @@ class Setting:
         return by_users[method](group_size)
 
 
-IN_TURNS = ("ordinary", "userdp", "userdp-adding", "userdp-merged", "userdp-checkpointed")
+IN_TURNS = ("ordinary", "userdp", "userdp-merged", "userdp-checkpointed")
 GRAPHED = (*IN_TURNS, "ghost")
 METHODS = (*GRAPHED, "eager", "plain", "vmap", "opacus", "opacus-ghost")
 ATTEMPTS = 8

@@ -170,7 +170,7 @@ def run(
     lengths = np.diff(rows.indptr)
     sums = {"useful": 0, "padded": 0, "seconds": 0.0, "steps": 0}
     stretch: dict[str, float] = {}
-    shapes = len(clipping._steps)
+    shapes = len(clipping._add_by_shape)
 
     def begin() -> None:
         synchronise()
@@ -184,10 +184,10 @@ def run(
         step.apply(cohort_batches(rows, cohort, pad_token=0))
         stretch["useful"] += useful
         stretch["steps"] += 1
-        compiled = clipping._graphs and len(clipping._steps) > shapes
+        compiled = clipping._graphs and len(clipping._add_by_shape) > shapes
         if compiled or number + 1 == warm:
             # How long the steps before the new shape took is not known: the stretch is dropped.
-            shapes = len(clipping._steps)
+            shapes = len(clipping._add_by_shape)
             if number + 1 == warm:
                 took = time.perf_counter() - started
                 print(f"{warm} steps, {shapes} shapes: {took:.0f} s", flush=True)
@@ -217,13 +217,13 @@ def synchronise() -> None:
 
 def count_padded(clipping: FastClipping, padded: list[int]) -> None:
     """Count what the fast path runs, padding included."""
-    honest = clipping._run
+    honest = clipping._add_users
 
     def counted(users, make):  # type: ignore[no-untyped-def]
         padded[0] += users.batch["input_ids"].numel()
         honest(users, make)
 
-    clipping._run = counted  # type: ignore[method-assign]
+    clipping._add_users = counted  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

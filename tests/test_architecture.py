@@ -238,6 +238,17 @@ def test_the_oracle_imports_nothing_of_what_it_judges() -> None:
     }
 
 
+def test_the_fast_path_is_built_from_the_kernels_up() -> None:
+    order = ["kernels", "execute", "batches", "gradients", "checks"]
+    for name, path in modules().items():
+        part = name.removeprefix("clipping.").split(".")[0]
+        if not name.startswith("clipping.") or part not in order:
+            continue
+        above = order[order.index(part) + 1 :]
+        found = {i.removeprefix("userdp.clipping.").split(".")[0] for i in imports(path)}
+        assert not found & {*above, "fast"}, name
+
+
 def classes_asked_for(tree: ast.AST) -> set[str]:
     """The classes that code asks an object for: by isinstance, issubclass or a match."""
     found: set[str] = set()

@@ -78,7 +78,7 @@ def test_rows_of_processes_say_what_was_measured(
 
 
 def check_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    methods = ["ordinary", "eager", "userdp", "userdp-adding", "userdp-checkpointed", "plain"]
+    methods = ["ordinary", "eager", "userdp", "userdp-checkpointed", "plain"]
     results, picture = tmp_path / "rows.json", tmp_path / "rows.svg"
     files = ("--json", str(results), "--plot", str(picture))
     run(monkeypatch, *SMALL.split(), "--methods", ",".join(methods), *files)

@@ -11,13 +11,14 @@ import torch
 from scipy.stats import kstest
 from torch import nn
 
-from userdp.clipping import kernels, one_pass
-from userdp.clipping.compiled import Execution
+from userdp.clipping.batches.equal import pack_equal
+from userdp.clipping.batches.ragged import Sizes, pack_ragged
+from userdp.clipping.execute.execution import Execution
 from userdp.clipping.factors import clip_factors
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.flat import ClippedSum, FlatBuffer
-from userdp.clipping.mixed import Sizes, pack_runs
-from userdp.clipping.pack import pack
+from userdp.clipping.gradients import many_users, probes
+from userdp.clipping.kernels import reference
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import FlatClip
 from userdp.clipping.settings import StepSettings
@@ -193,7 +194,7 @@ def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloa
         assert found.num_updates == len(groups) - 1
 
 
-def test_captured_steps_of_one_shape_set_the_sum_or_add_to_it() -> None:
+def test_captured_steps_serve_cohorts_of_one_batch_and_of_several() -> None:
     # Cohorts of one batch, of four of the same shape, of three and another, and of one again.
     model = _model("gpt2")
     parameters = list(model.parameters())
@@ -205,15 +206,12 @@ def test_captured_steps_of_one_shape_set_the_sum_or_add_to_it() -> None:
         record_loss=causal_lm_loss,
         settings=StepSettings(microbatch_tokens=1024, compute_dtype=torch.bfloat16),
     )
-    sets: list[bool] = []
     for users in (8, 32, 26, 8):
         groups = _equal_groups(1, 128, users, seed=users)
         expected, allowed = _exact_and_coarse(model, groups, rule)
         fast._total.values.fill_(torch.nan)
         error = float((flat(fast.clipped_sum(groups, rule)) - expected).norm())
         assert error <= 1.1 * allowed, (users, error / float(expected.norm()), allowed)
-        sets.append(fast._sets)
-    assert sets == [True, False, False, True]
 
 
 def _equal_groups(
@@ -263,24 +261,24 @@ def test_no_user_adds_more_than_the_clip_norm_on_cuda(
     stored = isinstance(length, str)
     if isinstance(length, str):
         length = 128
-        monkeypatch.setattr(one_pass, "MOST_BY_ROW", 0)
-        monkeypatch.setattr(one_pass.OnePass, "_prefers_pair", lambda self, layer: False)
+        monkeypatch.setattr(probes, "MOST_VALUES_BY_ROW", 0)
+        monkeypatch.setattr(probes.Probes, "_prefers_pair", lambda self, layer: False)
     model = _model(name)
     parameters = list(model.parameters())
     rule = FlatClip(clip_norm=0.3)
     if mixed:
         # Users of one to three rows; the last of the batch's rows are nobody's.
         groups = [_equal_groups(1 + user % 3, length, 1, seed=user)[0] for user in range(29)]
-        (users,) = pack_runs(groups, Sizes(max_tokens=64 * length))
+        (users,) = pack_ragged(groups, Sizes(max_tokens=64 * length))
     else:
         groups = _equal_groups(1, length, users=59)
-        (users,) = pack(groups, max_tokens=64 * 128, ladder=True)
+        (users,) = pack_equal(groups, max_tokens=64 * 128, ladder=True)
     assert users.count >= 64
     users = users.with_tensors([tensor.cuda() for tensor in users.tensors])
     execution = Execution(record_loss=causal_lm_loss, compute_dtype=torch.bfloat16)
-    fast = one_pass.OnePass(model, parameters, rule, users, execution=execution)
+    fast = many_users.ManyUsers(model, parameters, rule, users, execution=execution)
     if stored and _has_products_with_squares():
-        assert any("squares" in tape.probes for tape in fast._tapes.values())
+        assert any("squares" in tape.probes for tape in fast._probes.tapes.values())
     chosen = 0
 
     def alone(squared: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
@@ -289,7 +287,7 @@ def test_no_user_adds_more_than_the_clip_norm_on_cuda(
             torch.arange(squared.shape[1], device=squared.device) == chosen, factors, 0.0
         )
 
-    monkeypatch.setattr(one_pass, "clip_factors", alone)
+    monkeypatch.setattr(many_users, "clip_factors", alone)
     for chosen in range(users.count):
         total = FlatBuffer(parameters)
         fast(users, total.views)
@@ -304,7 +302,7 @@ def test_gradients_of_users_of_unlike_size_are_formed_in_grouped_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Users of 5 to 8 rows of 128 tokens: stored, by user, for every weight; captured.
-    monkeypatch.setattr(one_pass, "MOST_BY_ROW", 0)
+    monkeypatch.setattr(probes, "MOST_VALUES_BY_ROW", 0)
     model = _model("gpt2")
     parameters = list(model.parameters())
     groups = [_equal_groups(5 + user % 4, 128, 1, seed=user)[0] for user in range(9)]
@@ -324,7 +322,7 @@ def test_gradients_of_users_of_unlike_size_are_formed_in_grouped_products(
 
 @pytest.mark.parametrize("length", [17, 128, 300])
 def test_gram_kernels_match_exact_norms_from_above(length: int) -> None:
-    from userdp.clipping.triton_gram import GramTable
+    from userdp.clipping.kernels.gram import GramTable
 
     torch.manual_seed(0)
     make = lambda width: torch.randn(3, length, width, device="cuda").bfloat16()  # noqa: E731
@@ -343,8 +341,8 @@ def test_gram_kernels_match_exact_norms_from_above(length: int) -> None:
     factors = torch.tensor([[0.3, 0.0, 1.7]], device="cuda")
     (scaled_x, scaled_y), moved = table.scaled(entries, [0, 0], factors)
     for scaled, side in ((scaled_x, x), (scaled_y, narrow)):
-        assert torch.equal(scaled, kernels.scaled(side, factors[0]))
-    errors = [kernels.rounding_errors(side, factors[0]) for side in (x, narrow)]
+        assert torch.equal(scaled, reference.scaled(side, factors[0]))
+    errors = [reference.rounding_errors(side, factors[0]) for side in (x, narrow)]
     whole = torch.stack([exact(errors[0], ys), exact(ys[0], [errors[1]])]).sqrt()
     # Tiles of a user are taken to have moved the same way: up to the root of their number.
     assert (moved.double() >= whole).all()
@@ -363,12 +361,12 @@ def _has_products_with_squares() -> bool:
 def test_products_are_the_librarys_and_their_squares_those_of_their_values(
     dtype: torch.dtype, shape: tuple[int, int], ends: list[int] | None, programs: int | None
 ) -> None:
-    from userdp.clipping.products import can_square
+    from userdp.clipping.kernels.products import can_square
 
     if not _has_products_with_squares():
         pytest.skip("the kernel is for GPUs of the Hopper kind")
     assert can_square(768, 3072, tokens=64, dtype=dtype, device=torch.device("cuda", 0))
-    from userdp.clipping.hopper_products import products_with_squares
+    from userdp.clipping.kernels.hopper import products_with_squares
 
     torch.manual_seed(0)
     users = 8 if ends is None else len(ends)
@@ -401,7 +399,7 @@ def test_products_are_the_librarys_and_their_squares_those_of_their_values(
 
 def test_gram_norms_of_long_sums_of_like_terms_are_not_read_too_small() -> None:
     # Tensor cores cut digits off: what that loses grows with the number of columns.
-    from userdp.clipping.triton_gram import GramTable
+    from userdp.clipping.kernels.gram import GramTable
 
     for value in (1.0078125, 1.4140625, 1.9921875):
         x = torch.full((2, 128, 64), value, device="cuda").bfloat16()
@@ -417,7 +415,7 @@ def test_gram_norms_of_long_sums_of_like_terms_are_not_read_too_small() -> None:
 def test_inner_products_of_tied_weights_are_the_exact_ones_from_above(
     length: int, runs: bool
 ) -> None:
-    from userdp.clipping import triton_inner
+    from userdp.clipping.kernels import inner
 
     torch.manual_seed(0)
     starts = torch.tensor([0, 3, 4, 4, 6] if runs else range(7), dtype=torch.int32, device="cuda")
@@ -425,7 +423,7 @@ def test_inner_products_of_tied_weights_are_the_exact_ones_from_above(
     e, x = torch.randn(2, 6, length, 96, device="cuda")
     x, y = x.bfloat16(), torch.randn(6, length, 512, device="cuda").bfloat16()
     where, most_rows = (starts, 3) if runs else (None, 1)
-    found = triton_inner.inner_with_pair(ids, e, x, y, where, most_rows=most_rows)
+    found = inner.inner_with_pair(ids, e, x, y, where, most_rows=most_rows)
     for user in range(len(starts) - 1):
         own = slice(*starts[user : user + 2].tolist())
         tokens, e_T, x_T, y_T = (t[own].flatten(0, 1) for t in (ids, e, x, y))

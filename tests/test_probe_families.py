@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import families
+from userdp.clipping.checks.made_up import MadeUp
 from userdp.clipping.fast import FastClipping
-from userdp.clipping.made_up import MadeUp
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import FlatClip
 from userdp.clipping.settings import StepSettings

@@ -14,7 +14,8 @@ import torch
 
 import models_zoo
 from userdp import training
-from userdp.clipping import fast, summation
+from userdp.clipping import summation
+from userdp.clipping.batches import cohort
 from userdp.clipping.settings import StepSettings
 from userdp.config import load_config
 from userdp.data.store import UserStore
@@ -61,7 +62,7 @@ def test_ledger_is_bound_to_data_and_configuration(
     assert bound["config"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert set(bound) == {
         *("data", "selection", "sequence_length", "tokenizer", "model", "initial_weights"),
-        *("optimizer", "schedule", "settings", "device", "code", "config"),
+        *("optimizer", "schedule", "settings", "device", "code", "config", "parts"),
     }
     assert first["fixed_seed"] is True
     assert (tmp_path / "run" / "config.toml").read_bytes() == path.read_bytes()
@@ -120,7 +121,7 @@ def test_run_refused_before_its_first_step_leaves_nothing(
 ) -> None:
     path = config_file(training="join_records = true")
     config = load_config(path)
-    monkeypatch.setattr(fast, "can_join", lambda *args: False)
+    monkeypatch.setattr(cohort, "can_join", lambda *args: False)
     with pytest.raises(InputError, match="does not keep records apart"):
         training.train_from_config(path, config, config.plan(), tmp_path / "run")
     assert not (tmp_path / "run").exists()

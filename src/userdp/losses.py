@@ -21,7 +21,7 @@ RecordLoss = Callable[[nn.Module, Batch], Tensor]
 TokenMean = Callable[[Tensor, Tensor], Tensor]
 TokenSum = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# Of joined records (`clipping.joined`), by token: its position in its record, the record's number
+# Of joined records (`joined_records`), by token: its position in its record, the record's number
 # in the row, and what the token's loss counts for.
 JOINED_POSITION = "userdp_position"
 JOINED_RECORD = "userdp_record"
@@ -49,7 +49,7 @@ def causal_lm_loss(
 def joined_lm_loss(model: nn.Module, batch: Batch, *, token_sum: TokenSum | None = None) -> Tensor:
     """The loss of each row of joined records: the sum of its tokens' losses times their weights.
 
-    `batch` as `clipping.joined` gives it. A token sees those before it in its own record only.
+    `batch` as `joined_records` gives it. A token sees those before it in its own record only.
     """
     output = model(
         input_ids=batch["input_ids"],

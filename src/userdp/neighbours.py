@@ -16,15 +16,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from userdp.clipping.batches.users import PADDING, is_padded
+from userdp.clipping.checks.made_up import MadeUp
+from userdp.clipping.checks.wide_reference import wide_gradient
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.layer_groups import clip_groups
-from userdp.clipping.made_up import MadeUp
 from userdp.clipping.module_state import ModuleState
-from userdp.clipping.pack import PADDING, is_padded
 from userdp.clipping.plain import PlainClipping, clip_update
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
-from userdp.clipping.wide_reference import wide_gradient
 from userdp.errors import InputError
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, Update
 from userdp.models.checks import BufferGuard, trainable_parameters

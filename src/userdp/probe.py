@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from userdp.clipping.compiled import most_positions, pretrained
-from userdp.clipping.computed import refuse_computed_weights
-from userdp.clipping.made_up import MadeUp
+from userdp.clipping.batches.users import is_padded
+from userdp.clipping.checks.computed import refuse_computed_weights
+from userdp.clipping.checks.made_up import MadeUp
+from userdp.clipping.checks.verify import refuse_dropout
+from userdp.clipping.execute.models import most_positions, pretrained
 from userdp.clipping.module_state import ModuleState
-from userdp.clipping.pack import is_padded
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.settings import StepSettings
-from userdp.clipping.verify import refuse_dropout
 from userdp.errors import InputError, MixedExamplesError
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, causal_lm_loss
 from userdp.models.checks import refuse_mixing

@@ -12,13 +12,19 @@ import torch
 from torch import Tensor, nn
 
 import models_zoo
-from userdp.clipping import one_pass, products
+from userdp.clipping.batches.users import Users
+from userdp.clipping.checks.verify import Verification, compare_with_plain
+from userdp.clipping.execute.execution import Execution
 from userdp.clipping.fast import FastClipping
-from userdp.clipping.one_pass import OnePass
+from userdp.clipping.flat import FlatBuffer
+from userdp.clipping.gradients import probes
+from userdp.clipping.gradients.many_users import ManyUsers
+from userdp.clipping.kernels import products
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.settings import StepSettings
-from userdp.losses import Batch, RecordLoss, causal_lm_loss
+from userdp.errors import InputError
+from userdp.losses import Batch, RecordLoss, Update, causal_lm_loss
 from userdp.updates.mean_gradient import mean_gradient
 
 # Ragged in every way: users of one to five records, of none, and of one that is hardly a token.
@@ -136,7 +142,7 @@ def assert_same_as_plain(
 def squares_wherever_possible() -> Iterator[None]:
     """Products that give their norms as well, as on GPUs with a kernel for it; tiles are small."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_pass, "can_square", lambda *shape, **how: True)
+        patch.setattr(probes, "can_square", lambda *shape, **how: True)
         patch.setattr(products, "TILE", 4)
         yield
 
@@ -145,5 +151,53 @@ def squares_wherever_possible() -> Iterator[None]:
 def pairs_wherever_possible() -> Iterator[None]:
     """Gram pairs for every product whose weight is used once; on the CPU none are chosen."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OnePass, "_prefers_pair", lambda self, layer: self._used_once(layer))
+        patch.setattr(probes.Probes, "_prefers_pair", lambda self, layer: self._used_once(layer))
         yield
+
+
+def compare_on(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    group_size: int = 1,
+    record_loss: RecordLoss = causal_lm_loss,
+    clip: ClipRule | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> Verification:
+    """Compare the fast path with the plain loop on `batch`; raise if they differ.
+
+    The first `group_size` rows of the batch belong to the first user, the next ones to the second,
+    and so on. Without `clip`, some users are clipped and some are not. The model is left as it was.
+    A model with dropout must be in evaluation mode: dropout makes every pass different.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise InputError("the model has no trainable parameter: nothing would be clipped.")
+    rows = len(next(iter(batch.values())))
+    if rows % group_size:
+        raise ValueError(f"{rows} rows are not a whole number of users of {group_size} rows.")
+    device = parameters[0].device
+    users = Users(
+        batch={name: tensor.to(device) for name, tensor in batch.items()},
+        weights=torch.full((rows,), 1 / group_size, dtype=torch.float64, device=device),
+        count=rows // group_size,
+    )
+    if users.count < 2:
+        raise ValueError("one user alone cannot be confused with another: give at least two.")
+    execution = Execution(record_loss=record_loss, compute_dtype=compute_dtype)
+
+    def run(few: Users, rule: ClipRule) -> Update:
+        total = FlatBuffer(parameters).views
+        ManyUsers(model, parameters, rule, few, execution=execution)(few, total)
+        return total
+
+    return compare_with_plain(
+        model,
+        parameters,
+        clip,
+        users,
+        run,
+        record_loss=record_loss,
+        compute_dtype=compute_dtype,
+        compared=users.count,
+    )

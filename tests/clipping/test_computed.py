@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import models_zoo
-from userdp.clipping.computed import refuse_computed_weights
+from userdp.clipping.checks.computed import refuse_computed_weights
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.rules import FlatClip
 from userdp.errors import InputError

@@ -19,9 +19,9 @@ from comparing import (
 from torch import Tensor, nn
 
 import models_zoo
-from userdp.clipping.compiled import Execution
-from userdp.clipping.one_pass import OnePass
-from userdp.clipping.pack import pack
+from userdp.clipping.batches.equal import pack_equal
+from userdp.clipping.execute.execution import Execution
+from userdp.clipping.gradients.many_users import ManyUsers
 from userdp.clipping.rules import FlatClip
 from userdp.losses import RecordLoss, causal_lm_loss
 from userdp.updates.mean_gradient import mean_gradient
@@ -34,15 +34,15 @@ def fast_norms(
     model: nn.Module, groups: Sequence[dict[str, Tensor]], loss: RecordLoss = causal_lm_loss
 ) -> list[float]:
     """Each user's norm as the fast path finds it."""
-    (users,) = pack(groups, max_tokens=10_000, ladder=False)
-    one_pass = OnePass(
+    (users,) = pack_equal(groups, max_tokens=10_000, ladder=False)
+    many_users = ManyUsers(
         model,
         trainable(model),
         FlatClip(clip_norm=1.0),
         users,
         execution=Execution(record_loss=loss),
     )
-    return one_pass(users, [torch.zeros_like(p) for p in trainable(model)]).tolist()
+    return many_users(users, [torch.zeros_like(p) for p in trainable(model)]).tolist()
 
 
 @pytest.mark.parametrize("forms", FORMS)

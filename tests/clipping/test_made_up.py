@@ -7,16 +7,17 @@ import math
 import torch
 from comparing import RAGGED, cohort
 
-from userdp.clipping.joined import joined
-from userdp.clipping.made_up import MadeUp, disguised, own_groups, row_ends
-from userdp.clipping.mixed import Sizes, pack_runs
-from userdp.clipping.pack import Users, pack
+from userdp.clipping.batches.equal import pack_equal
+from userdp.clipping.batches.joined_records import joined
+from userdp.clipping.batches.ragged import Sizes, pack_ragged
+from userdp.clipping.batches.users import Users
+from userdp.clipping.checks.made_up import MadeUp, disguised, own_groups, row_ends
 
 
 def packed(groups: list[dict[str, torch.Tensor]]) -> list[Users]:
     sizes = Sizes(max_tokens=80)
     sizes.see(groups)
-    return [*pack(groups, max_tokens=400, ladder=True), *pack_runs(groups, sizes)]
+    return [*pack_equal(groups, max_tokens=400, ladder=True), *pack_ragged(groups, sizes)]
 
 
 def test_disguise_keeps_lengths_labels_and_weights_and_changes_the_tokens() -> None:
@@ -45,7 +46,7 @@ def test_own_groups_are_what_was_packed_without_the_padding_of_others() -> None:
     groups = cohort([[5, 9, 3], [4], [7, 7], [12]])
     for group in groups:
         group["attention_mask"] = (group["labels"] != -100).long()
-    (users,) = pack(groups, max_tokens=10_000, ladder=True)
+    (users,) = pack_equal(groups, max_tokens=10_000, ladder=True)
     found = own_groups(users, range(len(groups)))
     by_shape = {tuple(group["labels"].shape): group for group in groups}
     for own in found:

@@ -11,12 +11,18 @@ from comparing import squares_wherever_possible
 from torch import nn
 
 import models_zoo
-from userdp.clipping import one_pass, products
-from userdp.clipping.compiled import Execution
-from userdp.clipping.forms import Stored
-from userdp.clipping.one_pass import OnePass
-from userdp.clipping.pack import Users
-from userdp.clipping.products import can_square, num_tiles, products_with_squares, users_products
+from userdp.clipping.batches.users import Users
+from userdp.clipping.execute.execution import Execution
+from userdp.clipping.gradients import probes
+from userdp.clipping.gradients.forms import Stored
+from userdp.clipping.gradients.many_users import ManyUsers
+from userdp.clipping.kernels import products
+from userdp.clipping.kernels.products import (
+    can_square,
+    num_tiles,
+    products_with_squares,
+    users_products,
+)
 from userdp.clipping.rules import FlatClip
 from userdp.losses import causal_lm_loss
 
@@ -161,10 +167,10 @@ def test_squares_are_those_of_what_is_handed_out_whatever_its_dtype() -> None:
         compute_dtype=torch.bfloat16,
     )
     with squares_wherever_possible():
-        one_pass = OnePass(
+        many = ManyUsers(
             model, list(model.parameters()), FlatClip(clip_norm=1.0), users, execution=execution
         )
-        forms = one_pass._gradients(users)
+        forms = many._gradients(users)
     stored = [form for _, form in forms if isinstance(form, Stored)]
     squared = [form for form in stored if form.squares_PU is not None]
     assert len(stored) == 4
@@ -195,13 +201,13 @@ def test_the_kernel_is_asked_for_gradients_as_they_are_stored(
         asked.append((rows, columns))
         return True
 
-    monkeypatch.setattr(one_pass, "can_square", can_square)
-    found = OnePass(
+    monkeypatch.setattr(probes, "can_square", can_square)
+    found = ManyUsers(
         model, list(model.parameters()), FlatClip(clip_norm=1.0), users, execution=execution
     )
     shapes = [
         (tuple(tape.probes["weight"].shape[1:]), tuple(tape.probes["squares"].shape))
-        for tape in found._tapes.values()
+        for tape in found._probes.tapes.values()
         if "squares" in tape.probes
     ]
     assert sorted(shape for shape, _ in shapes) == sorted(asked)

@@ -41,7 +41,7 @@ def last_line_of(program: str, variables: dict[str, str]) -> str:
 
 
 def test_all_kernels_compile_for_hopper_without_a_gpu() -> None:
-    assert int(last_line_of("triton_compiled.py", {"TRITON_INTERPRET": "0"})) == 35
+    assert int(last_line_of("triton_compiled.py", {"TRITON_INTERPRET": "0"})) == 31
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -94,9 +94,7 @@ def test_inner_products_of_tied_weights_are_from_above_and_hardly_more(
     assert found["above"] <= (2.0**-14 if name == "halves" else 2e-6)
 
 
-@pytest.mark.parametrize(
-    "case", ["together", "by layer", "with gaps", "anew", "anew with gaps", "anew, nobody"]
-)
+@pytest.mark.parametrize("case", ["together", "by layer", "with gaps", "nobody"])
 def test_stored_norms_and_weighted_sums_are_torchs(case: str, errors: Errors) -> None:
     found = errors[f"stored {case}"]
     assert found["finite alike"] == 0.0

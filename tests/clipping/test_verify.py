@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from comparing import RAGGED, cohort, shake, trainable
+from comparing import RAGGED, cohort, compare_on, shake, trainable
 from torch import Tensor, nn
 
 import models_zoo
-from userdp.clipping import layers
-from userdp.clipping import verify as verify_module
-from userdp.clipping.compiled import Execution
+from userdp.clipping.batches.users import Users
+from userdp.clipping.checks import verify as verify_module
+from userdp.clipping.checks.verify import FastPathError, Verification
+from userdp.clipping.execute.execution import Execution
 from userdp.clipping.fast import FastClipping
-from userdp.clipping.forms import Rows
-from userdp.clipping.pack import Users
+from userdp.clipping.gradients import layers
+from userdp.clipping.gradients.forms import EmbeddingRows
 from userdp.clipping.rules import FlatClip, PerLayerClip
 from userdp.clipping.settings import StepSettings
-from userdp.clipping.verify import FastPathError, Verification, compare_on
 from userdp.errors import InputError, MixedExamplesError
 from userdp.index import UserIndex
 from userdp.losses import causal_lm_loss
@@ -111,9 +111,9 @@ def test_verify_notices_users_taken_for_one_another(monkeypatch: pytest.MonkeyPa
 
     def swapped(module: Any, handed: dict[str, Tensor], inputs: Tensor | None) -> Any:
         rows = forms(module, handed, inputs)["weight"]
-        assert isinstance(rows, Rows)
+        assert isinstance(rows, EmbeddingRows)
         return {
-            "weight": Rows(
+            "weight": EmbeddingRows(
                 ids_UL=rows.ids_UL.roll(1, 0), gradients_ULD=rows.gradients_ULD.roll(1, 0)
             )
         }

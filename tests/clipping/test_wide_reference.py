@@ -9,7 +9,7 @@ import torch
 from comparing import cohort, shake, trainable
 
 import models_zoo
-from userdp.clipping.wide_reference import wide_gradient
+from userdp.clipping.checks.wide_reference import wide_gradient
 from userdp.losses import causal_lm_loss
 from userdp.updates.mean_gradient import mean_gradient
 

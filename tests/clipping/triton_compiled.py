@@ -17,7 +17,15 @@ FLOATS = ("factors_pointer", "sums_pointer", "out_pointer", "gradients")
 HALVES = ("inputs", "output_gradients")
 KEPT = ("kept_pointer",)
 SHORT_INTEGERS = ("starts", "first_tiles", "again")
-NUMBERS = ("row_length", "num_users", "num_pairs", "num_tiles", "all_tiles", "width", "vocabulary")
+NUMBERS = (
+    "row_length",
+    "num_users",
+    "num_tile_pairs",
+    "num_tiles",
+    "all_tiles",
+    "width",
+    "vocabulary",
+)
 
 
 def type_of(name: str, constants: dict[str, Any]) -> str:
@@ -45,7 +53,7 @@ def compiles(kernel: Any, constants: dict[str, Any], **options: int) -> None:
 
 def all_kernels() -> int:
     """Every kernel in every variant that training uses."""
-    from userdp.clipping import triton_gram, triton_inner, triton_stored
+    from userdp.clipping.kernels import gram_kernels, inner, settle, stored
 
     count = 0
     for even, (tile, warps) in itertools.product((True, False), ((16, 4), (128, 8))):
@@ -53,29 +61,27 @@ def all_kernels() -> int:
         tiles |= {"UNIT": 64 if even else 8, "SLICE": 64}
         for one_tile, stages in ((True, 7), (False, 5)):
             constants = tiles | {"ONE_TILE": one_tile, "FEW_TOKENS": 1.0, "CUT_OFF": 2.0**-27}
-            compiles(triton_gram._gram_kernel, constants, num_warps=warps, num_stages=stages)
+            compiles(gram_kernels.gram_kernel, constants, num_warps=warps, num_stages=stages)
         options = {"num_warps": warps, "num_stages": 5, "maxnreg": 128}
         errors = {"EPS": 2.0**-7, "KEPT_ERROR": 2.0**-11}
-        compiles(triton_gram._scale_kernel, tiles | errors, **options)
+        compiles(gram_kernels.scale_kernel, tiles | errors, **options)
         count += 3
     for dtype in ("bfloat16", "float32"):
         blocks = {"BLOCK": 1024, "UNIT": 8, "DTYPE": dtype}
         for by_row, gaps in ((True, True), (False, True), (False, False)):
             flags = {"BLOCKS": 16, "BY_ROW": by_row, "HAS_GAPS": gaps, "ROUNDING": 2.4e-7}
-            compiles(triton_stored._stored_norms_kernel, blocks | flags)
+            compiles(stored._stored_norms_kernel, blocks | flags)
             count += 1
         for gaps in (True, False):
-            for fresh in (True, False):
-                flags = {"HAS_GAPS": gaps, "FRESH": fresh}
-                compiles(triton_stored._stored_sums_kernel, blocks | flags)
-                count += 1
-    compiles(triton_stored._settle_kernel, {"BLOCK": 4096, "UNIT": 8, "DTYPE": "bfloat16"})
+            compiles(stored._stored_sums_kernel, blocks | {"HAS_GAPS": gaps})
+            count += 1
+    compiles(settle._settle_kernel, {"BLOCK": 4096, "UNIT": 8, "DTYPE": "bfloat16"})
     count += 1
     for tile, warps in ((16, 4), (128, 8)):
         for halves in (True, False):
             constants = {"TILE": tile, "SLICE": 64, "HALVES": halves, "ERROR": 2.0**-15}
             options = {"num_warps": warps, "num_stages": 2}
-            compiles(triton_inner._inner_kernel, constants, **options)
+            compiles(inner._inner_kernel, constants, **options)
             count += 1
     return count + products()
 
@@ -91,9 +97,9 @@ def products() -> int:
             get_current_stream=lambda _: 0,
         )
     )
-    from userdp.clipping import hopper_products
+    from userdp.clipping.kernels import hopper
 
-    kernel: Any = hopper_products._products_kernel
+    kernel: Any = hopper._products_kernel
     compiled: list[Any] = []
 
     class UpToLaunch:
@@ -102,12 +108,12 @@ def products() -> int:
                 kernel.warmup(*args, grid=grid, **options)
             )
 
-    hopper_products._products_kernel = UpToLaunch()
+    hopper._products_kernel = UpToLaunch()
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=132)
     for dtype in (torch.bfloat16, torch.float16):
         a, b = torch.zeros(256, 384, dtype=dtype), torch.zeros(256, 136, dtype=dtype)
         for ends in (None, torch.tensor([128, 256], dtype=torch.int32)):
-            hopper_products.products_with_squares(a, b, 2, ends)
+            hopper.products_with_squares(a, b, 2, ends)
     assert all(one.asm["cubin"] for one in compiled)
     return len(compiled)
 

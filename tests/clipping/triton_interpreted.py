@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from userdp.clipping import kernels
 from userdp.clipping.flat import FlatBuffer
+from userdp.clipping.kernels import reference
 
 Entry = tuple[Tensor, Sequence[Tensor]]
 
@@ -32,9 +32,9 @@ def distances(errors: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 
 def exposures(x: Tensor, ys: Sequence[Tensor]) -> Tensor:
-    """`kernels.exposure` of every tile, added up."""
+    """`reference.exposure` of every tile, added up."""
     tiles = zip(x.split(128, 1), *(y.split(128, 1) for y in ys), strict=True)
-    return torch.stack([kernels.exposure(tile[0], tile[1:]) for tile in tiles]).sum(0)
+    return torch.stack([reference.exposure(tile[0], tile[1:]) for tile in tiles]).sum(0)
 
 
 def far(found: Tensor, expected: Tensor) -> tuple[float, float]:
@@ -45,18 +45,20 @@ def far(found: Tensor, expected: Tensor) -> tuple[float, float]:
 
 def gram_errors(length: int, dtype: torch.dtype, unit: int = 8) -> dict[str, float]:
     """One tile of tokens or several; an input with two outputs, and one scaled on its output."""
-    from userdp.clipping import triton_gram
+    from userdp.clipping.kernels import gram
 
     x, wide, narrow, other = (
         torch.randn(3, length, unit * width).to(dtype) for width in (3, 5, 1, 2)
     )
     entries: list[Entry] = [(x, [wide, narrow]), (wide, [other])]
-    table = triton_gram.GramTable(entries, [True, False])
+    table = gram.GramTable(entries, [True, False])
     norms, exposure = table.squared_norms(entries)
     factors = torch.tensor([[0.53, 1.0, 0.26], [0.3, 0.0, 1.9]])
     sides, moved = table.scaled(entries, [0, 1], factors)
-    errors = [kernels.rounding_errors(side, f) for side, f in zip((x, other), factors, strict=True)]
-    rounded = [kernels.scaled(x, factors[0]), kernels.scaled(other, factors[1])]
+    errors = [
+        reference.rounding_errors(side, f) for side, f in zip((x, other), factors, strict=True)
+    ]
+    rounded = [reference.scaled(x, factors[0]), reference.scaled(other, factors[1])]
     below, above = far(norms, torch.stack([exact(*entry) for entry in entries]))
     apart = far(exposure, torch.stack([exposures(*entry) for entry in entries]))
     expected = torch.stack([distances(errors[0], [wide, narrow]), distances(errors[1], [wide])])
@@ -76,7 +78,7 @@ def gram_errors(length: int, dtype: torch.dtype, unit: int = 8) -> dict[str, flo
 
 def run_errors(length: int, dtype: torch.dtype, unit: int = 8) -> dict[str, float]:
     """Users of 3, 1, 0 and 2 rows in six rows: as if each were alone."""
-    from userdp.clipping import triton_gram, triton_stored
+    from userdp.clipping.kernels import gram, stored
 
     starts = torch.tensor([0, 3, 4, 4, 6], dtype=torch.int32)
     owner = torch.tensor([0, 0, 0, 1, 3, 3])
@@ -84,13 +86,13 @@ def run_errors(length: int, dtype: torch.dtype, unit: int = 8) -> dict[str, floa
         torch.randn(6, length, unit * width).to(dtype) for width in (3, 5, 1, 2)
     )
     entries: list[Entry] = [(x, [wide, narrow]), (wide, [other])]
-    table = triton_gram.GramTable(entries, [True, False], users=4, most_rows=3)
+    table = gram.GramTable(entries, [True, False], users=4, most_rows=3)
     norms, exposure = table.squared_norms(entries, starts)
     factors = torch.tensor([[0.53, 0.9, 0.7, 0.26], [0.3, 0.0, 1.0, 1.9]])
     sides, moved = table.scaled(entries, [0, 1], factors)
     scaled_side = list(zip((x, other), factors[:, owner], strict=True))
-    rounded = [kernels.scaled(*side) for side in scaled_side]
-    errors = [kernels.rounding_errors(*side) for side in scaled_side]
+    rounded = [reference.scaled(*side) for side in scaled_side]
+    errors = [reference.rounding_errors(*side) for side in scaled_side]
     wholes, apart, moves = torch.zeros(3, 2, 4).double()
     for user in range(4):
         own = slice(*starts[user : user + 2].tolist())
@@ -107,15 +109,16 @@ def run_errors(length: int, dtype: torch.dtype, unit: int = 8) -> dict[str, floa
     # The last user's rows cancel: what is left is what rounding may add.
     for gradient in gradients:
         gradient[5] = -gradient[4]
-    stored = triton_stored.StoredTable(gradients, [0, 0])
-    parts = stored.squared_norms(gradients, starts).sum(0)
-    expected = torch.stack([kernels.run_squared_norms(g, owner, starts) for g in gradients]).sum(0)
+    by_row = stored.StoredTable(gradients, [0, 0])
+    parts = by_row.squared_norms(gradients, starts).sum(0)
+    whole = [reference.ragged_squared_norms(g, owner, starts) for g in gradients]
+    expected = torch.stack(whole).sum(0)
     # The third place has no user: what lies there is anything.
     users_own = torch.randn(4, 60, 40)
     users_own[2] = float("nan")
-    table_of_users = triton_stored.StoredTable([users_own], [0])
+    table_of_users = stored.StoredTable([users_own], [0])
     own_parts = table_of_users.squared_norms([users_own], starts, by_row=False).sum(0)
-    own = kernels.squared_norms(users_own)
+    own = reference.squared_norms(users_own)
     return {
         "norms": max(far(norms, wholes)),
         "exposure": max(far(exposure, apart)),
@@ -132,14 +135,14 @@ def run_errors(length: int, dtype: torch.dtype, unit: int = 8) -> dict[str, floa
 
 def inner_errors(length: int, dtype: torch.dtype, *, runs: bool, halves: bool) -> dict[str, float]:
     """Six rows of tokens that come again, equal users' or those of 3, 1, 0 and 2 rows."""
-    from userdp.clipping import triton_inner
+    from userdp.clipping.kernels import inner
 
     starts = torch.tensor([0, 3, 4, 4, 6] if runs else range(7), dtype=torch.int32)
     ids = torch.randint(0, 40, (6, length))
     e, x, y = torch.randn(6, length, 72), torch.randn(6, length, 72), torch.randn(6, length, 40)
     x, y = x.to(dtype), y.to(dtype)
     most_rows, where = (3, starts) if runs else (1, None)
-    found = triton_inner.inner_with_pair(ids, e, x, y, where, most_rows=most_rows, halves=halves)
+    found = inner.inner_with_pair(ids, e, x, y, where, most_rows=most_rows, halves=halves)
     exact_U, sizes_U = torch.zeros(2, len(starts) - 1).double()
     for user in range(len(exact_U)):
         own = slice(*starts[user : user + 2].tolist())
@@ -152,21 +155,18 @@ def inner_errors(length: int, dtype: torch.dtype, *, runs: bool, halves: bool) -
     return {"below": -float(above.min()), "above": float(above.max())}
 
 
-def stored_errors(groups: Sequence[int], used: int = 5, *, fresh: bool = False) -> dict[str, float]:
-    """Tensors of many sizes, one of them with a user that is not finite, one with padded rows.
-
-    If `fresh`, what is not set stays NaN.
-    """
-    from userdp.clipping import triton_stored
+def stored_errors(groups: Sequence[int], used: int = 5) -> dict[str, float]:
+    """Tensors of many sizes, one of them with a user that is not finite, one with padded rows."""
+    from userdp.clipping.kernels import stored
 
     users, shapes = 5, [(64, 32), (128,), (100, 8), (300, 40)]
     gradients = [torch.randn(users, *shape) for shape in shapes]
     gradients[1][2] = float("inf")
     num_groups = max(groups) + 1
-    table = triton_stored.StoredTable(gradients, list(groups))
+    table = stored.StoredTable(gradients, list(groups))
     parts = table.squared_norms(gradients)
     found = torch.zeros(num_groups, users).index_add_(0, torch.tensor(table.block_groups), parts)
-    own = torch.stack([kernels.squared_norms(gradient) for gradient in gradients])
+    own = torch.stack([reference.squared_norms(gradient) for gradient in gradients])
     expected = torch.zeros(num_groups, users).index_add_(0, torch.tensor(list(groups)), own)
     finite = torch.isfinite(expected)
     factors = torch.rand(num_groups, users)
@@ -174,35 +174,35 @@ def stored_errors(groups: Sequence[int], used: int = 5, *, fresh: bool = False) 
     # The first sum has less rows than its gradients, the last one more.
     short = [torch.zeros(60, 32), *(torch.zeros(shape) for shape in shapes[1:3])]
     short.append(torch.zeros(304, 40))
-    total, reference = FlatBuffer(short), FlatBuffer(short)
-    total.values.fill_(torch.nan if fresh else 1.0)
-    reference.values.fill_(0.0 if fresh else 1.0)
+    total, by_torch = FlatBuffer(short), FlatBuffer(short)
+    total.values.fill_(1.0)
+    by_torch.values.fill_(1.0)
     num_used = None if used == users else torch.tensor(used)
-    table.add_weighted_sums(gradients, total.views, factors, num_used, fresh=fresh)
+    table.add_weighted_sums(gradients, total.views, factors, num_used)
     factors[:, used:] = 0
-    for view, gradient, group in zip(reference.views, gradients, groups, strict=True):
-        kernels.add_weighted_sum(view, gradient.clone(), factors[group])
+    for view, gradient, group in zip(by_torch.views, gradients, groups, strict=True):
+        reference.add_weighted_sum(view, gradient.clone(), factors[group])
     return {
         "finite alike": float((torch.isfinite(found) != finite).sum()),
         "norms": float(((found - expected) / expected)[finite].abs().max()),
         "sums": max(
             float((a[: len(g[0])] - b[: len(g[0])]).abs().max())
-            for a, b, g in zip(total.views, reference.views, gradients, strict=True)
+            for a, b, g in zip(total.views, by_torch.views, gradients, strict=True)
         ),
     }
 
 
 def settle_errors() -> dict[str, float]:
     """Users to be scaled again, one that is not finite to be silenced; a side never scaled."""
-    from userdp.clipping import triton_stored
+    from userdp.clipping.kernels import settle
 
     given, other = torch.randn(4, 70, 130), torch.randn(4, 3, 8)
     other[2, 1, 4] = float("nan")
-    before = kernels.scaled(given, torch.tensor([0.3, 0.7, 0.9, 0.2]))
+    before = reference.scaled(given, torch.tensor([0.3, 0.7, 0.9, 0.2]))
     scaled, kept = before.clone(), other.clone()
     factors = torch.tensor([[0.25, 0.5, 0.5, 0.125], [1.0, 1.0, 0.0, 1.0]])
     again = torch.tensor([True, False, False, True])
-    settler = triton_stored.Settler(2, given.device)
+    settler = settle.Settler(2, given.device)
     settler([(scaled, given), (other, other)], [0, 1], factors, again)
     expected = torch.where(again[:, None, None], given * factors[0][:, None, None], before)
     return {
@@ -237,8 +237,6 @@ if __name__ == "__main__":
     results["stored together"] = stored_errors([0, 0, 0, 0])
     results["stored by layer"] = stored_errors([0, 1, 1, 2])
     results["stored with gaps"] = stored_errors([0, 1, 1, 2], used=4)
-    results["stored anew"] = stored_errors([0, 1, 1, 2], fresh=True)
-    results["stored anew with gaps"] = stored_errors([0, 1, 1, 2], used=4, fresh=True)
-    results["stored anew, nobody"] = stored_errors([0, 0, 0, 0], used=0, fresh=True)
+    results["stored nobody"] = stored_errors([0, 0, 0, 0], used=0)
     results["settle"] = settle_errors()
     print(json.dumps(results))

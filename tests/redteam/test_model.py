@@ -17,10 +17,10 @@ import families
 import tiny
 from cli_runner import userdp as run_cli
 from userdp import FlatClip, Plan, PrivateStep, StepSettings, UserIndex, train, verify
+from userdp.clipping.checks.made_up import MadeUp
+from userdp.clipping.checks.verify import FastPathError
 from userdp.clipping.fast import FastClipping
-from userdp.clipping.made_up import MadeUp
 from userdp.clipping.plain import PlainClipping
-from userdp.clipping.verify import FastPathError
 from userdp.data.record import Record
 from userdp.data.store import write_store
 from userdp.errors import InputError, MixedExamplesError

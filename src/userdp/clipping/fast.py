@@ -1,13 +1,13 @@
-"""The clipped sum of a cohort, fast: batches of users in one backward pass each, large ones alone.
+"""The clipped sum of a cohort, fast: batches of users in one backward pass each.
 
-Everything adds up in one flat float32 buffer (float64 for float64 models) that the noise is added
-to; of a cohort of one batch, that sets it, which saves clearing and reading it. On CUDA the model's
-blocks are compiled and each batch shape is captured as a graph, so that no step waits for the host.
+Everything adds up in one flat float32 buffer (float64 for float64 models); the noise is added to
+it later. A user larger than a batch runs alone, in pieces. On CUDA the model's blocks are compiled
+and each batch shape is captured as a graph, so that no step waits for the host.
 
-Before the first batch of a shape counts, a batch of made-up values in that shape is compared with
-the plain loop. Shapes that are compiled or captured are few, and each is compared. Elsewhere ragged
-cohorts bring new shapes at every step, and the same code runs them all: there the 1st, 2nd, 4th,
-8th, ... new shape is compared.
+Before the first batch of a new shape counts, a batch of made-up values in that shape is compared
+with the plain loop. Compiled or captured shapes are few, and each of them is compared. Without
+compilation ragged cohorts bring new shapes at every step, but the same code runs them all: then the
+1st, 2nd, 4th, 8th, ... new shape is compared.
 
 What one user's data decides concerns that user alone: whether its own records are joined into fewer
 rows, or that it counts as zero because the model cannot read it.
@@ -15,54 +15,54 @@ rows, or that it counts as zero because the model cannot read it.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from userdp.clipping.any_layer import AnyLayer
-from userdp.clipping.checkpointed import blocks_of
-from userdp.clipping.compiled import Execution, Graph, has_aligned_head, most_positions, padded_rows
-from userdp.clipping.computed import refuse_computed_weights
+from userdp.clipping.batches.cohort import Packing
+from userdp.clipping.batches.joined_records import is_joined
+from userdp.clipping.batches.ragged import Sizes
+from userdp.clipping.batches.users import Users, size_of
+from userdp.clipping.checks.computed import refuse_computed_weights
+from userdp.clipping.checks.made_up import disguised, own_groups
+from userdp.clipping.checks.verify import NothingFiniteError, compare_with_plain, refuse_dropout
+from userdp.clipping.execute.capture import Graph, put_back
+from userdp.clipping.execute.checkpoint import blocks_of
+from userdp.clipping.execute.execution import Execution
+from userdp.clipping.execute.models import has_aligned_head, most_positions, padded_rows
 from userdp.clipping.flat import ClippedSum, FlatBuffer
-from userdp.clipping.joined import USUAL_ROW, can_join, is_joined, joined, worth_joining
-from userdp.clipping.made_up import disguised, own_groups
-from userdp.clipping.mixed import Sizes, pack_runs
+from userdp.clipping.gradients.any_layer import AnyLayer
+from userdp.clipping.gradients.lstm import Lstm
+from userdp.clipping.gradients.many_users import ManyUsers, look_at
+from userdp.clipping.gradients.one_user import OneUser
+from userdp.clipping.gradients.survey import Survey, find_layers
 from userdp.clipping.module_state import ModuleState
-from userdp.clipping.one_pass import OnePass, look_at
-from userdp.clipping.one_user import OneUser
-from userdp.clipping.pack import Users, has_tokens, pack, power_of_two, size_of
 from userdp.clipping.plain import Failures, PlainClipping
-from userdp.clipping.recurrent import Lstm
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
-from userdp.clipping.survey import Survey, find_layers
-from userdp.clipping.verify import NothingFiniteError, compare_with_plain, refuse_dropout
-from userdp.errors import InputError, MixedExamplesError
+from userdp.errors import MixedExamplesError
 from userdp.losses import Batch, RecordLoss, Update, joined_lm_loss
 
-Step = Callable[[Users], Any]
+# Adds what one batch of users contributes.
+AddBatch = Callable[[Users], Any]
 _LOG = logging.getLogger(__name__)
 
 # Padded tokens in one backward pass: enough to fill the device, few enough to fit.
 CUDA_TOKENS = 16_384
 CPU_TOKENS = 2_048
-# The longest records that may share a row where nobody declared how long records are.
-USUAL_LENGTH = 1_024
-# Sets of made-up values to try until one has a finite gradient.
+# Sets of made-up values that are tried until one has a finite gradient.
 DISGUISES = 8
-# Batch shapes remembered where remembering saves little.
-EAGER_STEPS = 64
-# Stored per-user gradients in one backward pass: bytes on the CPU, a share of the memory on CUDA.
+# Batch shapes remembered where nothing is captured and remembering saves little.
+EAGER_SHAPES = 64
+# Memory for stored per-user gradients in one backward pass: bytes on the CPU, a share on CUDA.
 CPU_STORED_BYTES = 1 << 29
 CUDA_STORED_SHARE = 0.3
-# Parameters of layers without a cheaper form, up to which users of unlike size share batches: their
-# gradients are then stored for every row.
-MOST_BY_ROW = 2**21
+# Ragged batches store the gradients of layers without a cheaper form for every row. This is how
+# many parameters such layers may have in all.
+MOST_STORED_PARAMETERS = 2**21
 
 
 class FastClipping:
@@ -85,7 +85,7 @@ class FastClipping:
         settings = settings or StepSettings()
         refuse_computed_weights(model)
         self.skip_failing = False
-        # Whether the paths were seen to differ: then the plain loop does the work.
+        # Set when the paths are seen to differ: from then on the plain loop does the work.
         self._differs = False
         self._model = model
         self._state = ModuleState(model)
@@ -96,49 +96,51 @@ class FastClipping:
         on_cuda = self._device.type == "cuda"
         self._compile = on_cuda if settings.compile_blocks is None else settings.compile_blocks
         self._graphs = self._compile and on_cuda
+        self._settings = settings
         self._dtype = settings.compute_dtype
-        self._merge_lora = settings.merge_lora
-        self._checkpoint = settings.checkpoint_blocks
-        if self._checkpoint:
+        if settings.checkpoint_blocks:
             blocks_of(model)  # Raises now, not at the first step, if there are none.
-        self._check = settings.check
         self._num_shapes = 0
-        self._max_tokens = settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS)
-        self._max_users = None if on_cuda else self._stored_users()
-        half = (self._dtype or self._parameters[0].dtype) == torch.bfloat16
-        mixes = self._graphs and half and has_aligned_head(model, record_loss)
-        mixes = mixes and _stores_little_by_row(model)
-        self._mix = mixes if settings.mix_sizes is None else settings.mix_sizes
-        self._mix_anything = settings.mix_sizes is True
-        self._max_length = most_positions(model)
-        self._sizes = Sizes(
-            max_tokens=self._max_tokens,
-            max_users=self._stored_users(),
-            max_short_users=None if on_cuda else self._stored_users(),
-            max_length=self._max_length,
-        )
-        self._sequence_length = sequence_length
-        self._join_all = settings.join_records is True
-        # None: not tried yet.
-        self._can_join = False if settings.join_records is False else None
-        if self._join_all:
+        if settings.join_records is True:
             refuse_dropout(model)
-            self._refuse_if_it_cannot_join()
+        self._packing = self._choose_packing(sequence_length)
         self._total = FlatBuffer(self._parameters, padded_rows(model) if self._compile else None)
-        # Whether the cohort is one batch, which then sets the total, whatever lies there.
-        self._sets = False
         # On the device, where captured steps read and write them.
         self._clip_norm = torch.tensor(1.0, dtype=self._total.values.dtype, device=self._device)
         self._num_within = torch.zeros((), dtype=torch.int64, device=self._device)
-        # Made when a user larger than a batch comes.
+        # Made when the first user larger than a batch comes.
         self._large_total: FlatBuffer | None = None
         self._large = OneUser(model, parameters, rule)
         self._surveys: dict[Any, Survey] = {}
-        self._steps: dict[Any, Step] = {}
+        self._add_by_shape: dict[Any, AddBatch] = {}
         self._pool: Any = None
 
+    def _choose_packing(self, sequence_length: int | None) -> Packing:
+        settings, on_cuda = self._settings, self._device.type == "cuda"
+        half = (self._dtype or self._parameters[0].dtype) == torch.bfloat16
+        ragged = self._graphs and half and has_aligned_head(self._model, self._record_loss)
+        ragged = ragged and _stores_little_by_row(self._model)
+        max_users = self._stored_users()
+        return Packing(
+            self._model,
+            self._record_loss,
+            device=self._device.type,
+            sizes=Sizes(
+                max_tokens=settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS),
+                max_users=max_users,
+                max_short_users=None if on_cuda else max_users,
+                max_length=most_positions(self._model),
+            ),
+            max_equal_users=None if on_cuda else max_users,
+            ladder=self._graphs,
+            ragged=ragged if settings.mix_sizes is None else settings.mix_sizes,
+            ragged_always=settings.mix_sizes is True,
+            sequence_length=sequence_length,
+            join_records=settings.join_records,
+        )
+
     def _stored_users(self) -> int:
-        """Users whose stored gradients fit the device's allowance."""
+        """How many users' stored gradients fit into the memory set aside for them."""
         count = sum(p.numel() for p in self._parameters)
         if self._device.type != "cuda":
             return max(1, CPU_STORED_BYTES // (count * self._parameters[0].element_size()))
@@ -149,7 +151,7 @@ class FastClipping:
     def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
         """The sum over the groups; overwritten by the next call. Secret.
 
-        `rule` is the one given at first, or that with another clip norm.
+        `rule` is the rule given to `__init__`, perhaps with another clip norm.
         """
         assert type(rule) is type(self._rule)
         self._clip_norm.fill_(rule.clip_norm)
@@ -164,8 +166,8 @@ class FastClipping:
         except MixedExamplesError as error:
             if not self.skip_failing:
                 raise
-            # Made-up values in a new shape of batch have shown that the paths differ. The fast path
-            # is not used again, and what it has added up of this cohort does not count.
+            # On made-up values in a new batch shape the two paths differ. The fast path is not used
+            # again, and what it has added up of this cohort does not count.
             self._differs = True
             _LOG.warning("from here on users run one at a time: %s", error)
             return self._plain().clipped_sum(listed, rule)
@@ -173,23 +175,10 @@ class FastClipping:
         return ClippedSum(total=self._total, num_within=self._num_within, num_updates=len(listed))
 
     def _add_all(self, listed: Sequence[Batch], rule: ClipRule, failures: Failures) -> None:
-        """Set or add to the total, batch by batch, users larger than a batch alone."""
-        large: list[Batch] = []
-        packed: list[Iterable[Users]] = []
-        kinds = _by_names(self._joined_where_worth_it(group) for group in listed)
-        for kind in kinds:
-            self._sizes.see(kind)
-        for kind in kinds:
-            mix = self._mix and (self._mix_anything or has_tokens(kind))
-            large += [group for group in kind if not self._fits(group, mix)]
-            packed.append(self._packed([group for group in kind if self._fits(group, mix)], mix))
-        batches = itertools.chain.from_iterable(packed)
-        ahead = list(itertools.islice(batches, 2))
-        # Batches of a larger cohort are added to zeros: one captured step serves all of a shape.
-        self._sets = len(ahead) == 1 and not large
-        if not self._sets:
-            self._total.zero_()
-        for users in itertools.chain(ahead, batches):
+        """Add up the cohort, batch by batch; a user larger than a batch runs alone."""
+        self._total.zero_()
+        large, batches = self._packing.split(listed)
+        for users in batches:
             self._add_batch(users, rule, failures)
         for group in large:
             with failures.of_one_group():
@@ -198,7 +187,7 @@ class FastClipping:
     def _add_batch(self, users: Users, rule: ClipRule, failures: Failures) -> None:
         """Add a batch of users; if it cannot be run, each of them alone."""
         try:
-            self._run(self._sent(users), self._alone if users.count == 1 else self._together)
+            self._add_users(self._sent(users), self._alone if users.count == 1 else self._together)
         except (torch.OutOfMemoryError, MemoryError, MixedExamplesError):
             raise
         except Exception:
@@ -208,9 +197,6 @@ class FastClipping:
 
     def _add_one_by_one(self, users: Users, rule: ClipRule, failures: Failures) -> None:
         """Add those users of a batch that the model can read; the others count as zero."""
-        if self._sets:
-            self._total.zero_()
-            self._sets = False
         own = own_groups(users, range(users.count))
         found = self._plain().clipped_sum(own, rule, failures=failures)
         for running, tensor in zip(self._total.views, found.total.views, strict=True):
@@ -227,58 +213,6 @@ class FastClipping:
         plain.skip_failing = self.skip_failing
         return plain
 
-    def _joined_where_worth_it(self, group: Batch) -> Batch:
-        """The group with several records to a row, if that is asked for or saves it much.
-
-        Decided by the group's own records and by public numbers: nobody's rounding depends on
-        whether others have short records.
-        """
-        if self._can_join is False or not (
-            self._join_all or worth_joining([group], self._device.type)
-        ):
-            return group
-        if self._can_join is None:
-            self._can_join = can_join(self._model, self._record_loss, self._join_length)
-        longest = size_of(group).length
-        if not self._can_join or longest > self._join_length:
-            return group
-        row = max(longest, min(USUAL_ROW, self._max_tokens, self._max_length or USUAL_ROW))
-        if self._sequence_length is not None:
-            row = max(row, min(self._sequence_length, self._max_tokens))
-        return joined(group, row, ladder=self._graphs or self._mix)
-
-    @property
-    def _join_length(self) -> int:
-        """How long records may be that share a row: windows of attention may be shorter."""
-        limit = self._sequence_length or min(self._max_length or USUAL_LENGTH, USUAL_LENGTH)
-        return max(limit, min(power_of_two(limit), self._max_length or power_of_two(limit)))
-
-    def _refuse_if_it_cannot_join(self) -> None:
-        self._can_join = can_join(self._model, self._record_loss, self._join_length)
-        if not self._can_join:
-            raise InputError(
-                "join_records: this model does not keep records apart in one row (records of "
-                f"length {self._join_length} were tried). It takes a decoder of the transformers "
-                "library with SDPA attention, position_ids, and no window shorter than a record."
-            )
-
-    def _fits(self, group: Batch, mix: bool) -> bool:
-        """Whether the group is no larger than a batch."""
-        if mix:
-            return self._sizes.holds(group)
-        return size_of(group).tokens <= self._max_tokens
-
-    def _packed(self, groups: Sequence[Batch], mix: bool) -> Iterable[Users]:
-        if mix:
-            return pack_runs(groups, self._sizes)
-        return pack(
-            groups,
-            max_tokens=self._max_tokens,
-            ladder=self._graphs,
-            max_users=self._max_users,
-            max_length=self._max_length,
-        )
-
     def _sent(self, users: Users) -> Users:
         def send(tensor: Tensor) -> Tensor:
             if self._device.type == "cuda" and not tensor.is_cuda:
@@ -287,25 +221,13 @@ class FastClipping:
 
         return users.with_tensors([send(tensor) for tensor in users.tensors])
 
-    def _pieces(self, group: Batch) -> list[Users]:
-        """The rows of one large user in batches; each row weighs 1 / (all of the user's rows)."""
-        size = size_of(group)
-        step = max(1, self._max_tokens // size.length)
-        pieces: list[Users] = []
-        for start in range(0, size.rows, step):
-            part = {name: tensor[start : start + step] for name, tensor in group.items()}
-            (piece,) = pack([part], max_tokens=1, ladder=self._graphs, max_length=self._max_length)
-            share = len(next(iter(part.values()))) / size.rows
-            pieces.append(Users(batch=piece.batch, weights=piece.weights * share, count=1))
-        return pieces
-
     def _add_large(self, group: Batch) -> None:
-        """A user larger than a batch: its pieces add up before the one clipping."""
+        """Add a user larger than a batch: its pieces add up before the one clipping."""
         if self._large_total is None:
             self._large_total = FlatBuffer(self._parameters)
         self._large_total.zero_()
-        for piece in self._pieces(group):
-            self._run(self._sent(piece), self._piece)
+        for piece in self._packing.pieces(group):
+            self._add_users(self._sent(piece), self._piece)
         norm = self._large.add_clipped(self._large_total.views, self._total.views, self._clip_norm)
         self._num_within += norm <= self._clip_norm
 
@@ -317,16 +239,16 @@ class FastClipping:
             length=ids.shape[1] if ids is not None and ids.dim() > 1 else 1,
             compute_dtype=self._dtype,
             compile_blocks=self._compile,
-            merge_lora=self._merge_lora,
-            checkpoint_blocks=self._checkpoint,
+            merge_lora=self._settings.merge_lora,
+            checkpoint_blocks=self._settings.checkpoint_blocks,
         )
 
-    def _together(self, example: Users) -> Step:
+    def _together(self, example: Users) -> AddBatch:
         execution = self._execution(example)
         rows = tuple((name, tensor.shape[1:]) for name, tensor in example.batch.items())
         if rows not in self._surveys:
             self._surveys[rows] = look_at(self._model, example.batch, execution)
-        one_pass = OnePass(
+        many_users = ManyUsers(
             self._model,
             self._parameters,
             self._rule,
@@ -335,82 +257,80 @@ class FastClipping:
             survey=self._surveys[rows],
         )
 
-        def step(users: Users) -> None:
-            norms = one_pass(users, self._total.roomy, self._clip_norm, fresh=self._sets)
+        def add(users: Users) -> None:
+            norms = many_users(users, self._total.roomy, self._clip_norm)
             self._num_within += ((norms <= self._clip_norm) & users.taking_part).sum()
 
-        return step
+        return add
 
-    def _alone(self, example: Users) -> Step:
+    def _alone(self, example: Users) -> AddBatch:
         execution = self._execution(example)
         one_user = OneUser(self._model, self._parameters, self._rule)
 
-        def step(rows: Users) -> None:
+        def add(rows: Users) -> None:
             gradient = one_user.gradient(rows, execution)
-            norm = one_user.add_clipped(
-                gradient, self._total.views, self._clip_norm, fresh=self._sets
-            )
+            norm = one_user.add_clipped(gradient, self._total.views, self._clip_norm)
             self._num_within += norm <= self._clip_norm
 
-        return step
+        return add
 
-    def _piece(self, example: Users) -> Step:
+    def _piece(self, example: Users) -> AddBatch:
         execution = self._execution(example)
         assert self._large_total is not None
         whole = self._large_total.views
 
-        def step(rows: Users) -> None:
+        def add(rows: Users) -> None:
             gradient = self._large.gradient(rows, execution)
             for running, part in zip(whole, gradient, strict=True):
                 running += part
 
-        return step
+        return add
 
-    def _run(self, users: Users, make: Callable[[Users], Step]) -> None:
-        # A captured step sets or adds as it did when it was captured.
-        key = (make.__name__, users.shape, self._graphs and self._sets)
-        is_new = key not in self._steps
+    def _add_users(self, users: Users, make: Callable[[Users], AddBatch]) -> None:
+        """Add the batch; a batch of a new shape is captured and compared first."""
+        key = (make.__name__, users.shape)
+        is_new = key not in self._add_by_shape
         try:
             if is_new:
-                step = make(users)
+                add = make(users)
                 if self._graphs:
-                    step = self._captured(step, users)
+                    add = self._captured(add, users)
                 if users.count > 1:
                     self._num_shapes += 1
-                    if self._check and (self._compile or _is_power_of_two(self._num_shapes)):
-                        self._compare(step, users)
-                if not self._graphs and len(self._steps) >= EAGER_STEPS:
-                    self._steps.clear()
-                self._steps[key] = step
-            self._steps[key](users)
+                    is_due = self._compile or _is_power_of_two(self._num_shapes)
+                    if self._settings.check and is_due:
+                        self._compare(add, users)
+                if not self._graphs and len(self._add_by_shape) >= EAGER_SHAPES:
+                    self._add_by_shape.clear()
+                self._add_by_shape[key] = add
+            self._add_by_shape[key](users)
         finally:
-            # What the model keeps of these users must not reach the next. A captured step runs no
-            # Python, so it keeps nothing.
+            # What the model remembers of these users must not reach the next ones. A captured graph
+            # runs no Python, so after it there is nothing to put back.
             if is_new or not self._graphs:
                 self._state.restore()
 
-    def _captured(self, step: Step, users: Users) -> Step:
-        """The step as a CUDA graph; what its trial runs changed is put back."""
+    def _captured(self, add: AddBatch, users: Users) -> AddBatch:
+        """The function as a CUDA graph; what its trial runs changed is put back."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
 
-        def flat(inputs: list[Tensor]) -> Any:
-            return step(users.with_tensors(inputs))
+        def on_tensors(inputs: list[Tensor]) -> Any:
+            return add(users.with_tensors(inputs))
 
         large = [] if self._large_total is None else [self._large_total.values]
         with put_back(self._total.values, self._num_within, *large):
-            graph = Graph(flat, users.tensors, pool=self._pool)
+            graph = Graph(on_tensors, users.tensors, pool=self._pool)
         return lambda given: graph(given.tensors)
 
-    def _compare(self, step: Step, users: Users) -> None:
-        """Raise if the step and the plain loop differ on made-up users in a batch of this shape."""
+    def _compare(self, add: AddBatch, users: Users) -> None:
+        """Raise if the fast path and the plain loop differ on made-up users in this batch shape."""
 
-        def run(few: Users, rule: ClipRule) -> Update:
+        def fast(few: Users, rule: ClipRule) -> Update:
             self._state.restore()
-            # A step that sets the sum must set every value.
-            self._total.values.fill_(torch.nan if self._sets else 0.0)
+            self._total.zero_()
             self._clip_norm.fill_(rule.clip_norm)
-            step(few)
+            add(few)
             return [view.clone() for view in self._total.views]
 
         with put_back(self._total.values, self._num_within, self._clip_norm):
@@ -421,39 +341,21 @@ class FastClipping:
                         self._parameters,
                         self._rule,
                         disguised(users, seed=seed),
-                        run,
+                        fast,
                         record_loss=self._record_loss,
                         compute_dtype=self._dtype,
                     )
                     return
                 except NothingFiniteError:
-                    # Updates that are not finite count as zero: there is nothing to get wrong.
+                    # These made-up updates all count as zero, so they show nothing: try others.
                     continue
 
 
-@contextlib.contextmanager
-def put_back(*tensors: Tensor) -> Iterator[None]:
-    """Whatever happens to them inside, afterwards they are as before."""
-    before = [tensor.clone() for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, value in zip(tensors, before, strict=True):
-            tensor.copy_(value)
-
-
 def _stores_little_by_row(model: nn.Module) -> bool:
-    """Whether layers that have only stored gradients are small enough to store them by row."""
+    """Whether layers without a cheaper form are small enough to store gradients for every row."""
     layers = [layer for layer in find_layers(model) if layer.rule in (AnyLayer, Lstm)]
-    return sum(p.numel() for layer in layers for p in layer.parameters.values()) <= MOST_BY_ROW
-
-
-def _by_names(groups: Iterable[Batch]) -> list[list[Batch]]:
-    """The groups by the names of their tensors: only those with the same ones share a batch."""
-    found: dict[frozenset[str], list[Batch]] = {}
-    for group in groups:
-        found.setdefault(frozenset(group), []).append(group)
-    return list(found.values())
+    count = sum(p.numel() for layer in layers for p in layer.parameters.values())
+    return count <= MOST_STORED_PARAMETERS
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -1,0 +1,204 @@
+"""How a model is run for one batch: its dtype, what is compiled, and what is put aside meanwhile.
+
+Each decoder block is compiled on its own, once for all blocks. The whole pass can then be captured
+as a CUDA graph, so that a small model does not wait for the host. Three things would be in the way
+and are put aside while the pass runs: the attention mask (right-padded causal models do not need
+it, and it is built on the host), a vocabulary of unaligned width (tensor cores want multiples of
+64), and the loss's float32 copy of all logits. The model is the same before and after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from userdp.clipping.execute.checkpoint import checkpointed_blocks
+from userdp.clipping.execute.layer_swap import Tape, only, swapped
+from userdp.clipping.execute.models import (
+    can_skip_mask,
+    head_padding,
+    pretrained,
+    vocabulary_size,
+)
+from userdp.clipping.kernels.running import allow_recompilations
+from userdp.losses import (
+    Batch,
+    RecordLoss,
+    TokenMean,
+    TokenSum,
+    causal_lm_loss,
+    joined_lm_loss,
+    mean_token_loss,
+    weighted_token_loss,
+)
+
+# Hugging Face builds no mask for an attention whose name it does not know: attention is then causal
+# and nothing else.
+CAUSAL_ATTENTION = "userdp_causal"
+AttentionInterface.register(CAUSAL_ATTENTION, sdpa_attention_forward)
+
+
+@contextlib.contextmanager
+def without_mask(model: nn.Module) -> Iterator[None]:
+    """Causal attention without a mask inside the `with` block."""
+    inner = pretrained(model)
+    assert inner is not None
+    before: Any = inner.config._attn_implementation
+    inner.set_attn_implementation(CAUSAL_ATTENTION)
+    try:
+        yield
+    finally:
+        inner.set_attn_implementation(before)
+
+
+@contextlib.contextmanager
+def compiled_blocks(model: nn.Module) -> Iterator[None]:
+    """The model's decoder blocks, and the layers outside them, compiled inside the `with` block."""
+    allow_recompilations()
+    inner = pretrained(model)
+    names: set[str] = set(inner._no_split_modules or ()) if inner is not None else set()
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    inside = {id(module) for block in blocks for module in block.modules()}
+    alone = [
+        module
+        for module in model.modules()
+        if module._parameters
+        and id(module) not in inside
+        and not any(module.children())
+        and not isinstance(module, nn.Embedding | nn.LSTM)
+    ]
+    todo = blocks + alone
+    before = {module: module.__dict__.get("_compiled_call_impl") for module in todo}
+    for module in todo:
+        module.compile(dynamic=False)
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            del module.__dict__["_compiled_call_impl"]
+            if own is not None:
+                module._compiled_call_impl = own
+
+
+@cache
+def token_mean(vocabulary: int) -> TokenMean:
+    """`mean_token_loss` of the first `vocabulary` columns, compiled: no float32 logits are kept."""
+
+    def mean(logits: Tensor, labels: Tensor) -> Tensor:
+        return mean_token_loss(logits[..., :vocabulary], labels)
+
+    return torch.compile(mean, dynamic=False)
+
+
+@cache
+def token_sum(vocabulary: int) -> TokenSum:
+    """`weighted_token_loss` of the first `vocabulary` columns, compiled."""
+
+    def weighted(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        return weighted_token_loss(logits[..., :vocabulary], labels, weights)
+
+    return torch.compile(weighted, dynamic=False)
+
+
+class PaddedHead:
+    """An output layer without trainable weights, padded to an aligned width."""
+
+    @staticmethod
+    def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """The layer's output, and further columns that the loss cuts off."""
+        x = only(args, kwargs)
+        padding = module.userdp_tape.padding
+        return F.linear(x, F.pad(module.weight, (0, 0, 0, padding)), module.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a model is run for batches of one length.
+
+    `compute_dtype` is autocast's; None leaves the model's own. `record_loss` as in `updates`.
+    """
+
+    record_loss: RecordLoss
+    compute_dtype: torch.dtype | None = None
+    compile_blocks: bool = False
+    skip_mask: bool = False
+    head_padding: int = 0
+    merge_lora: bool = False
+    checkpoint_blocks: bool = False
+
+    @staticmethod
+    def choose(
+        model: nn.Module,
+        record_loss: RecordLoss,
+        *,
+        length: int,
+        compute_dtype: torch.dtype | None,
+        compile_blocks: bool,
+        merge_lora: bool = False,
+        checkpoint_blocks: bool = False,
+    ) -> Execution:
+        """The fastest way to run this model on rows of this length without changing its output."""
+        is_causal = record_loss in (causal_lm_loss, joined_lm_loss)
+        skip = compile_blocks and is_causal and can_skip_mask(model, length)
+        return Execution(
+            record_loss=record_loss,
+            compute_dtype=compute_dtype,
+            compile_blocks=compile_blocks,
+            skip_mask=skip,
+            head_padding=head_padding(model) if skip else 0,
+            merge_lora=merge_lora,
+            checkpoint_blocks=checkpoint_blocks,
+        )
+
+    def losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        """One loss a row."""
+        record_loss = self.record_loss
+        if self.skip_mask:
+            vocabulary = vocabulary_size(model)
+            if record_loss is joined_lm_loss:
+                record_loss = partial(joined_lm_loss, token_sum=token_sum(vocabulary))
+            else:
+                record_loss = partial(causal_lm_loss, token_mean=token_mean(vocabulary))
+        if self.compute_dtype is None:
+            return record_loss(model, batch)
+        device = next(iter(batch.values())).device.type
+        # Autocast's cache would keep a copy of each weight alive through the whole pass.
+        with torch.autocast(device, self.compute_dtype, cache_enabled=False):
+            return record_loss(model, batch)
+
+    @contextlib.contextmanager
+    def prepared(
+        self,
+        model: nn.Module,
+        layers: Sequence[tuple[nn.Module, Any]] = (),
+        tapes: Mapping[nn.Module, Tape] | None = None,
+    ) -> Iterator[None]:
+        """The model ready to run, with these layers swapped, inside the `with` block."""
+        swaps, carried = list(layers), dict(tapes or {})
+        inner = pretrained(model)
+        head = inner.get_output_embeddings() if inner is not None else None
+        if self.head_padding and head is not None and head not in carried:
+            swaps.append((head, PaddedHead))
+            carried[head] = Tape(users=1, rows=1, padding=self.head_padding)
+        with contextlib.ExitStack() as stack:
+            # A caller's autocast would change the backward pass too: only `compute_dtype` counts.
+            device = next(model.parameters()).device.type
+            stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(swapped(swaps, carried))
+            if self.checkpoint_blocks:
+                swapped_layers = [module for module, _ in swaps]
+                stack.enter_context(checkpointed_blocks(model, swapped_layers))
+            if self.skip_mask:
+                stack.enter_context(without_mask(model))
+            if self.compile_blocks:
+                stack.enter_context(compiled_blocks(model))
+            yield

@@ -1,0 +1,75 @@
+"""Layers that compute with another `forward` for a while; the model object stays the same.
+
+A layer's class is swapped for a subclass and put back afterwards. So `state_dict`,
+`save_pretrained`, `generate` and PEFT see the model they know. While it is swapped, a layer carries
+a `Tape`: what its other `forward` needs, and where it leaves what it saw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from userdp.errors import MixedExamplesError
+
+
+@dataclass(eq=False, kw_only=True)
+class Tape:
+    """What one layer needs while the fast path runs.
+
+    `probes` are the layer's probes by name (`layers`); what has no probe is not handed out.
+    """
+
+    users: int
+    rows: int
+    probes: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    # The token ids that an embedding was called with.
+    ids: Tensor | None = None
+    # For a layer without a rule: which of its input tensors count rows first, where that is known.
+    by_row: tuple[bool, ...] | None = None
+    # Columns added to a head of unaligned width, for speed; they carry nothing.
+    padding: int = 0
+    # In a ragged batch: where each user's rows end. With it a product hands out its stored
+    # gradients by user; everything else is handed out by row (`users` is the number of rows).
+    ends: Tensor | None = None
+
+
+def only(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
+    """The one tensor that a layer was called with, by position or by name."""
+    (tensor,) = (*args, *kwargs.values())
+    return tensor
+
+
+@cache
+def _stand_in(kind: type[nn.Module], rule: Any) -> type[nn.Module]:
+    """A subclass of the layer's class with the rule's forward."""
+    return type(kind.__name__, (kind,), {"forward": rule.forward, "__module__": kind.__module__})
+
+
+@contextlib.contextmanager
+def swapped(
+    layers: Sequence[tuple[nn.Module, Any]], tapes: dict[nn.Module, Tape]
+) -> Iterator[None]:
+    """The layers' classes replaced by their rules' inside the `with` block."""
+    before: dict[nn.Module, Any] = {}
+    try:
+        for module, rule in layers:
+            if "forward" in module.__dict__:
+                raise MixedExamplesError(
+                    f"the forward of a {type(module).__name__} was replaced on the object itself "
+                    "(as accelerate's hooks do): the fast path would not be seen. Remove the hook, "
+                    'or use path="plain".'
+                )
+            before[module] = type(module)
+            module.__class__ = _stand_in(type(module), rule)
+            module.__dict__["userdp_tape"] = tapes[module]
+        yield
+    finally:
+        for module, kind in before.items():
+            module.__class__ = kind
+            del module.__dict__["userdp_tape"]

@@ -1,0 +1,69 @@
+"""The clipped gradient of one user alone: an ordinary backward pass, then one factor.
+
+For users as large as a batch or larger. The rows of a larger one come in several batches, whose
+gradients add up before the one clipping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from userdp.clipping.batches.users import Users
+from userdp.clipping.execute.execution import Execution
+from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors, largest_norm
+from userdp.clipping.gradients.forms import Stored
+from userdp.clipping.gradients.sums import Sums
+from userdp.clipping.kernels import running
+from userdp.clipping.layer_groups import clip_groups
+from userdp.clipping.rules import ClipRule
+from userdp.losses import Update, at_least_float32
+
+
+class OneUser:
+    """Ordinary gradients of one user's rows, added up until they are clipped."""
+
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], rule: ClipRule
+    ) -> None:
+        self._model = model
+        self._parameters = list(parameters)
+        self._rule = rule
+        groups = clip_groups(model)
+        self._groups = [groups[id(parameter)] for parameter in parameters]
+        self._sums = Sums(max(self._groups) + 1 if rule.by_layer else 1)
+
+    def gradient(self, rows: Users, execution: Execution) -> Update:
+        """The gradient of the weighted losses of these rows, one tensor a parameter. Secret."""
+        with execution.prepared(self._model):
+            losses = execution.losses(self._model, rows.batch)
+            loss = (losses * rows.weights.to(losses.dtype)).sum()
+            gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        return [
+            torch.zeros_like(parameter) if gradient is None else gradient
+            for parameter, gradient in zip(self._parameters, gradients, strict=True)
+        ]
+
+    def add_clipped(
+        self,
+        update: Sequence[Tensor],
+        into: Sequence[Tensor],
+        clip_norm: Tensor | float | None = None,
+    ) -> Tensor:
+        """into += the user's whole update, clipped once; returns its norm. Secret.
+
+        Does not wait for the device; an update that is not finite adds nothing.
+        """
+        forms = [
+            (group, Stored(gradients_U=at_least_float32(tensor).contiguous()[None]))
+            for group, tensor in zip(self._groups, update, strict=True)
+        ]
+        with running.wide_arithmetic(into[0].device):
+            squared = self._sums.squared_norms(forms, [])
+            margin = ROUNDING_MARGIN * torch.finfo(squared.dtype).eps
+            factors = clip_factors(squared, self._rule, margin=margin, clip_norm=clip_norm)
+            factors = self._sums.scale(factors, largest_norm(self._rule, clip_norm))
+            self._sums.add(into, factors)
+        return squared.sum().sqrt()

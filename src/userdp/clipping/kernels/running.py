@@ -1,0 +1,68 @@
+"""How the kernels are run: compiled on CUDA, and in full precision whatever the caller chose."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# torch compiles a function once for each shape; its default would give up at 8.
+RECOMPILATIONS = 256
+
+
+def fused(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """The function's value; on CUDA by a compiled version that fuses its operations."""
+    return (_fused(function) if tensors[0].is_cuda else function)(*tensors)
+
+
+@cache
+def _fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    allow_recompilations()
+    return torch.compile(function, dynamic=False)
+
+
+def allow_recompilations() -> None:
+    """Let torch compile one function for many shapes."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, RECOMPILATIONS)
+    config.accumulated_recompile_limit = max(
+        config.accumulated_recompile_limit, 16 * RECOMPILATIONS
+    )
+
+
+@contextlib.contextmanager
+def wide_arithmetic(device: torch.device) -> Iterator[None]:
+    """No autograd, no autocast, no TF32 inside the `with` block."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), without_tf32():
+        yield
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Float32 products on CUDA in full float32: in TF32 a norm could come out too small."""
+    setting: Any = torch.backends.cuda.matmul
+    if setting.fp32_precision != "tf32":
+        yield
+        return
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # The caller used only the newer setting. Then torch refuses to read the older one.
+        before = None
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        if before is None:
+            setting.fp32_precision = "tf32"
+        else:
+            torch.set_float32_matmul_precision(before)
+
+
+def half_on_cuda(tensor: Tensor) -> bool:
+    """Whether products of the tensor go through the CUDA kernels."""
+    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)

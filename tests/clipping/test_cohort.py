@@ -1,0 +1,72 @@
+"""A cohort into batches: who shares one, and whose records are joined."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from comparing import (
+    assert_same_as_plain,
+    cohort,
+    shake,
+)
+from test_joined_records import clipping_of, tokens_run
+from torch import Tensor, nn
+
+import models_zoo
+from userdp.clipping.batches.joined_records import (
+    is_joined,
+    worth_joining,
+)
+from userdp.clipping.fast import FastClipping
+from userdp.clipping.rules import FlatClip
+from userdp.clipping.settings import StepSettings
+
+
+@pytest.mark.parametrize("mix_sizes", [False, True])
+def test_groups_with_unlike_tensors_go_into_batches_of_their_own(mix_sizes: bool) -> None:
+    # What one user's batch has beside the others' must not stop the run.
+    model = shake(models_zoo.build("gpt2 tied"))
+    groups = cohort([[4, 4], [5], [6, 3], [5]])
+    for odd in groups[1::2]:
+        odd["attention_mask"] = torch.ones_like(odd["labels"])
+    assert_same_as_plain(model, groups, settings=StepSettings(mix_sizes=mix_sizes))
+
+
+def test_rows_that_are_no_sequences_are_not_mixed_unless_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A batch of few shapes has thousands of rows where a row counts as one token.
+    model = nn.Linear(3, 1)
+    groups = [{"x": torch.randn(rows, 3)} for rows in (1, 2, 2)]
+    rule = FlatClip(clip_norm=0.3)
+    sizes: list[int] = []
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[type-arg]
+        sizes.append(len(batch["x"]))
+        return model(batch["x"])[:, 0] ** 2
+
+    fast = FastClipping(
+        model,
+        list(model.parameters()),
+        rule,
+        record_loss=loss,  # type: ignore[arg-type]
+    )
+    # As on CUDA in bfloat16.
+    monkeypatch.setattr(fast._packing, "ragged", True)
+    fast.clipped_sum(groups, rule)
+    assert max(sizes) <= 8
+
+
+def test_each_user_is_joined_if_that_saves_this_user_much_whoever_else_is_there() -> None:
+    fast, rule = clipping_of("llama"), FlatClip(clip_norm=0.5)
+    even, uneven = cohort([[9, 9], [12], [5, 5, 5]]), cohort([[14, 2, 2, 2], [2, 13, 3]])
+    assert not worth_joining(even, "cpu")
+    assert worth_joining(uneven, "cpu")
+    # 70% full: on CUDA a mask costs more than that.
+    assert worth_joining(cohort([[10, 4]]), "cpu")
+    assert not worth_joining(cohort([[10, 4]]), "cuda")
+    for groups, joined_rows in ((even, {False}), (uneven, {True}), (even + uneven, {False, True})):
+        batches = tokens_run(fast, groups, rule)
+        assert {is_joined(users.batch) for users in batches} == joined_rows
+    # Nothing of the uneven users is remembered.
+    assert not any(is_joined(users.batch) for users in tokens_run(fast, even, rule))
