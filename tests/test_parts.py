@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 
+from userdp import parts
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.parts import Part, Registry
 
@@ -125,3 +126,46 @@ def test_fields_that_a_part_has_not_or_lacks_are_refused(
 ) -> None:
     with pytest.raises(TypeError):
         shapes.from_json(data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oval(Shape):
+    """A part that an installed package brings."""
+
+    name: ClassVar[str] = "oval"
+    side: float
+
+
+class Entry:
+    """An entry point of that package: loading it imports the module, which registers the part."""
+
+    def __init__(self, registry: Registry[Shape]) -> None:
+        self._registry = registry
+
+    def load(self) -> None:
+        self._registry.register(Oval)
+
+
+@pytest.mark.parametrize("asked", ["by name", "by type"])
+def test_parts_of_installed_packages_are_found(
+    asked: str, shapes: Registry[Shape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: list[str] = []
+
+    def entry_points(group: str) -> list[Entry]:
+        groups.append(group)
+        return [Entry(shapes)]
+
+    monkeypatch.setattr(parts, "entry_points", entry_points)
+    parts.load_installed_parts.cache_clear()
+    try:
+        # What is known here needs nothing from elsewhere.
+        assert shapes.named("square") is Square
+        assert groups == []
+        if asked == "by name":
+            assert shapes.named("oval") is Oval
+        else:
+            assert shapes.from_json({"type": "Oval", "side": 2}) == Oval(side=2.0)
+        assert groups == ["userdp.parts"]
+    finally:
+        parts.load_installed_parts.cache_clear()

@@ -129,8 +129,11 @@ def test_the_ledger_is_closed_whatever_happens(tmp_path: Path) -> None:
     record = begun(path=tmp_path / "run")
     with pytest.raises(RuntimeError, match="out of memory"), record.closing():
         raise RuntimeError("out of memory")
-    with pytest.raises(LedgerError, match="closed"):
-        record.charge_step()
+    try:
+        with pytest.raises(LedgerError, match="closed"):
+            record.charge_step()
+    finally:
+        record.ledger.close()
 
 
 def test_the_first_row_names_weights_optimizer_code_and_what_is_given() -> None:

@@ -10,7 +10,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from common_rules import check_frozen, check_json, check_keys, check_named, check_words
+from common_rules import (
+    check_every_number_is_said,
+    check_frozen,
+    check_json,
+    check_keys,
+    check_named,
+    check_words,
+)
 from part_examples import each, without_example
 from torch import Tensor
 
@@ -157,6 +164,7 @@ def test_parameters_are_frozen_named_and_written_down(part: Noise) -> None:
     check_named(NOISES, part)
     check_keys(part)
     check_words(part)
+    check_every_number_is_said(part)
     assert part.words
     assert part.title
     assert f"{part.noise_multiplier:.4g}" in part.words
