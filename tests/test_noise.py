@@ -113,6 +113,48 @@ def test_each_piece_of_the_buffer_has_a_stream_of_its_own(
     assert len(np.unique(found)) == 64
 
 
+def test_noise_is_drawn_by_position_and_not_by_how_the_buffer_is_divided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("userdp.noise.draw.PIECE", 10)
+    whole = draw(SECRET, 3, 35)
+    for first, last in [(0, 10), (3, 7), (8, 23), (20, 35), (34, 35), (10, 10)]:
+        values = torch.zeros(last - first)
+        add_normal_(
+            values,
+            offset=first,
+            size=35,
+            stddev=1.0,
+            step=3,
+            streams=SECRET.streams("noise"),
+        )
+        assert np.array_equal(values.numpy(), whole[first:last])
+
+
+def test_a_piece_is_always_drawn_whole_whoever_asks_for_a_part_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # On CUDA a number depends on how many are drawn with it: ranks would draw other noise.
+    counts: list[int] = []
+
+    def noted(like: torch.Tensor, count: int, key: bytes) -> torch.Tensor:
+        counts.append(count)
+        return torch.zeros(count)
+
+    monkeypatch.setattr("userdp.noise.draw.PIECE", 10)
+    monkeypatch.setattr("userdp.noise.draw._cpu_piece", noted)
+    for first, last in [(3, 7), (8, 23), (31, 32)]:
+        add_normal_(
+            torch.zeros(last - first),
+            offset=first,
+            size=35,
+            stddev=1.0,
+            step=0,
+            streams=SECRET.streams("noise"),
+        )
+    assert counts == [10, 10, 10, 10, 5]
+
+
 def test_zero_deviation_changes_nothing() -> None:
     value = torch.randn(5)
     before = value.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import models_zoo
+from userdp.clipping.rules import AdaptiveClip
 from userdp.clipping.settings import StepSettings
 from userdp.errors import BudgetExhaustedError, InputError
 from userdp.index import UserIndex
@@ -254,3 +256,48 @@ def test_a_part_of_a_batch_that_holds_nothing_is_refused(size: int) -> None:
         make(plan(), settings=StepSettings(path="plain", microbatch_records=size))
     with pytest.raises(InputError, match="microbatch_tokens"):
         make(plan(), settings=StepSettings(microbatch_tokens=size))
+
+
+def adaptive() -> Plan:
+    return plan(clip_norm=None, clip=AdaptiveClip(clip_norm=1.0, count_noise=2.0), steps=4)
+
+
+def take(step: PrivateStep, steps: int) -> None:
+    for _ in range(steps):
+        cohort = step.draw()
+        step.apply({name: values[rows] for name, values in DATA.items()} for rows in cohort)
+
+
+def test_a_step_that_goes_on_from_its_state_takes_the_same_steps() -> None:
+    chosen = adaptive()
+    straight = make(chosen)
+    take(straight, 2)
+    state = straight.state_dict()
+    assert json.loads(json.dumps(state)) == state
+    take(straight, 2)
+
+    # Another run as far as the state was taken, which has forgotten what its clip norm came to.
+    resumed = make(chosen)
+    take(resumed, 2)
+    resumed._clip = chosen.clip
+    resumed.load_state_dict(state)
+    take(resumed, 2)
+    assert resumed.clip_norm == straight.clip_norm != chosen.clip.clip_norm
+    for ours, theirs in zip(weights(resumed.model), weights(straight.model), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_state_of_another_moment_is_refused() -> None:
+    step = make(adaptive())
+    first = step.state_dict()
+    take(step, 1)
+    with pytest.raises(InputError, match="state is that of step 0, and the record has 1"):
+        step.load_state_dict(first)
+    later = step.state_dict()
+    step.load_state_dict(later)
+    step.draw()
+    # The cohort was drawn for a step that has begun.
+    with pytest.raises(InputError, match="same moment"):
+        step.load_state_dict(later)
+    with pytest.raises(InputError, match="same moment"):
+        make(adaptive()).load_state_dict(later)

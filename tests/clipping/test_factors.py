@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from userdp.clipping import factors as factors_module
-from userdp.clipping.factors import power_of_two_below, rounding_factors
+from userdp.clipping.factors import clip_factors, power_of_two_below, rounding_factors
+from userdp.clipping.rules import FlatClip
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -99,3 +100,34 @@ def test_many_factors_are_done_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     assert shapes == [1000, 500]
     part = rounding_factors(factors[1, 100:103], share[1, 100:103], torch.bfloat16)
     assert torch.equal(whole[1, 100:103], part)
+
+
+class BreaksItsWord(FlatClip):
+    """A rule from elsewhere whose equation is wrong."""
+
+    answer: float = 1.0
+    by_layer = False
+
+    def factor(self, norms: Any, clip_norm: Any, share: float) -> Any:
+        return torch.full_like(norms, self.answer)
+
+
+class BreaksItsWordByLayer(BreaksItsWord):
+    """The same, where every layer is clipped on its own."""
+
+    by_layer = True
+
+
+@pytest.mark.parametrize("answer", [1.0, 1e6, -1.0, -1e6, float("inf"), float("nan")])
+@pytest.mark.parametrize("kind", [BreaksItsWord, BreaksItsWordByLayer])
+def test_a_rule_that_breaks_its_word_carries_nobody_beyond_its_bound(
+    kind: type[BreaksItsWord], answer: float
+) -> None:
+    rule = kind(clip_norm=0.5)
+    object.__setattr__(rule, "answer", answer)
+    norms = torch.tensor([[0.0, 1e-3, 0.4, 3.0, 1e9]] * (3 if rule.by_layer else 1))
+    for clip_norm in (None, torch.tensor(0.5)):
+        factors = clip_factors(norms.square(), rule, margin=0.0, clip_norm=clip_norm)
+        scaled = (factors * norms).double().norm(dim=0)
+        assert bool(scaled.isfinite().all())
+        assert float(scaled.max()) <= 0.5 * (1 + 1e-6)
