@@ -155,6 +155,12 @@ def test_a_piece_is_always_drawn_whole_whoever_asks_for_a_part_of_it(
     assert counts == [10, 10, 10, 10, 5]
 
 
+def test_a_purpose_cannot_be_read_as_a_step_of_another() -> None:
+    # "noise:1" at step 2 would share the stream of "noise" at step 1, piece 2.
+    with pytest.raises(ValueError, match="colon"):
+        SECRET.streams("noise:1")
+
+
 def test_zero_deviation_changes_nothing() -> None:
     value = torch.randn(5)
     before = value.clone()

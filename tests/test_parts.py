@@ -65,7 +65,10 @@ def test_a_part_that_can_be_changed_after_it_was_priced_is_refused(
     class NoDataclass(Shape):
         name: ClassVar[str] = "none"
 
-    for kind in (Soft, NoDataclass):
+    class OnlyInherits(Square):
+        more: float = 1.0
+
+    for kind in (Soft, NoDataclass, OnlyInherits):
         with pytest.raises(TypeError, match=f"{kind.__name__} must be a frozen dataclass"):
             shapes.register(kind)
     assert list(shapes) == [Square, Circle, BlueCircle]

@@ -112,3 +112,12 @@ def test_a_price_sees_how_many_steps_are_asked_for() -> None:
     other = OtherUsers(user_sampling_prob=0.1, group_size=4)
     assert event_of(other, NOISE, Adjacency.ADD_REMOVE, steps=7).count == 8
     assert asked == [7]
+
+
+@pytest.mark.usefixtures("own_table")
+def test_a_refused_price_leaves_nothing_in_the_table() -> None:
+    set_price(OtherUsers, Gaussian, (Adjacency.ZERO_OUT,), each_step(prices._users))
+    with pytest.raises(UnaccountedPlanError, match="already"):
+        set_price(OtherUsers, Gaussian, prices.ONE_OWNER, each_step(prices._users))
+    with pytest.raises(UnaccountedPlanError, match="has no accounting rule"):
+        price_of(OtherUsers(user_sampling_prob=0.1, group_size=4), NOISE, Adjacency.ADD_REMOVE)

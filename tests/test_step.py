@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import models_zoo
-from userdp.clipping.rules import AdaptiveClip
+from userdp.clipping.rules import AdaptiveClip, NormalisedClip
 from userdp.clipping.settings import StepSettings
 from userdp.errors import BudgetExhaustedError, InputError
 from userdp.index import UserIndex
@@ -301,3 +301,11 @@ def test_state_of_another_moment_is_refused() -> None:
         step.load_state_dict(later)
     with pytest.raises(InputError, match="same moment"):
         make(adaptive()).load_state_dict(later)
+
+
+def test_state_of_another_clip_rule_is_refused() -> None:
+    step = make(plan())
+    other = make(plan(clip_norm=None, clip=NormalisedClip(clip_norm=1.0)))
+    with pytest.raises(InputError, match="another clip rule"):
+        step.load_state_dict(other.state_dict())
+    assert step.clip_norm == 1.0

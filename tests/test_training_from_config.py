@@ -62,7 +62,7 @@ def test_ledger_is_bound_to_data_and_configuration(
     assert bound["config"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert set(bound) == {
         *("data", "selection", "sequence_length", "tokenizer", "model", "initial_weights"),
-        *("optimizer", "schedule", "settings", "device", "code", "config", "parts"),
+        *("optimizer", "schedule", "settings", "device", "code", "config"),
     }
     assert first["fixed_seed"] is True
     assert (tmp_path / "run" / "config.toml").read_bytes() == path.read_bytes()

@@ -55,7 +55,9 @@ class Registry(Generic[AnyPart]):
 
     def register(self, part: type[ThisPart]) -> type[ThisPart]:
         """Add a part; used as a decorator above `@dataclass(frozen=True, kw_only=True)`."""
-        params = getattr(part, "__dataclass_params__", None)
+        # The class's own: one that only inherits from a dataclass has attributes that are not
+        # frozen, and that JSON would leave out.
+        params = vars(part).get("__dataclass_params__")
         if params is None or not params.frozen:
             # A plan is priced once, when it is made.
             raise TypeError(f"{part.__name__} must be a frozen dataclass: a priced part stays.")

@@ -58,11 +58,12 @@ def set_price(
 ) -> None:
     """Put a line into the table; a price that is there stays."""
     for adjacency in adjacencies:
-        if _PRICES.setdefault((sampler, noise, adjacency), price) is not price:
+        if _PRICES.get((sampler, noise, adjacency), price) is not price:
             raise UnaccountedPlanError(
                 f"{sampler.__name__} + {noise.__name__} has a price under {adjacency.value} "
                 "adjacency already."
             )
+    _PRICES.update({(sampler, noise, adjacency): price for adjacency in adjacencies})
 
 
 set_price(PoissonUsers, Gaussian, ONE_OWNER, each_step(_users))

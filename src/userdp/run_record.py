@@ -89,7 +89,7 @@ class RunRecord:
                 "initial_weights": weights_digest(model),
                 "optimizer": optimizer_digest(optimizer),
                 "code": code_version(),
-                "parts": parts_version(plan.parts),
+                **({"parts": others} if (others := parts_version(plan.parts)) else {}),
                 **(bound_to or {}),
             },
             fixed_seed=secret.fixed_seed,

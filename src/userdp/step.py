@@ -283,7 +283,10 @@ class PrivateStep:
                 f"the state is that of step {state['step']}, and the record has "
                 f"{self.record.steps} steps: they must be of the same moment."
             )
-        self._clip = CLIP_RULES.from_json(state["clip"])
+        clip = CLIP_RULES.from_json(state["clip"])
+        if clip.at(self._clip.clip_norm) != self._clip:
+            raise InputError("the state is that of a step with another clip rule.")
+        self._clip = clip
         self._noise.load_state_dict(state["noise"])
 
     def statement(self) -> Statement:

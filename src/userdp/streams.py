@@ -50,6 +50,9 @@ class RunSecret:
 
     def streams(self, purpose: str) -> Streams:
         """The streams of one purpose: all that a part gets to see of the secret."""
+        if ":" in purpose:
+            # "noise:1" at step 2 would be "noise" at step 1, piece 2.
+            raise ValueError(f"purpose {purpose!r}: leave out the colon, which ends a purpose.")
         return Streams(secret=self, purpose=purpose)
 
     def ledger_key(self) -> bytes:
