@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from userdp import UserIndex
+import families
+from userdp import FlatClip, StepSettings, UserIndex
+from userdp.clipping.fast import FastClipping
+from userdp.clipping.made_up import MadeUp
+from userdp.clipping.verify import FastPathError
 from userdp.errors import InputError
+from userdp.losses import causal_lm_loss
 
 # ---- whose rows are whose
 
@@ -53,3 +58,24 @@ def test_one_person_as_a_number_and_as_a_string_is_refused() -> None:
     with pytest.raises(InputError, match="several kinds"):
         UserIndex.from_owners([1, "1"])
     assert UserIndex.from_owners([("a", 1), ("a", np.int64(1)), ("a", 2)]).num_users == 2
+
+
+# ---- the comparison with the plain loop
+
+MADE_UP = MadeUp.tokens(families.VOCABULARY)
+RULE = FlatClip(clip_norm=0.05)
+
+
+def test_the_oracle_of_a_comparison_starts_from_the_model_as_it_was() -> None:
+    # Looking at a batch runs the model once: embeddings that grow had grown for the oracle, too.
+    model = families.build(families.PLAIN_ONLY["llama, dynamic rotation"])
+    groups = [*(MADE_UP.group(1, 12, seed=i) for i in range(9)), MADE_UP.group(1, 40, seed=98)]
+    fast = FastClipping(
+        model,
+        list(model.parameters()),
+        RULE,
+        record_loss=causal_lm_loss,
+        settings=StepSettings(mix_sizes=True, join_records=False),
+    )
+    with pytest.raises(FastPathError, match="differs from the plain loop"):
+        fast.clipped_sum(groups, RULE)
