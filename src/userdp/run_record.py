@@ -131,6 +131,10 @@ class RunRecord:
         """Record the next step; returns once it is on disk."""
         self.ledger.charge_step()
 
+    def doubt(self, reason: str) -> None:
+        """Record why nothing is promised from here on; returns once it is on disk."""
+        self.ledger.doubt(reason)
+
     def step_done(self) -> None:
         """Tell whoever watches how many steps are done."""
         if self._on_step is not None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 import families
-from userdp import FlatClip, StepSettings, UserIndex
+from userdp import FlatClip, Plan, PrivateStep, StepSettings, UserIndex
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.made_up import MadeUp
 from userdp.clipping.verify import FastPathError
 from userdp.errors import InputError
+from userdp.ledger import Ledger
 from userdp.losses import causal_lm_loss
+from userdp.run_record import RunRecord
+from userdp.streams import RunSecret
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch["x"])[:, 0] - batch["y"]) ** 2
+
 
 # ---- whose rows are whose
 
@@ -79,3 +89,89 @@ def test_the_oracle_of_a_comparison_starts_from_the_model_as_it_was() -> None:
     )
     with pytest.raises(FastPathError, match="differs from the plain loop"):
         fast.clipped_sum(groups, RULE)
+
+
+class CentresLargeBatches(nn.Module):
+    """Rows see each other in batches of more than twelve rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(families.VOCABULARY, 8)
+        self.head = nn.Linear(8, families.VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        return self.head(x - x.mean((0, 1), keepdim=True) if len(x) > 12 else x)
+
+
+def plan(users: int, *, cohort: int | None = None, steps: int = 2, clip_norm: float = 1.0) -> Plan:
+    return Plan.sample_users(
+        num_users=users,
+        expected_cohort_size=cohort or users,
+        group_size=2,
+        steps=steps,
+        clip_norm=clip_norm,
+        noise_multiplier=2.0,
+        delta=1e-3,
+    )
+
+
+def private_step(model: nn.Module, chosen: Plan, users: int, **options: Any) -> PrivateStep:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    index = UserIndex.from_owners(range(users))
+    return PrivateStep(model, torch.optim.SGD(trained, lr=1e-9), chosen, index, **options)
+
+
+def sums_of(step: PrivateStep, groups: list[Any]) -> list[Tensor]:
+    """The clipped sum of every step; user i has `groups[i]`."""
+    found: list[Tensor] = []
+    release = step._release
+    step._release = lambda total: (found.append(total.total.values.clone()), release(total))[1]  # type: ignore[method-assign]
+    for cohort in step.cohorts():
+        step.apply(groups[int(rows[0])] for rows in cohort)
+    return found
+
+
+def test_a_model_that_is_not_proven_is_compared_in_every_shape_of_batch() -> None:
+    # Cohorts of varying size: the third, fifth, ... shape was not compared, and moved by 4.5 C.
+    one = MADE_UP.group(1, 8, seed=0)
+    odd = {name: torch.full_like(tensor, 3) for name, tensor in one.items()}
+    nothing = {name: tensor[:0] for name, tensor in odd.items()}
+
+    def sums(last: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = CentresLargeBatches().double()
+        chosen = plan(40, cohort=11, steps=8, clip_norm=0.05)
+        step = private_step(model, chosen, 40, secret=RunSecret.fixed_for_tests(4))
+        return sums_of(step, [*([one] * 39), last])
+
+    moved = [float((a - b).norm()) / 0.05 for a, b in zip(sums(odd), sums(nothing), strict=True)]
+    assert 0 < max(moved) <= 1 + 1e-5
+
+
+def test_paths_that_differ_after_a_release_leave_no_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(3, 1)
+    chosen = plan(6, steps=3)
+    ledger = Ledger.create(chosen, path=tmp_path / "ledger.jsonl", bound_to={}, fixed_seed=False)
+    step = private_step(model, chosen, 6, record_loss=squares, record=RunRecord(ledger))
+    for number in range(3):
+        groups = [{"x": torch.ones(1 + number, 3), "y": torch.ones(1 + number)}] * 6
+        if number == 1:
+            assert step.statement().guarantee
+
+            def differ(*_: Any) -> None:
+                raise FastPathError("the paths differ")
+
+            monkeypatch.setattr(FastClipping, "_compare", differ)
+        step.draw()
+        step.apply(groups)
+    step.finish()
+    for statement in (step.statement(), Ledger.read(tmp_path / "ledger.jsonl").statement()):
+        assert not statement.guarantee
+        assert "the paths were seen to differ after 1 released steps" in statement.sentence
+        assert statement.promise == ""
+    # Nor is anything promised of a run that starts from these weights.
+    after = private_step(model, chosen, 6, record_loss=squares)
+    assert not after.statement().guarantee

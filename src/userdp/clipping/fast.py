@@ -5,9 +5,10 @@ to; of a cohort of one batch, that sets it, which saves clearing and reading it.
 blocks are compiled and each batch shape is captured as a graph, so that no step waits for the host.
 
 Before the first batch of a shape counts, a batch of made-up values in that shape is compared with
-the plain loop. Shapes that are compiled or captured are few, and each is compared. Elsewhere ragged
-cohorts bring new shapes at every step, and the same code runs them all: there the 1st, 2nd, 4th,
-8th, ... new shape is compared.
+the plain loop. Every new shape is, unless the model's architecture is proven by tests and nothing
+is compiled. Ragged cohorts bring new shapes at every step, and the same code runs them all: there
+the 1st, 2nd, 4th, 8th, ... new shape is compared, and each that has more rows or longer ones than
+all that were compared before.
 
 What one user's data decides concerns that user alone: whether its own records are joined into fewer
 rows, or that it counts as zero because the model cannot read it.
@@ -69,7 +70,8 @@ class FastClipping:
     """Clipped sums of cohorts, as the plain loop would give them.
 
     `sequence_length` is how long records may be, a public number; `skip_failing` as in
-    `PlainClipping`.
+    `PlainClipping`; `every_shape` compares every new shape of batch with the plain loop. `differs`
+    says that the two were seen to differ: from then on the plain loop does the work.
     """
 
     def __init__(
@@ -81,12 +83,12 @@ class FastClipping:
         record_loss: RecordLoss,
         settings: StepSettings | None = None,
         sequence_length: int | None = None,
+        every_shape: bool = True,
     ) -> None:
         settings = settings or StepSettings()
         refuse_computed_weights(model)
         self.skip_failing = False
-        # Whether the paths were seen to differ: then the plain loop does the work.
-        self._differs = False
+        self.differs = False
         self._model = model
         self._state = ModuleState(model)
         self._parameters = list(parameters)
@@ -102,7 +104,11 @@ class FastClipping:
         if self._checkpoint:
             blocks_of(model)  # Raises now, not at the first step, if there are none.
         self._check = settings.check
+        self._every_shape = every_shape
         self._num_shapes = 0
+        # The most rows and the longest ones that were compared, and in which shapes.
+        self._largest = (0, 0)
+        self._compared: set[Any] = set()
         self._max_tokens = settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS)
         self._max_users = None if on_cuda else self._stored_users()
         half = (self._dtype or self._parameters[0].dtype) == torch.bfloat16
@@ -157,7 +163,7 @@ class FastClipping:
         # A group without a record adds nothing, neither to the sum nor to the counts.
         listed = [group for group in groups if size_of(group).rows]
         failures = Failures(self.skip_failing)
-        if self._differs:
+        if self.differs:
             return self._plain().clipped_sum(listed, rule)
         try:
             self._add_all(listed, rule, failures)
@@ -166,7 +172,7 @@ class FastClipping:
                 raise
             # Made-up values in a new shape of batch have shown that the paths differ. The fast path
             # is not used again, and what it has added up of this cohort does not count.
-            self._differs = True
+            self.differs = True
             _LOG.warning("from here on users run one at a time: %s", error)
             return self._plain().clipped_sum(listed, rule)
         failures.warn_if_all_failed(len(listed))
@@ -375,10 +381,8 @@ class FastClipping:
                 step = make(users)
                 if self._graphs:
                     step = self._captured(step, users)
-                if users.count > 1:
-                    self._num_shapes += 1
-                    if self._check and (self._compile or _is_power_of_two(self._num_shapes)):
-                        self._compare(step, users)
+                if self._check and users.count > 1 and self._is_to_compare(users, key):
+                    self._compare(step, users)
                 if not self._graphs and len(self._steps) >= EAGER_STEPS:
                     self._steps.clear()
                 self._steps[key] = step
@@ -388,6 +392,19 @@ class FastClipping:
             # Python, so it keeps nothing.
             if is_new or not self._graphs:
                 self._state.restore()
+
+    def _is_to_compare(self, users: Users, key: Any) -> bool:
+        """Whether the new shape is one of those that are compared; notes that it is."""
+        self._num_shapes += 1
+        lengths = (t.shape[1] for t in users.batch.values() if t.dim() > 1)
+        size = len(users.weights), max(lengths, default=1)
+        is_larger = any(new > most for new, most in zip(size, self._largest, strict=True))
+        is_new = self._every_shape and key not in self._compared
+        if not (self._compile or is_new or is_larger or _is_power_of_two(self._num_shapes)):
+            return False
+        self._largest = max(size[0], self._largest[0]), max(size[1], self._largest[1])
+        self._compared.add(key)
+        return True
 
     def _captured(self, step: Step, users: Users) -> Step:
         """The step as a CUDA graph; what its trial runs changed is put back."""
