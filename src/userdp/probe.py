@@ -158,6 +158,12 @@ def check_model(
                 f"StepSettings(check=False) with {type(model).__name__}: only architectures that "
                 "are proven by tests can be trained unchecked. Leave check=True."
             )
+        if record_loss is not causal_lm_loss or not update.is_mean_gradient:
+            raise InputError(
+                "StepSettings(check=False) with a record_loss or an update of one's own: it may mix "
+                "records, and only the probe would see it. Use causal_lm_loss and the mean "
+                "gradient, or leave check=True."
+            )
         return True
     vocabulary = vocabulary_of(model)
     reads_tokens = example is None or _is_language_modelling(example)
