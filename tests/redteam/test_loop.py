@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import families
 from userdp import FlatClip, Plan, PrivateStep, StepSettings, UserIndex
@@ -18,6 +21,7 @@ from userdp.clipping.verify import FastPathError
 from userdp.errors import InputError
 from userdp.ledger import Ledger
 from userdp.losses import causal_lm_loss
+from userdp.models.proven import is_proven
 from userdp.run_record import RunRecord
 from userdp.streams import RunSecret
 
@@ -175,3 +179,74 @@ def test_paths_that_differ_after_a_release_leave_no_promise(
     # Nor is anything promised of a run that starts from these weights.
     after = private_step(model, chosen, 6, record_loss=squares)
     assert not after.statement().guarantee
+
+
+# ---- what is called proven, and what is not checked
+
+
+def batch_mean_loss(model: nn.Module, batch: Any) -> Tensor:
+    """One value a record, weighted as in a mean over the batch's tokens."""
+    lengths = (batch["labels"][:, 1:] != -100).sum(1)
+    return causal_lm_loss(model, batch) * lengths / lengths.sum() * len(lengths)
+
+
+def test_a_loss_of_ones_own_is_never_left_unchecked() -> None:
+    model = families.build(families.SAFE["gpt2"])
+    settings = StepSettings(check=False)
+    step = private_step(model, plan(4), 4, record_loss=batch_mean_loss, settings=settings)
+    with pytest.raises(InputError, match=r"record_loss.*leave check=True"):
+        step.check_model()
+    private_step(model, plan(4), 4, settings=settings).check_model()
+
+
+def _own_attention(*arguments: Any, **options: Any) -> Any:
+    return sdpa_attention_forward(*arguments, **options)
+
+
+def test_an_attention_function_of_ones_own_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = families.build(families.SAFE["llama"])
+    assert is_proven(model)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "own", _own_attention)
+    model.set_attn_implementation("own")
+    assert not is_proven(model)
+    model.set_attn_implementation("sdpa")
+    assert is_proven(model)
+    # Nor one that takes the place of the library's.
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", _own_attention)
+    assert not is_proven(model)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda model: model.lm_head.register_full_backward_hook(lambda *_: None),
+        lambda model: model.lm_head.register_full_backward_pre_hook(lambda *_: None),
+        lambda model: model.lm_head.weight.register_hook(lambda gradient: gradient),
+        lambda _: torch_module.register_module_forward_hook(lambda *_: None),
+        lambda _: torch_module.register_module_forward_pre_hook(lambda *_: None),
+        lambda _: torch_module.register_module_full_backward_hook(lambda *_: None),
+    ],
+)
+def test_a_hook_of_any_kind_is_not_proven(register: Any) -> None:
+    model = families.build(families.SAFE["gpt2"])
+    handle = register(model)
+    try:
+        assert not is_proven(model)
+    finally:
+        handle.remove()
+    assert is_proven(model)
+
+
+def test_a_rotation_that_grows_is_seen_at_any_depth() -> None:
+    model: Any = families.build(families.SAFE["gemma3"])
+    assert is_proven(model)
+    model.config.rope_parameters["full_attention"]["rope_type"] = "dynamic"
+    assert not is_proven(model)
+
+
+def test_a_method_put_into_a_librarys_class_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = families.build(families.SAFE["gpt2"])
+    kind = type(model.transformer.h[0])
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *arguments, **options: own(*arguments, **options))
+    assert not is_proven(model)
