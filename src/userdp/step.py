@@ -79,10 +79,9 @@ class PrivateStep:
         self._parameters = list(trainable_parameters(model).values())
         check_optimizer(optimizer, self._parameters)
         settings = settings or StepSettings()
-        self.model = model
-        self.optimizer = optimizer
-        self.plan = plan
-        self.record = record or RunRecord.create(
+        self._model = model
+        self._optimizer = optimizer
+        self._record = record or RunRecord.create(
             plan, model, optimizer, settings=settings, secret=secret
         )
         # What was spent on these weights before is composed, or refused, before the first step.
@@ -117,6 +116,28 @@ class PrivateStep:
             index, self.record.streams("limit contributions")
         )
         self._drawn: Cohort | None = None
+
+    # What a step is priced by and acts on cannot be replaced while it runs.
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is charged."""
+        return self.record.ledger.plan
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained."""
+        return self._model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that takes the noised gradients."""
+        return self._optimizer
+
+    @property
+    def record(self) -> RunRecord:
+        """Where every step is charged."""
+        return self._record
 
     @property
     def ledger(self) -> Ledger:

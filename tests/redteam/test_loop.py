@@ -250,3 +250,13 @@ def test_a_method_put_into_a_librarys_class_is_not_proven(monkeypatch: pytest.Mo
     own = kind.forward
     monkeypatch.setattr(kind, "forward", lambda *arguments, **options: own(*arguments, **options))
     assert not is_proven(model)
+
+
+# ---- what may change while a run goes on
+
+
+@pytest.mark.parametrize("name", ["plan", "model", "optimizer", "record", "ledger"])
+def test_what_a_step_is_priced_by_cannot_be_replaced(name: str) -> None:
+    step = private_step(nn.Linear(3, 1), plan(6), 6, record_loss=squares)
+    with pytest.raises(AttributeError):
+        setattr(step, name, getattr(step, name))
