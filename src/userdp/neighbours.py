@@ -25,7 +25,7 @@ from userdp.clipping.plain import PlainClipping, clip_update
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.wide_reference import wide_gradient
-from userdp.errors import InputError
+from userdp.errors import UntriedModelError
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, Update
 from userdp.models.checks import BufferGuard, trainable_parameters
 from userdp.updates.contract import UpdateRule
@@ -353,7 +353,7 @@ def _that_clips(rule: ClipRule, updates: Sequence[Update]) -> ClipRule:
     )
     middle = norms[len(norms) // 2]
     if not math.isfinite(middle):
-        raise InputError(
+        raise UntriedModelError(
             "the gradients of made-up rows are not finite: look at the model's weights."
         )
     return rule.at(middle / 2 or 1.0)

@@ -23,7 +23,7 @@ from userdp.clipping.pack import is_padded
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.verify import refuse_dropout
-from userdp.errors import InputError, MixedExamplesError
+from userdp.errors import InputError, MixedExamplesError, UntriedModelError
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, causal_lm_loss
 from userdp.models.checks import refuse_mixing
 from userdp.models.proven import is_proven
@@ -95,7 +95,7 @@ def verify(
             tried = run_probes(
                 model,
                 made_up,
-                sequence_length=sequence_length or _usual_length(model, batch),
+                sequence_length=sequence_length or usual_length(model, batch),
                 group_size=group_size,
                 record_loss=record_loss,
                 update=update or MEAN_GRADIENT,
@@ -110,8 +110,8 @@ def verify(
     return Verified(probes=tuple(found), cause=cause)
 
 
-def _usual_length(model: nn.Module, batch: Batch | None) -> int:
-    """How long made-up rows are where nobody said it: not as short as one user's happen to be."""
+def usual_length(model: nn.Module, batch: Batch | None = None) -> int:
+    """How long made-up rows are where nobody said it: not as short as a batch's happen to be."""
     usual = min(most_positions(model) or _USUAL_LENGTH, _USUAL_LENGTH)
     lengths = [t.shape[1] for name, t in (batch or {}).items() if is_padded(name, t)]
     return max(usual, *lengths) if lengths else usual
@@ -140,7 +140,7 @@ def check_model(
     model: nn.Module,
     example: Batch | None,
     *,
-    sequence_length: int | None,
+    sequence_length: int,
     group_size: int,
     record_loss: RecordLoss,
     update: UpdateRule,
@@ -150,7 +150,7 @@ def check_model(
     """The small version that every run begins with; raises `UnsafeModelError`.
 
     Token ids are made up for a Hugging Face model; for others, rows like the example's. False if
-    nothing tells what rows look like.
+    nothing tells what rows look like. `UntriedModelError` if the model fails on such rows.
     """
     if not settings.checks_model:
         if not is_proven(model):
@@ -166,7 +166,9 @@ def check_model(
             )
         return True
     vocabulary = vocabulary_of(model)
-    reads_tokens = example is None or _is_language_modelling(example)
+    reads_tokens = example is None or is_language_modelling(example)
+    # That loss reads token ids and their labels, whatever an example looks like.
+    reads_tokens = reads_tokens or record_loss is causal_lm_loss
     if vocabulary is not None and reads_tokens:
         made_up = MadeUp.tokens(vocabulary)
     elif example is not None:
@@ -176,7 +178,7 @@ def check_model(
     run_probes(
         model,
         made_up,
-        sequence_length=sequence_length or _usual_length(model, example),
+        sequence_length=sequence_length,
         group_size=group_size,
         record_loss=record_loss,
         update=update,
@@ -199,7 +201,7 @@ def check_positions(model: nn.Module, sequence_length: int) -> None:
         )
 
 
-def _is_language_modelling(example: Batch) -> bool:
+def is_language_modelling(example: Batch) -> bool:
     """Whether every token of a row has a label: rows can be made up without knowing the task."""
     ids, labels = example.get("input_ids"), example.get("labels")
     if ids is None or labels is None or set(example) != {"input_ids", "labels"}:
@@ -258,7 +260,7 @@ def run_probes(
         raise
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
-        raise UnsafeModelError(
+        raise UntriedModelError(
             f"{type(model).__name__} fails on made-up rows of {sequence_length} tokens "
             f"({type(error).__name__}: {line})."
         ) from error

@@ -21,7 +21,7 @@ from userdp.clipping.flat import ClippedSum
 from userdp.clipping.rules import CLIP_RULES
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.summation import summation
-from userdp.errors import BudgetExhaustedError, InputError, MixedExamplesError
+from userdp.errors import BudgetExhaustedError, InputError, UntriedModelError
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
 from userdp.losses import Batch, RecordLoss, causal_lm_loss
@@ -29,7 +29,7 @@ from userdp.models.checks import check_optimizer, refuse_mixing, trainable_param
 from userdp.models.proven import is_proven
 from userdp.noise.draw import NUMBER_PURPOSE, PURPOSE, noisy_number
 from userdp.plan import Plan
-from userdp.probe import check_model, vocabulary_of
+from userdp.probe import check_model, usual_length, vocabulary_of
 from userdp.run_record import RunRecord
 from userdp.sampling import Cohort
 from userdp.statement import Statement
@@ -37,6 +37,8 @@ from userdp.streams import RunSecret
 
 # Groups whose rows are taken for an example until one of them can be read.
 _EXAMPLES = 3
+# What rows hold where no example says it.
+TOKENS = ("input_ids", "labels")
 _LOG = logging.getLogger(__name__)
 
 
@@ -59,7 +61,9 @@ class PrivateStep:
     5
 
     `sequence_length` is the most tokens a record may have, a public number: the model is tried with
-    made-up records of that length before the first step.
+    made-up records of that length before the first step, and longer ones count as zero. Without it,
+    it is the number of the model's positions, at most 128, or the length of the example that
+    `check_model` is given.
     """
 
     def __init__(
@@ -100,7 +104,6 @@ class PrivateStep:
         self._check = partial(
             check_model,
             model,
-            sequence_length=sequence_length,
             group_size=plan.sampler.rows_in_a_group,
             record_loss=record_loss,
             update=plan.update,
@@ -108,7 +111,9 @@ class PrivateStep:
             settings=settings,
         )
         self._is_checked = False
-        self._sequence_length = sequence_length
+        # One public length, fixed before the first step: what was not tried is not admitted.
+        self._is_length_given = sequence_length is not None
+        self._longest = sequence_length or usual_length(model)
         self._vocabulary = vocabulary_of(model)
         self._clip = plan.clip
         self._noise = plan.noise.started()
@@ -196,11 +201,23 @@ class PrivateStep:
         """Raise if one user can move the clipped sum by more than the clip norm (`probe`).
 
         Runs once, with made-up rows; `apply` runs it before the first step unless it has run. Rows
-        are token ids for a Hugging Face model, else like those of `example`.
+        are token ids for a Hugging Face model, else like those of `example`, which is public: make
+        it up. Where `sequence_length` was not given, rows may be as long as the example's.
         """
         if self._is_checked:
             return
-        self._is_checked = self._check(example)
+        if not self._is_length_given:
+            self._longest = usual_length(self.model, example)
+        self._probe(example)
+
+    def _probe(self, example: Batch | None) -> None:
+        self._is_checked = self._check(example, sequence_length=self._longest)
+        if self._is_checked and not self._is_length_given and "input_ids" in (example or TOKENS):
+            self._is_length_given = True
+            _LOG.warning(
+                "sequence_length is not given: records of more than %d tokens count as zero.",
+                self._longest,
+            )
         # From here on a group that fails does so because of its own data.
         self._summation.skip_failing = self._is_checked
 
@@ -210,10 +227,11 @@ class PrivateStep:
             return
         for number, example in enumerate(examples[:_EXAMPLES], 1):
             try:
-                self.check_model(example)
+                self._probe(example)
                 return
-            except (MixedExamplesError, InputError):
-                # One user's data must not decide: a group may hold what no model reads.
+            except UntriedModelError:
+                # One user's data must not decide: a group may hold what no model reads. A verdict
+                # on the model is never passed over.
                 if number == min(_EXAMPLES, len(examples)):
                     raise
 
@@ -223,8 +241,8 @@ class PrivateStep:
         if groups and not any(read):
             _LOG.warning(
                 "no group of a step can be read: tokens beyond the vocabulary, rows longer than "
-                "sequence_length=%s, or tensors that do not fit together.",
-                self._sequence_length,
+                "sequence_length=%d, or tensors that do not fit together.",
+                self._longest,
             )
         return [
             group if can_read else {name: tensor[:0] for name, tensor in group.items()}
@@ -243,7 +261,7 @@ class PrivateStep:
             return True
         if ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
             return False
-        if self._sequence_length is not None and ids.shape[1] > self._sequence_length:
+        if ids.shape[1] > self._longest:
             return False
         if labels is not None and labels.dim() > 1 and labels.shape != ids.shape:
             return False

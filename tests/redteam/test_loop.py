@@ -181,6 +181,34 @@ def test_paths_that_differ_after_a_release_leave_no_promise(
     assert not after.statement().guarantee
 
 
+# ---- what is tried, and what is admitted
+
+
+def test_rows_longer_than_those_tried_count_as_zero_without_a_declared_length(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # The probe tried the 12 positions from which on these embeddings grow; longer rows came after.
+    def sums(last: Any) -> list[Tensor]:
+        model = families.build(families.PLAIN_ONLY["llama, dynamic rotation"])
+        chosen = plan(6, clip_norm=0.05)
+        step = private_step(model, chosen, 6, secret=RunSecret.fixed_for_tests(1))
+        return sums_of(step, [*(MADE_UP.group(1, 11, seed=i) for i in range(5)), last])
+
+    with caplog.at_level("WARNING", logger="userdp"):
+        long = sums(MADE_UP.group(1, 13, seed=9))
+    assert caplog.text.count("records of more than 12 tokens count as zero") == 1
+    for found, expected in zip(long, sums(MADE_UP.group(0, 1, seed=9)), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_an_example_given_by_hand_sets_the_length() -> None:
+    model = CentresLargeBatches()
+    step = private_step(model, plan(4), 4)
+    step.check_model(MADE_UP.group(1, 150, seed=0))
+    assert step._reads(MADE_UP.group(1, 150, seed=1))
+    assert not step._reads(MADE_UP.group(1, 151, seed=1))
+
+
 # ---- what is called proven, and what is not checked
 
 
