@@ -48,6 +48,12 @@ class UserIndex:
         """The rows of one user."""
         return self.rows[self.indptr[user] : self.indptr[user + 1]]
 
+    def owner_of_rows(self) -> Rows:
+        """The number of each row's user, -1 for rows of nobody. Secret."""
+        found = np.full(int(self.rows.max(initial=-1)) + 1, -1, dtype=np.int64)
+        found[self.rows] = np.repeat(np.arange(self.num_users), np.diff(self.indptr))
+        return found
+
     @staticmethod
     def from_owners(owners: Iterable[Hashable]) -> UserIndex:
         """Index rows 0, 1, 2, ... whose owners are given in order; users number by appearance.

@@ -160,8 +160,8 @@ def check_model(
             )
         if record_loss is not causal_lm_loss or not update.is_mean_gradient:
             raise InputError(
-                "StepSettings(check=False) with a record_loss or an update of one's own: it may mix "
-                "records, and only the probe would see it. Use causal_lm_loss and the mean "
+                "StepSettings(check=False) with a record_loss or an update of one's own: it may "
+                "mix records, and only the probe would see it. Use causal_lm_loss and the mean "
                 "gradient, or leave check=True."
             )
         return True

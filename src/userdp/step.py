@@ -10,6 +10,7 @@ post-processing and costs nothing. Every paper's step is this one with other par
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from userdp.clipping.flat import ClippedSum
+from userdp.clipping.pack import is_padded
 from userdp.clipping.rules import CLIP_RULES
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.summation import summation
@@ -29,14 +31,14 @@ from userdp.models.checks import check_optimizer, refuse_mixing, trainable_param
 from userdp.models.proven import is_proven
 from userdp.noise.draw import NUMBER_PURPOSE, PURPOSE, noisy_number
 from userdp.plan import Plan
-from userdp.probe import check_model, usual_length, vocabulary_of
+from userdp.probe import check_model, is_language_modelling, usual_length, vocabulary_of
 from userdp.run_record import RunRecord
 from userdp.sampling import Cohort
 from userdp.statement import Statement
 from userdp.streams import RunSecret
 
-# Groups whose rows are taken for an example until one of them can be read.
-_EXAMPLES = 3
+# Users on rows like whose the model may fail before that is an error.
+_MOST_UNTRIED = 8
 # What rows hold where no example says it.
 TOKENS = ("input_ids", "labels")
 _LOG = logging.getLogger(__name__)
@@ -64,6 +66,10 @@ class PrivateStep:
     made-up records of that length before the first step, and longer ones count as zero. Without it,
     it is the number of the model's positions, at most 128, or the length of the example that
     `check_model` is given.
+
+    A Hugging Face model is tried with made-up token ids. Of any other model's rows nothing is known
+    before the first step: they are made up in the shapes that most users of a step have. Give
+    `check_model` a made-up example before the first step, and no user has a say in it.
     """
 
     def __init__(
@@ -111,6 +117,8 @@ class PrivateStep:
             settings=settings,
         )
         self._is_checked = False
+        # Users on rows like whose the model failed. Secret.
+        self._untried: set[int] = set()
         # One public length, fixed before the first step: what was not tried is not admitted.
         self._is_length_given = sequence_length is not None
         self._longest = sequence_length or usual_length(model)
@@ -187,7 +195,8 @@ class PrivateStep:
         cohort, self._drawn = self._drawn, None
         groups = list(_counted(batches, len(cohort)))
         groups = self._readable(groups)
-        self._check_like([group for group in groups if len(next(iter(group.values())))])
+        if not self._is_checked and not self._is_tried(cohort, groups):
+            groups = [_without_rows(group) for group in groups]
         could_differ = not self._summation.differs
         total = self._summation.clipped_sum(groups, self._clip)
         if could_differ and self._summation.differs and self.record.steps:
@@ -221,19 +230,33 @@ class PrivateStep:
         # From here on a group that fails does so because of its own data.
         self._summation.skip_failing = self._is_checked
 
-    def _check_like(self, examples: Sequence[Batch]) -> None:
-        """Check the model with rows like those of a group; another group if that one is odd."""
-        if self._is_checked:
-            return
-        for number, example in enumerate(examples[:_EXAMPLES], 1):
+    def _is_tried(self, cohort: Cohort, groups: Sequence[Batch]) -> bool:
+        """Whether the model is checked, with rows like those of a group if need be.
+
+        One user's data must not decide whether a run goes on. So every user has one vote on what
+        rows look like, and the kind of most users is tried first; a model that fails on a group is
+        tried on the next. Where it fails on every group, each of them counts as zero, as it would
+        by itself, and the next step tries again; an error comes once many users' rows have failed.
+        A verdict on the model is never passed over.
+        """
+        owners = self._index.owner_of_rows()
+        examples = [
+            (_kind(group), int(owners[rows[0]]), group)
+            for rows, group in zip(cohort, groups, strict=True)
+            if len(rows) and len(next(iter(group.values())))
+        ]
+        votes = Counter(kind for kind, _ in {(kind, user) for kind, user, _ in examples})
+        for _, user, example in sorted(examples, key=lambda item: (-votes[item[0]], item[0])):
             try:
                 self._probe(example)
-                return
+                return True
             except UntriedModelError:
-                # One user's data must not decide: a group may hold what no model reads. A verdict
-                # on the model is never passed over.
-                if number == min(_EXAMPLES, len(examples)):
+                self._untried.add(user)
+                if len(self._untried) >= min(_MOST_UNTRIED, max(2, self.plan.num_users // 2)):
                     raise
+        if examples:
+            _LOG.warning("the model fails on rows like those of a step: all count as zero.")
+        return not examples
 
     def _readable(self, groups: list[Batch]) -> list[Batch]:
         """The groups; those that cannot be read lose their rows, so that they count as zero."""
@@ -245,7 +268,7 @@ class PrivateStep:
                 self._longest,
             )
         return [
-            group if can_read else {name: tensor[:0] for name, tensor in group.items()}
+            group if can_read else _without_rows(group)
             for group, can_read in zip(groups, read, strict=True)
         ]
 
@@ -341,6 +364,19 @@ class PrivateStep:
     def finish(self) -> None:
         """Close the ledger with the digest of the weights as they are: no step can follow."""
         self.record.finish(self.model)
+
+
+def _without_rows(group: Batch) -> Batch:
+    return {name: tensor[:0] for name, tensor in group.items()}
+
+
+def _kind(group: Batch) -> str:
+    """What rows look like: names, dtypes and shapes, but for the number and length of rows."""
+    shapes = sorted(
+        (name, str(tensor.dtype), tuple(tensor.shape[2 if is_padded(name, tensor) else 1 :]))
+        for name, tensor in group.items()
+    )
+    return repr((not is_language_modelling(group), shapes))
 
 
 def _counted(batches: Iterable[Batch], expected: int) -> Iterator[Batch]:

@@ -18,10 +18,11 @@ from userdp import FlatClip, Plan, PrivateStep, StepSettings, UserIndex
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.made_up import MadeUp
 from userdp.clipping.verify import FastPathError
-from userdp.errors import InputError
+from userdp.errors import InputError, UntriedModelError
 from userdp.ledger import Ledger
 from userdp.losses import causal_lm_loss
 from userdp.models.proven import is_proven
+from userdp.probe import UnsafeModelError
 from userdp.run_record import RunRecord
 from userdp.streams import RunSecret
 
@@ -207,6 +208,64 @@ def test_an_example_given_by_hand_sets_the_length() -> None:
     step.check_model(MADE_UP.group(1, 150, seed=0))
     assert step._reads(MADE_UP.group(1, 150, seed=1))
     assert not step._reads(MADE_UP.group(1, 151, seed=1))
+
+
+@pytest.mark.parametrize("sampling", ["records", "users"])
+def test_one_users_malformed_records_never_end_a_run(sampling: str) -> None:
+    # Three records of one user were the three examples that were tried.
+    owners = ["eve"] * 3 + [f"u{i}" for i in range(8)]
+    rows = [torch.ones(1, 4 if i < 3 else 3) for i in range(11)]
+    chosen = (
+        plan(9)
+        if sampling == "users"
+        else Plan.sample_records(
+            num_users=9,
+            expected_batch_size=27,
+            num_records=27,
+            group_size=3,
+            steps=2,
+            clip_norm=1.0,
+            noise_multiplier=5.0,
+            delta=1e-2,
+        )
+    )
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = PrivateStep(model, optimizer, chosen, UserIndex.from_owners(owners), record_loss=squares)
+    for cohort in step.cohorts():
+        groups = [torch.cat([rows[int(row)] for row in group]) for group in cohort]
+        step.apply({"x": x, "y": torch.ones(len(x))} for x in groups)
+    assert step.ledger.steps == 2
+    assert step._is_checked
+
+
+def test_a_user_alone_in_a_step_with_malformed_records_counts_as_zero() -> None:
+    model = nn.Linear(3, 1)
+    step = private_step(model, plan(6, steps=3), 6, record_loss=squares)
+    bad = {"x": torch.ones(1, 4), "y": torch.ones(1)}
+    nothing = {"x": torch.ones(0, 3), "y": torch.ones(0)}
+    found = sums_of(step, [bad, *([nothing] * 5)])
+    assert not any(float(total.abs().max()) for total in found)
+    assert not step._is_checked
+    # Many users of whom none can be tried are no longer one user's data.
+    step = private_step(model, plan(6, steps=3), 6, record_loss=squares)
+    step.draw()
+    with pytest.raises(UntriedModelError, match="fails on made-up rows"):
+        step.apply([bad] * 3 + [nothing] * 3)
+    assert step.ledger.steps == 0
+
+
+def test_a_verdict_on_the_model_is_never_passed_over() -> None:
+    # Most users' rows show that the loss mixes; those of the last user hide it.
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        own = squares(model, batch)
+        return own * (own.mean() if "z" not in batch else 1.0)
+
+    step = private_step(nn.Linear(3, 1), plan(4), 4, record_loss=loss)
+    step.draw()
+    shows = {"x": torch.ones(1, 3), "y": torch.ones(1)}
+    with pytest.raises(UnsafeModelError):
+        step.apply([*([shows] * 3), shows | {"z": torch.ones(1)}])
 
 
 # ---- what is called proven, and what is not checked
