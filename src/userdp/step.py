@@ -28,7 +28,7 @@ from userdp.index import UserIndex
 from userdp.ledger import Ledger
 from userdp.losses import Batch, RecordLoss, causal_lm_loss
 from userdp.models.checks import check_optimizer, refuse_mixing, trainable_parameters
-from userdp.models.proven import is_proven
+from userdp.models.proven import is_proven, ways_of
 from userdp.noise.draw import NUMBER_PURPOSE, PURPOSE, noisy_number
 from userdp.plan import Plan
 from userdp.probe import check_model, is_language_modelling, usual_length, vocabulary_of
@@ -96,7 +96,8 @@ class PrivateStep:
         )
         # What was spent on these weights before is composed, or refused, before the first step.
         self.record.begin(plan, model, optimizer, index)
-        self._summation = summation(
+        self._new_summation = partial(
+            summation,
             model,
             self._parameters,
             plan.update,
@@ -104,9 +105,9 @@ class PrivateStep:
             record_loss=record_loss,
             settings=settings,
             sequence_length=sequence_length,
-            # Of other models nobody knows in which batches rows see each other.
-            every_shape=not is_proven(model),
         )
+        # Of other models nobody knows in which batches rows see each other.
+        self._summation = self._new_summation(every_shape=not is_proven(model))
         self._check = partial(
             check_model,
             model,
@@ -117,6 +118,9 @@ class PrivateStep:
             settings=settings,
         )
         self._is_checked = False
+        # With what the model was checked (secret), and how it computed then.
+        self._example: Batch | None = None
+        self._ways: list[Any] = []
         # Users on rows like whose the model failed. Secret.
         self._untried: set[int] = set()
         # One public length, fixed before the first step: what was not tried is not admitted.
@@ -195,6 +199,7 @@ class PrivateStep:
         cohort, self._drawn = self._drawn, None
         groups = list(_counted(batches, len(cohort)))
         groups = self._readable(groups)
+        self._check_changed()
         if not self._is_checked and not self._is_tried(cohort, groups):
             groups = [_without_rows(group) for group in groups]
         could_differ = not self._summation.differs
@@ -219,7 +224,18 @@ class PrivateStep:
             self._longest = usual_length(self.model, example)
         self._probe(example)
 
+    def _check_changed(self) -> None:
+        """Check the model again if its mode, a hook or a method changed since it was checked."""
+        if not self._is_checked or ways_of(self.model) == self._ways:
+            return
+        # What was compared and captured was so in the old way.
+        differed = self._summation.differs
+        self._summation = self._new_summation(every_shape=not is_proven(self.model))
+        self._summation.differs = differed
+        self._probe(self._example)
+
     def _probe(self, example: Batch | None) -> None:
+        self._example, self._ways = example, ways_of(self.model)
         self._is_checked = self._check(example, sequence_length=self._longest)
         if self._is_checked and not self._is_length_given and "input_ids" in (example or TOKENS):
             self._is_length_given = True

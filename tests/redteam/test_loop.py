@@ -18,7 +18,7 @@ from userdp import FlatClip, Plan, PrivateStep, StepSettings, UserIndex
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.made_up import MadeUp
 from userdp.clipping.verify import FastPathError
-from userdp.errors import InputError, UntriedModelError
+from userdp.errors import InputError, MixedExamplesError, UntriedModelError
 from userdp.ledger import Ledger
 from userdp.losses import causal_lm_loss
 from userdp.models.proven import is_proven
@@ -347,3 +347,52 @@ def test_what_a_step_is_priced_by_cannot_be_replaced(name: str) -> None:
     step = private_step(nn.Linear(3, 1), plan(6), 6, record_loss=squares)
     with pytest.raises(AttributeError):
         setattr(step, name, getattr(step, name))
+
+
+class CentresInTraining(nn.Module):
+    """Rows see each other in training mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y - 3 * y.mean(0) if self.training else y
+
+
+def _hooked(model: Any) -> None:
+    model.inner.register_forward_hook(lambda _, given, found: found - 3 * found.mean(0))
+
+
+def _patched(model: Any) -> None:
+    own = model.inner.forward
+    model.inner.forward = lambda x: own(x) - 3 * own(x).mean(0)
+
+
+@pytest.mark.parametrize("change", [lambda model: model.train(), _hooked, _patched])
+def test_a_model_that_is_changed_after_its_check_is_checked_again(change: Any) -> None:
+    torch.manual_seed(0)
+    model = CentresInTraining().eval()
+    step = private_step(model, plan(6, steps=4), 6, record_loss=squares)
+    group = {"x": torch.randn(1, 3), "y": torch.ones(1)}
+    for number in range(3):
+        step.draw()
+        if number == 2:
+            change(model)
+            with pytest.raises(MixedExamplesError):
+                step.apply([group] * 6)
+        else:
+            step.apply([group] * 6)
+            # An evaluation between two steps, which puts the mode back, is no change.
+            model.train().eval()
+    assert step.ledger.steps == 2
+
+
+def test_a_model_that_stays_as_it_is_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = private_step(nn.Linear(3, 1), plan(6, steps=3), 6, record_loss=squares)
+    checks: list[Any] = []
+    check = step._check
+    monkeypatch.setattr(step, "_check", lambda *a, **k: (checks.append(a), check(*a, **k))[1])
+    sums_of(step, [{"x": torch.ones(1, 3), "y": torch.ones(1)}] * 6)
+    assert len(checks) == 1

@@ -104,6 +104,25 @@ def global_hooks() -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(hooks) for hooks in kinds)
 
 
+def ways_of(model: nn.Module) -> list[Any]:
+    """How the model computes, as far as a caller may change it: modes, hooks, methods.
+
+    Equal lists mean that nothing was changed since.
+    """
+    found: list[Any] = [
+        (
+            id(module),
+            module.training,
+            hooks_of(module),
+            id(module.__dict__.get("forward")),
+            id(type(module).forward),
+            getattr(getattr(module, "config", None), "_attn_implementation", None),
+        )
+        for module in model.modules()
+    ]
+    return [*found, global_hooks()]
+
+
 def model_check(model: nn.Module, *, checked: bool = True) -> str:
     """What the statement says of the model: on what grounds its users are apart."""
     grounds = ["architecture proven by tests"] if is_proven(model) else []
