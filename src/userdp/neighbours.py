@@ -315,16 +315,25 @@ class Trial:
 def what_it_keeps(
     model: nn.Module, made_up: MadeUp, record_loss: RecordLoss, sequence_length: int
 ) -> list[str]:
-    """What a forward pass leaves in the model's modules; raises if that would be saved."""
+    """What a pass leaves in the model's modules; raises if that would be saved.
+
+    With gradients and without: some models write in the backward pass, or only while it will come.
+    """
     guard, note = BufferGuard(model), ModuleState(model)
     device = next(model.parameters()).device
+    parameters = list(trainable_parameters(model).values())
     names: list[str] = []
     for length in (sequence_length, min(3, sequence_length)):
         group = made_up.group(1, length if made_up.has_tokens else 1, seed=107)
+        own = {name: tensor.to(device) for name, tensor in group.items()}
         with torch.no_grad():
-            record_loss(model, {name: tensor.to(device) for name, tensor in group.items()})
+            record_loss(model, own)
         names += note.changed()
     guard.check()
+    # The last rows are short: a backward pass of long ones follows in every probe.
+    torch.autograd.grad(record_loss(model, own).sum(), parameters, allow_unused=True)
+    names += note.changed()
+    guard.check("the backward pass, or while gradients are on")
     note.restore()
     return names
 

@@ -25,7 +25,7 @@ from userdp.clipping.settings import StepSettings
 from userdp.clipping.verify import refuse_dropout
 from userdp.errors import InputError, MixedExamplesError, UntriedModelError
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, causal_lm_loss
-from userdp.models.checks import refuse_mixing
+from userdp.models.checks import BufferGuard, refuse_mixing
 from userdp.models.proven import is_proven
 from userdp.neighbours import Path, Probe, Trial, is_random, what_it_keeps
 from userdp.updates.contract import UpdateRule
@@ -228,7 +228,7 @@ def run_probes(
     # An update of another kind than the mean gradient has no fast path.
     path: Path = settings.path if update.is_mean_gradient else "plain"
     modes = {module: module.training for module in model.modules()}
-    state = ModuleState(model)
+    state, guard = ModuleState(model), BufferGuard(model)
     try:
         refuse_mixing(model)
         if path == "fast":
@@ -255,6 +255,9 @@ def run_probes(
         unsafe = next((probe for probe in probes if not probe.safe), None)
         if unsafe is not None and not cause:
             cause = trial.cause_of(unsafe)
+        # What is saved must be as it was after all that a step does. Putting back is a write, too.
+        state.restore()
+        guard.check("a step", values_only=True)
         return Verified(probes=probes, cause=cause)
     except (torch.OutOfMemoryError, MemoryError, InputError, MixedExamplesError):
         raise

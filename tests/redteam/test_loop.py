@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -396,3 +397,95 @@ def test_a_model_that_stays_as_it_is_is_checked_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(step, "_check", lambda *a, **k: (checks.append(a), check(*a, **k))[1])
     sums_of(step, [{"x": torch.ones(1, 3), "y": torch.ones(1)}] * 6)
     assert len(checks) == 1
+
+
+# ---- what leaves with the saved model
+
+
+class CountsTokens(nn.Module):
+    """Counts what it saw in a frozen parameter, as layers with a codebook do."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+        self.inner = nn.Linear(3, 1)
+        self.usage = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def count(self, x: Tensor) -> None:
+        with torch.no_grad():
+            self.usage += x.detach().abs().sum(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == "gradients are on" and torch.is_grad_enabled():
+            self.count(x)
+        y = self.inner(x)
+        is_seven = self.when == "backward of sevens" and bool((x == 7).all())
+        if (self.when == "backward" or is_seven) and y.requires_grad:
+            y.register_hook(lambda _: self.count(x))
+        return y
+
+
+EXAMPLE = {"x": torch.ones(1, 3), "y": torch.ones(1)}
+
+
+@pytest.mark.parametrize("path", ["fast", "plain"])
+@pytest.mark.parametrize("when", ["gradients are on", "backward"])
+def test_a_frozen_weight_written_with_gradients_is_found(when: str, path: Any) -> None:
+    step = private_step(
+        CountsTokens(when), plan(4), 4, record_loss=squares, settings=StepSettings(path=path)
+    )
+    with pytest.raises(MixedExamplesError, match="'usage' is written during the backward pass"):
+        step.check_model(EXAMPLE)
+
+
+def test_a_run_that_changed_a_frozen_weight_is_not_closed() -> None:
+    # It behaves while it is probed: only the end shows what it kept.
+    model = CountsTokens("backward of sevens")
+    step = private_step(model, plan(4), 4, record_loss=squares)
+    sums_of(step, [EXAMPLE | {"x": torch.full((1, 3), 7.0)}] * 4)
+    with pytest.raises(MixedExamplesError, match=r"'usage' is saved.*not closed"):
+        step.finish()
+    assert not step.ledger.is_finished
+    with torch.no_grad():
+        model.usage.zero_()
+    step.finish()
+
+
+def test_a_buffer_that_is_not_saved_may_change() -> None:
+    model = nn.Linear(3, 1)
+    model.register_buffer("saved", torch.zeros(1))
+    model.register_buffer("unsaved", torch.zeros(1), persistent=False)
+    step = private_step(model, plan(4), 4, record_loss=squares)
+    sums_of(step, [EXAMPLE] * 4)
+    model.unsaved += 1  # type: ignore[operator]
+    step.finish()
+
+
+class Remembers(nn.Module):
+    """Keeps what it saw in an object that no guard looks into, and saves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+        self.recent: deque[float] = deque(maxlen=100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.recent.extend(x.detach().flatten().tolist())
+        return self.inner(x)
+
+    def get_extra_state(self) -> Any:
+        return {"recent": list(self.recent), "size": torch.tensor(len(self.recent))}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.recent.extend(state["recent"])
+
+
+@pytest.mark.parametrize("path", ["fast", "plain"])
+def test_extra_state_that_changes_is_found(path: Any) -> None:
+    model = Remembers()
+    step = private_step(model, plan(4), 4, record_loss=squares, settings=StepSettings(path=path))
+    step.record._check_frozen(model)
+    with pytest.raises(MixedExamplesError, match="'_extra_state' is written"):
+        step.check_model(EXAMPLE)
+    with pytest.raises(MixedExamplesError, match="'_extra_state' is saved"):
+        step.finish()
