@@ -1,8 +1,10 @@
 """When are two ids the same person, and what stands for an id in a store.
 
-Rule: ids are compared after Unicode NFKC, case folding and stripping white space. Spellings that
-differ and become equal are an error until the caller says what they mean: `merge` (one person) or
-`exact` (different people). One person under two ids would be clipped twice and protected half.
+Rule: ids are compared after Unicode NFKC, case folding, dropping characters that cannot be seen
+(zero-width ones, soft hyphens), and with white space stripped and inside an id as one space.
+Spellings that differ and become equal are an error until the caller says what they mean: `merge`
+(one person) or `exact` (different people). One person under two ids would be clipped twice and
+protected half.
 
 Ids never enter a store: a keyed hash stands for each, and the key lies outside the store. Whoever
 holds both can look a known id up; the store alone names nobody.
@@ -43,11 +45,15 @@ def normalise(raw_id: str) -> str:
 
     >>> normalise(" Ann@Example.org ") == normalise("ann@example.ORG")
     True
+    >>> normalise("Ann  Lee\u200b") == normalise("ann lee")
+    True
     """
     if raw_id.isascii():
-        # The same, four times as fast.
-        return raw_id.strip().lower()
-    return unicodedata.normalize("NFKC", raw_id).strip().casefold()
+        # The same, faster.
+        return " ".join(raw_id.split()).lower()
+    composed = unicodedata.normalize("NFKC", raw_id)
+    seen = "".join(sign for sign in composed if unicodedata.category(sign) != "Cf")
+    return " ".join(seen.split()).casefold()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +202,9 @@ class _CollisionError(ValueError):
 def _reason(error: ValueError) -> str:
     if isinstance(error, _CollisionError):
         return (
-            "this user id equals an earlier one after NFKC, case folding and stripping, but is "
-            "spelled differently. Say --ids merge if they are one person, --ids exact if not."
+            "this user id equals an earlier one after NFKC, case folding and dropping what cannot "
+            "be seen, but is spelled differently. Say --ids merge if they are one person, --ids "
+            "exact if not."
         )
     return "a user id must be a string or a whole number, and not empty."
 
