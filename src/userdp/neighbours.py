@@ -26,7 +26,7 @@ from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.wide_reference import wide_gradient
 from userdp.errors import UntriedModelError
-from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, Update
+from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, Update, wide_dtype
 from userdp.models.checks import BufferGuard, trainable_parameters
 from userdp.updates.contract import UpdateRule
 
@@ -34,9 +34,21 @@ Path = Literal["fast", "plain"]
 Group = dict[str, Tensor]
 
 # How far a sum may move beyond the clip norm, and beyond the user's own update, in clip norms:
-# what rounding explains in float32.
+# what rounding explains in float32 on any device.
 MOST_MOVEMENT = 1 + 1e-4
 MOST_COUPLING = 1e-3
+# A cohort is larger than a probe's, and coupling grows with it: nothing is allowed that rounding
+# does not need. On the CPU the fast path needs so little, in float32 and in float64 (where some
+# models compute their norms in float32).
+_FAST_ON_CPU = {torch.float32: 1e-4, torch.float64: 1e-5}
+# On the plain path each user's update is computed in the same way in every cohort: only adding them
+# up is rounded. A GPU adds in any order.
+_ADDING_ON_CPU = {torch.float32: 1e-5, torch.float64: 1e-9}
+_ADDING_ON_CUDA = 1e-4
+# The fast path once more on the same cohort, on the CPU; the plain path gives the same bits.
+_AGAIN_ON_CPU = 1e-6
+# So many times the clip norm clips nobody in a probe.
+_LOOSE = 1e3
 # In half precision: so many times what rounding moves the plain loop's sum by, and a little.
 _TIMES_ROUNDING = 3.0
 _LITTLE = 0.05
@@ -148,6 +160,7 @@ class Trial:
             clipping = self._clipping(self._record_loss, mix)
             alone = self._sum(clipping, self._others)
             yield self._probe("each user alone", alone - self._of_oracle(), None)
+            yield self._again(clipping)
             for name, extra in self._extras(thorough):
                 own = self._own(extra)
                 for place, where in self._places(thorough):
@@ -155,12 +168,26 @@ class Trial:
                     moved = self._sum(clipping, cohort) - alone
                     yield self._probe(f"{name}, {place}", moved, own)
             later = self._sum(clipping, self._others) - alone
-            yield self._probe("the next step, after them", later, None)
+            yield self._probe(
+                "the next step, after them", later, None, allowed=self._allowed_again()
+            )
             if thorough:
                 backwards = self._sum(clipping, self._others[::-1]) - alone
                 yield self._probe("another order", backwards, None)
         if thorough:
             yield from self._with_scaled_losses()
+
+    def _again(self, clipping: FastClipping | PlainClipping) -> Probe:
+        """The same cohort twice, with nobody clipped: clipping hides how large updates are.
+
+        What a loss or a model keeps outside its modules shows here, however little it is.
+        """
+        loose = self._rule.at(_LOOSE * self._rule.clip_norm)
+        first = self._sum(clipping, self._others, loose)
+        off = self._sum(clipping, self._others, loose) - first
+        size = float(first.double().norm()) or 1.0
+        off *= self._rule.bound / size
+        return self._probe("the same step again", off, None, allowed=self._allowed_again())
 
     def _places(self, thorough: bool) -> list[tuple[str, int]]:
         last = len(self._others)
@@ -224,8 +251,13 @@ class Trial:
             sequence_length=self._longest,
         )
 
-    def _sum(self, clipping: FastClipping | PlainClipping, groups: Sequence[Group]) -> Tensor:
-        found = clipping.clipped_sum(groups, self._rule)
+    def _sum(
+        self,
+        clipping: FastClipping | PlainClipping,
+        groups: Sequence[Group],
+        rule: ClipRule | None = None,
+    ) -> Tensor:
+        found = clipping.clipped_sum(groups, rule or self._rule)
         return self._flat(found.total.views)
 
     # What is kept is kept on the host: a model may fill its device but for one update.
@@ -244,20 +276,34 @@ class Trial:
             return None
         return self._flat(self._clipped(self._update(self._oracle, extra)))
 
-    def _probe(self, name: str, moved: Tensor, own: Tensor | None) -> Probe:
+    def _probe(
+        self, name: str, moved: Tensor, own: Tensor | None, *, allowed: float | None = None
+    ) -> Probe:
         bound = self._rule.bound
         rest = moved if own is None else moved - own
         return Probe(
             name=f"{self._path}: {name}",
             movement=float(moved.double().norm()) / bound,
             coupling=float(rest.double().norm()) / bound,
-            allowed_coupling=self._allowed,
+            allowed_coupling=self._allowed if allowed is None else allowed,
         )
+
+    def _allowed_again(self) -> float:
+        """How far the sum of the very same cohort may be off."""
+        if self._parameters[0].device.type != "cpu":
+            return self._allowed
+        return 0.0 if self._path == "plain" else _AGAIN_ON_CPU
 
     def _what_rounding_explains(self) -> float:
         """In clip norms; in half precision by how far the plain loop is from float32."""
-        if all(p.dtype.itemsize >= 4 for p in self._model.parameters()):
-            return MOST_COUPLING
+        is_wide = all(p.dtype.itemsize >= 4 for p in self._model.parameters())
+        on_cpu = self._parameters[0].device.type == "cpu"
+        narrowest = min((p.dtype for p in self._parameters), key=lambda dtype: dtype.itemsize)
+        if self._path == "plain" and (on_cpu or is_wide):
+            by_dtype = _ADDING_ON_CPU if on_cpu else {}
+            return by_dtype.get(wide_dtype(narrowest), _ADDING_ON_CUDA)
+        if is_wide:
+            return _FAST_ON_CPU.get(narrowest, MOST_COUPLING) if on_cpu else MOST_COUPLING
         if not self._update_rule.is_mean_gradient:
             return _COARSE
         try:

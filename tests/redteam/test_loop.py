@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import families
-from userdp import FlatClip, Plan, PrivateStep, StepSettings, UserIndex
+from userdp import FlatClip, Plan, PrivateStep, StepSettings, UserIndex, verify
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.made_up import MadeUp
 from userdp.clipping.verify import FastPathError
@@ -26,6 +26,8 @@ from userdp.models.proven import is_proven
 from userdp.probe import UnsafeModelError
 from userdp.run_record import RunRecord
 from userdp.streams import RunSecret
+
+EXAMPLE = {"x": torch.ones(1, 3), "y": torch.ones(1)}
 
 
 def squares(model: nn.Module, batch: Any) -> Tensor:
@@ -269,6 +271,23 @@ def test_a_verdict_on_the_model_is_never_passed_over() -> None:
         step.apply([*([shows] * 3), shows | {"z": torch.ones(1)}])
 
 
+@pytest.mark.parametrize("path", ["fast", "plain"])
+def test_a_loss_that_hardly_remembers_is_found(path: Any) -> None:
+    # Below 1e-3 C for the few users of a probe, above C for the thousands of a cohort.
+    state = {"scale": 1.0}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        own = squares(model, batch)
+        for value in own.detach().tolist():
+            state["scale"] += 2e-5 * (min(value, 9.0) - state["scale"])
+        return own * state["scale"]
+
+    torch.manual_seed(0)
+    found = verify(nn.Linear(3, 1), EXAMPLE, record_loss=loss, path=path)
+    assert not found.safe
+    assert max(p.coupling for p in found.probes if "again" in p.name) < 1e-3
+
+
 # ---- what is called proven, and what is not checked
 
 
@@ -423,9 +442,6 @@ class CountsTokens(nn.Module):
         if (self.when == "backward" or is_seven) and y.requires_grad:
             y.register_hook(lambda _: self.count(x))
         return y
-
-
-EXAMPLE = {"x": torch.ones(1, 3), "y": torch.ones(1)}
 
 
 @pytest.mark.parametrize("path", ["fast", "plain"])
