@@ -103,4 +103,6 @@ def _owner(value: Any) -> Hashable:
             "given an id of its own."
         )
     # Subclasses may compare in ways of their own.
-    return next(kind(value) for kind in (str, int, bytes) if isinstance(value, kind))
+    if isinstance(value, str):
+        return str(value)
+    return int(value) if isinstance(value, int) else bytes(value)

@@ -47,6 +47,7 @@ _ADDING_ON_CPU = {torch.float32: 1e-5, torch.float64: 1e-9}
 _ADDING_ON_CUDA = 1e-4
 # The fast path once more on the same cohort, on the CPU; the plain path gives the same bits.
 _AGAIN_ON_CPU = 1e-6
+_AGAIN = "the same step again"
 # So many times the clip norm clips nobody in a probe.
 _LOOSE = 1e3
 # In half precision: so many times what rounding moves the plain loop's sum by, and a little.
@@ -187,7 +188,7 @@ class Trial:
         off = self._sum(clipping, self._others, loose) - first
         size = float(first.double().norm()) or 1.0
         off *= self._rule.bound / size
-        return self._probe("the same step again", off, None, allowed=self._allowed_again())
+        return self._probe(_AGAIN, off, None, allowed=self._allowed_again())
 
     def _places(self, thorough: bool) -> list[tuple[str, int]]:
         last = len(self._others)
@@ -327,10 +328,10 @@ class Trial:
         """What is wrong, by how much, and what to do."""
         how_far = max(probe.movement, probe.coupling)
         head = f"the clipped sum is off by {how_far:.3g} clip norms ({probe.name}): "
-        if self._path == "plain":
+        if self._path == "plain" or probe.name.endswith(_AGAIN):
             return head + (
-                "the model keeps something of one user for the next outside its modules. It cannot "
-                "be trained with a guarantee."
+                "the model or the loss keeps something of one user for the next outside its "
+                "modules. It cannot be trained with a guarantee."
             )
         name, error = self._worst_on_equal_lengths()
         if self._made_up.has_tokens and error <= self._allowed:
