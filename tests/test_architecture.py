@@ -52,7 +52,7 @@ ABOVE = {
     | {"updates"},
     "report": GROUND
     | {"config", "earlier", "ledger", "paid", "plan", "run_files", "statement", "accounting"},
-    "digests": GROUND,
+    "digests": GROUND | {"models"},
     "lineage": GROUND | {"earlier", "ledger", "run_files"},
     "neighbours": GROUND | {"clipping", "losses", "models", "updates"},
     "probe": GROUND | {"clipping", "losses", "models", "neighbours", "updates"},

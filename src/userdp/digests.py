@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import userdp
 from userdp.index import UserIndex
+from userdp.models.checks import extra_state_bytes
 from userdp.parts import Part, is_our_own
 
 # Bytes that are hashed at a time: what is on a GPU need not fit beside itself in memory.
@@ -46,6 +47,24 @@ def weights_digest(model: nn.Module) -> str:
 def trained_digest(model: nn.Module) -> str:
     """Names the trainable parameters alone: all that a run can have changed."""
     return _named_digest((n, p) for n, p in model.named_parameters() if p.requires_grad)
+
+
+def frozen_digests(model: nn.Module) -> dict[str, str]:
+    """A digest of each saved tensor that a run must leave as it is, and of extra state, by name.
+
+    These are parameters that are not trained, and buffers that are saved.
+    """
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    found: dict[str, str] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            found[name] = hashlib.sha256(extra_state_bytes(value)).hexdigest()
+        elif id(value) not in trained:
+            tensors[name] = value
+    with ThreadPoolExecutor(THREADS) as pool:
+        found.update(zip(tensors, pool.map(_tensor_digest, tensors.values()), strict=True))
+    return found
 
 
 def base_digest(model: nn.Module, published: Collection[str], *, precision: str = "") -> str:

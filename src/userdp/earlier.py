@@ -27,7 +27,8 @@ class Earlier:
     """One earlier run: `steps` steps that cost `event` (None: no price), and what was `paid`.
 
     `people` is 0 for the people of the run that inherits this; other numbers are people who were
-    declared to be others, one number for each such declaration.
+    declared to be others, one number for each such declaration. `doubts` say why nothing is
+    promised of the run, where that was seen.
     """
 
     run: str
@@ -39,6 +40,7 @@ class Earlier:
     fixed_seed: bool
     paid: tuple[Paid, ...] = ()
     people: int = 0
+    doubts: tuple[str, ...] = ()
 
     @property
     def non_private(self) -> bool:
@@ -64,6 +66,8 @@ class Earlier:
             "fixed_seed": self.fixed_seed,
             "paid": [item.to_json() for item in self.paid],
             "people": self.people,
+            # Only where there are some: entries of runs without any stay as they were.
+            **({"doubts": list(self.doubts)} if self.doubts else {}),
         }
 
     @staticmethod
@@ -81,6 +85,7 @@ class Earlier:
                 fixed_seed=data["fixed_seed"],
                 paid=tuple(Paid.from_json(item) for item in cast("list[Any]", data["paid"])),
                 people=data["people"],
+                doubts=tuple(str(reason) for reason in cast("list[Any]", data.get("doubts", []))),
             )
             same = found.to_json() == {name: data[name] for name in found.to_json()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:

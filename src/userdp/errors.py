@@ -21,6 +21,10 @@ class MixedExamplesError(InputError):
     """The model lets one user's records change another user's gradient."""
 
 
+class UntriedModelError(MixedExamplesError):
+    """The model fails on rows made up like an example: nothing is known of it."""
+
+
 class LedgerError(InputError):
     """A ledger is missing, was edited, or belongs to something else."""
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+from userdp.errors import InputError
 
 Rows = NDArray[np.int64]
 
@@ -48,16 +51,33 @@ class UserIndex:
         """The rows of one user."""
         return self.rows[self.indptr[user] : self.indptr[user + 1]]
 
+    def owner_of_rows(self) -> Rows:
+        """The number of each row's user, -1 for rows of nobody. Secret."""
+        found = np.full(int(self.rows.max(initial=-1)) + 1, -1, dtype=np.int64)
+        found[self.rows] = np.repeat(np.arange(self.num_users), np.diff(self.indptr))
+        return found
+
     @staticmethod
     def from_owners(owners: Iterable[Hashable]) -> UserIndex:
         """Index rows 0, 1, 2, ... whose owners are given in order; users number by appearance.
+
+        An owner is a string, a whole number, bytes, or a tuple of these; all are of one kind. An
+        array or a tensor of such values will do. Anything else is refused: two values that mean one
+        person may be unequal (NaN, tensors), and each row would then count as a user of its own.
 
         >>> index = UserIndex.from_owners(["ann", "bob", "ann"])
         >>> [index.rows_of(user).tolist() for user in range(index.num_users)]
         [[0, 2], [1]]
         """
+        # A tensor's or an array's own entries are hashed by identity: its plain values are taken.
+        plain: Iterable[Any] = cast("Any", owners).tolist() if hasattr(owners, "tolist") else owners
         numbers: dict[Hashable, int] = {}
-        owner_of_row = [numbers.setdefault(owner, len(numbers)) for owner in owners]
+        owner_of_row = [numbers.setdefault(_owner(owner), len(numbers)) for owner in plain]
+        if len({type(owner) for owner in numbers}) > 1:
+            raise InputError(
+                "owners are of several kinds (such as 1 and '1', which may be one person): give "
+                "all of them as strings, or all as whole numbers."
+            )
         return UserIndex.from_owner_numbers(
             np.asarray(owner_of_row, dtype=np.int64), num_users=len(numbers)
         )
@@ -70,3 +90,22 @@ class UserIndex:
         return UserIndex(
             indptr=indptr, rows=np.argsort(owner_of_row, kind="stable").astype(np.int64)
         )
+
+
+def _owner(value: Any) -> Hashable:
+    """The owner as a plain value that is equal to its equals; anything else is refused."""
+    if isinstance(value, tuple):
+        return tuple(_owner(part) for part in cast("tuple[Any, ...]", value))
+    if not isinstance(value, str | bytes) and hasattr(value, "item") and np.ndim(value) == 0:
+        value = value.item()
+    # `bool` is a kind of `int`, and True would be the same person as 1.
+    if isinstance(value, bool) or not isinstance(value, str | int | bytes):
+        raise InputError(
+            f"an owner is of type {type(value).__name__}: give a string, a whole number, bytes, or "
+            "a tuple of these for every row. Rows without an owner must be left out, or each be "
+            "given an id of its own."
+        )
+    # Subclasses may compare in ways of their own.
+    if isinstance(value, str):
+        return str(value)
+    return int(value) if isinstance(value, int) else bytes(value)

@@ -3,7 +3,8 @@
 One JSON object a line. The first holds the plan and what it was bound to; then come the runs behind
 the initial weights and the looks at the users' data that were paid for before training, then one
 row for each step, and at the end of a finished run a closing row with the digests of what came out.
-A record without a closing row is unfinished: nothing is promised from it.
+A record without a closing row is unfinished: nothing is promised from it. Nor is anything promised
+from one with a row of doubt, which may stand among the steps: it says what was seen to be wrong.
 
 Rows are chained (`chain.py`): every edited byte is found, a cut tail lacks the closing row, and
 only who holds the run's key can write rows that pass as its own. Everything in a ledger is public:
@@ -277,6 +278,24 @@ class Ledger:
         self._append({"kind": "step", "step": self._steps})
         self._steps += 1
 
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why nothing is promised from this record, if that was seen while it ran."""
+        return tuple(row["reason"] for row in self._rows if row["kind"] == "doubt")
+
+    def doubt(self, reason: str) -> None:
+        """Record that the guarantee does not hold, and why; returns once it is on disk.
+
+        >>> plan = Plan.sample_users(num_users=100, expected_cohort_size=10, group_size=2, steps=5,
+        ...                          clip_norm=1.0, noise_multiplier=2.0, delta=1e-3)
+        >>> ledger = Ledger.create(plan, bound_to={}, fixed_seed=False)
+        >>> ledger.charge_step()
+        >>> ledger.doubt("the paths were seen to differ after 1 released steps")
+        >>> ledger.statement().guarantee
+        False
+        """
+        self._append({"kind": "doubt", "reason": reason})
+
     def finish(self, digests: dict[str, str], *, model_files: dict[str, str] | None = None) -> None:
         """Write the closing row and close: no row can follow it.
 
@@ -307,6 +326,7 @@ class Ledger:
             adjacency=self.plan.adjacency,
             fixed_seed=self.fixed_seed,
             paid=self.paid,
+            doubts=self.doubts,
         ).to_json()
 
     def _event(self) -> events.DpEvent | None:
@@ -325,6 +345,7 @@ class Ledger:
             earlier=self.earlier,
             unfinished=unfinished or (self._from_disk and not self.is_finished),
             model_check=self.model_check,
+            doubts=self.doubts,
             cautions=(
                 *self._rows[0].get("data_cautions", ()),
                 *(() if self.is_verified else (UNVERIFIED,)),
@@ -369,7 +390,9 @@ def _check_content(rows: list[Row], path: Path) -> None:
         raise LedgerError(f"{path}: the first row must describe the run.")
     if rows[0].get("format") != FORMAT:
         raise LedgerError(f"{path}: written in a format this version does not read.")
-    kinds = [row.get("kind") for row in rows[1:]]
+    kinds = [row.get("kind") for row in rows[1:] if row.get("kind") != "doubt"]
+    if any(not isinstance(row.get("reason"), str) for row in rows if row.get("kind") == "doubt"):
+        raise LedgerError(f"{path}: a row of doubt gives no reason.")
     is_closed = kinds[-1:] == ["end"]
     if is_closed:
         kinds.pop()
@@ -381,7 +404,7 @@ def _check_content(rows: list[Row], path: Path) -> None:
             f"{path}: after the run come the earlier runs and the paid rows, then the steps, then "
             "at most one closing row, and nothing else."
         )
-    steps = [row.get("step") for row in rows[1 + num_before : 1 + len(kinds)]]
+    steps = [row.get("step") for row in rows if row.get("kind") == "step"]
     if steps != list(range(len(steps))):
         raise LedgerError(f"{path}: the steps are not consecutive.")
     if is_closed and rows[-1].get("steps") != len(steps):

@@ -25,8 +25,8 @@ from userdp.clipping.module_state import ModuleState
 from userdp.clipping.plain import PlainClipping, clip_update
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
-from userdp.errors import InputError
-from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, Update
+from userdp.errors import UntriedModelError
+from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, Update, wide_dtype
 from userdp.models.checks import BufferGuard, trainable_parameters
 from userdp.updates.contract import UpdateRule
 
@@ -34,9 +34,22 @@ Path = Literal["fast", "plain"]
 Group = dict[str, Tensor]
 
 # How far a sum may move beyond the clip norm, and beyond the user's own update, in clip norms:
-# what rounding explains in float32.
+# what rounding explains in float32 on any device.
 MOST_MOVEMENT = 1 + 1e-4
 MOST_COUPLING = 1e-3
+# A cohort is larger than a probe's, and coupling grows with it: nothing is allowed that rounding
+# does not need. On the CPU the fast path needs so little, in float32 and in float64 (where some
+# models compute their norms in float32).
+_FAST_ON_CPU = {torch.float32: 1e-4, torch.float64: 1e-5}
+# On the plain path each user's update is computed in the same way in every cohort: only adding them
+# up is rounded. A GPU adds in any order.
+_ADDING_ON_CPU = {torch.float32: 1e-5, torch.float64: 1e-9}
+_ADDING_ON_CUDA = 1e-4
+# The fast path once more on the same cohort, on the CPU; the plain path gives the same bits.
+_AGAIN_ON_CPU = 1e-6
+_AGAIN = "the same step again"
+# So many times the clip norm clips nobody in a probe.
+_LOOSE = 1e3
 # In half precision: so many times what rounding moves the plain loop's sum by, and a little.
 _TIMES_ROUNDING = 3.0
 _LITTLE = 0.05
@@ -148,6 +161,7 @@ class Trial:
             clipping = self._clipping(self._record_loss, mix)
             alone = self._sum(clipping, self._others)
             yield self._probe("each user alone", alone - self._of_oracle(), None)
+            yield self._again(clipping)
             for name, extra in self._extras(thorough):
                 own = self._own(extra)
                 for place, where in self._places(thorough):
@@ -155,12 +169,26 @@ class Trial:
                     moved = self._sum(clipping, cohort) - alone
                     yield self._probe(f"{name}, {place}", moved, own)
             later = self._sum(clipping, self._others) - alone
-            yield self._probe("the next step, after them", later, None)
+            # The fast path may pack the cohort otherwise, once it has seen larger users.
+            allowed = self._allowed_again() if self._path == "plain" else None
+            yield self._probe("the next step, after them", later, None, allowed=allowed)
             if thorough:
                 backwards = self._sum(clipping, self._others[::-1]) - alone
                 yield self._probe("another order", backwards, None)
         if thorough:
             yield from self._with_scaled_losses()
+
+    def _again(self, clipping: FastClipping | PlainClipping) -> Probe:
+        """The same cohort twice, with nobody clipped: clipping hides how large updates are.
+
+        What a loss or a model keeps outside its modules shows here, however little it is.
+        """
+        loose = self._rule.at(_LOOSE * self._rule.clip_norm)
+        first = self._sum(clipping, self._others, loose)
+        off = self._sum(clipping, self._others, loose) - first
+        size = float(first.double().norm()) or 1.0
+        off *= self._rule.bound / size
+        return self._probe(_AGAIN, off, None, allowed=self._allowed_again())
 
     def _places(self, thorough: bool) -> list[tuple[str, int]]:
         last = len(self._others)
@@ -224,8 +252,13 @@ class Trial:
             sequence_length=self._longest,
         )
 
-    def _sum(self, clipping: FastClipping | PlainClipping, groups: Sequence[Group]) -> Tensor:
-        found = clipping.clipped_sum(groups, self._rule)
+    def _sum(
+        self,
+        clipping: FastClipping | PlainClipping,
+        groups: Sequence[Group],
+        rule: ClipRule | None = None,
+    ) -> Tensor:
+        found = clipping.clipped_sum(groups, rule or self._rule)
         return self._flat(found.total.views)
 
     # What is kept is kept on the host: a model may fill its device but for one update.
@@ -244,20 +277,35 @@ class Trial:
             return None
         return self._flat(self._clipped(self._update(self._oracle, extra)))
 
-    def _probe(self, name: str, moved: Tensor, own: Tensor | None) -> Probe:
+    def _probe(
+        self, name: str, moved: Tensor, own: Tensor | None, *, allowed: float | None = None
+    ) -> Probe:
         bound = self._rule.bound
         rest = moved if own is None else moved - own
         return Probe(
             name=f"{self._path}: {name}",
             movement=float(moved.double().norm()) / bound,
             coupling=float(rest.double().norm()) / bound,
-            allowed_coupling=self._allowed,
+            allowed_coupling=self._allowed if allowed is None else allowed,
         )
+
+    def _allowed_again(self) -> float:
+        """How far the sum of the very same cohort may be off."""
+        is_wide = all(p.dtype.itemsize >= 4 for p in self._model.parameters())
+        if self._parameters[0].device.type != "cpu" or not is_wide:
+            return self._allowed
+        return 0.0 if self._path == "plain" else _AGAIN_ON_CPU
 
     def _what_rounding_explains(self) -> float:
         """In clip norms; in half precision by how far the plain loop is from float32."""
-        if all(p.dtype.itemsize >= 4 for p in self._model.parameters()):
-            return MOST_COUPLING
+        is_wide = all(p.dtype.itemsize >= 4 for p in self._model.parameters())
+        on_cpu = self._parameters[0].device.type == "cpu"
+        narrowest = min((p.dtype for p in self._parameters), key=lambda dtype: dtype.itemsize)
+        if self._path == "plain" and (on_cpu or is_wide):
+            by_dtype = _ADDING_ON_CPU if on_cpu else {}
+            return by_dtype.get(wide_dtype(narrowest), _ADDING_ON_CUDA)
+        if is_wide:
+            return _FAST_ON_CPU.get(narrowest, MOST_COUPLING) if on_cpu else MOST_COUPLING
         if not self._update_rule.is_mean_gradient:
             return _COARSE
         try:
@@ -281,10 +329,10 @@ class Trial:
         """What is wrong, by how much, and what to do."""
         how_far = max(probe.movement, probe.coupling)
         head = f"the clipped sum is off by {how_far:.3g} clip norms ({probe.name}): "
-        if self._path == "plain":
+        if self._path == "plain" or probe.name.endswith(_AGAIN):
             return head + (
-                "the model keeps something of one user for the next outside its modules. It cannot "
-                "be trained with a guarantee."
+                "the model or the loss keeps something of one user for the next outside its "
+                "modules. It cannot be trained with a guarantee."
             )
         name, error = self._worst_on_equal_lengths()
         if self._made_up.has_tokens and error <= self._allowed:
@@ -315,16 +363,25 @@ class Trial:
 def what_it_keeps(
     model: nn.Module, made_up: MadeUp, record_loss: RecordLoss, sequence_length: int
 ) -> list[str]:
-    """What a forward pass leaves in the model's modules; raises if that would be saved."""
+    """What a pass leaves in the model's modules; raises if that would be saved.
+
+    With gradients and without: some models write in the backward pass, or only while it will come.
+    """
     guard, note = BufferGuard(model), ModuleState(model)
     device = next(model.parameters()).device
+    parameters = list(trainable_parameters(model).values())
     names: list[str] = []
     for length in (sequence_length, min(3, sequence_length)):
         group = made_up.group(1, length if made_up.has_tokens else 1, seed=107)
+        own = {name: tensor.to(device) for name, tensor in group.items()}
         with torch.no_grad():
-            record_loss(model, {name: tensor.to(device) for name, tensor in group.items()})
+            record_loss(model, own)
         names += note.changed()
     guard.check()
+    # The last rows are short: a backward pass of long ones follows in every probe.
+    torch.autograd.grad(record_loss(model, own).sum(), parameters, allow_unused=True)
+    names += note.changed()
+    guard.check("the backward pass, or while gradients are on")
     note.restore()
     return names
 
@@ -353,7 +410,7 @@ def _that_clips(rule: ClipRule, updates: Sequence[Update]) -> ClipRule:
     )
     middle = norms[len(norms) // 2]
     if not math.isfinite(middle):
-        raise InputError(
+        raise UntriedModelError(
             "the gradients of made-up rows are not finite: look at the model's weights."
         )
     return rule.at(middle / 2 or 1.0)

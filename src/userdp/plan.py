@@ -351,16 +351,19 @@ class Plan:
         earlier: Sequence[Earlier] = (),
         unfinished: bool = False,
         model_check: str = "",
+        doubts: Sequence[str] = (),
         cautions: Sequence[str] = (),
     ) -> Statement:
         """What may be said about a model after `steps` steps of this plan, `paid` and `earlier`.
 
-        An `unfinished` record and a `fixed_seed` promise nothing, and so does an earlier run's.
+        An `unfinished` record, a `fixed_seed` and `doubts` promise nothing, and so do those of an
+        earlier run.
         """
         steps = self.steps if steps is None else steps
         found = self._evaluation(steps, paid, earlier)
         fixed_seed = fixed_seed or any(item.fixed_seed for item in earlier)
-        promised = not fixed_seed and not unfinished
+        doubts = (*doubts, *(reason for item in earlier for reason in item.doubts))
+        promised = not fixed_seed and not unfinished and not doubts
         return Statement(
             epsilon=found.epsilon,
             delta=self.delta,
@@ -379,6 +382,7 @@ class Plan:
             model_check=model_check,
             fixed_seed=fixed_seed,
             unfinished=unfinished,
+            doubts=doubts,
             cautions=(
                 *self.cautions(),
                 *(("a fixed seed was used: whoever knows it can remove the noise",) * fixed_seed),

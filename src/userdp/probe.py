@@ -23,9 +23,9 @@ from userdp.clipping.execute.models import most_positions, pretrained
 from userdp.clipping.module_state import ModuleState
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.settings import StepSettings
-from userdp.errors import InputError, MixedExamplesError
+from userdp.errors import InputError, MixedExamplesError, UntriedModelError
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, causal_lm_loss
-from userdp.models.checks import refuse_mixing
+from userdp.models.checks import BufferGuard, refuse_mixing
 from userdp.models.proven import is_proven
 from userdp.neighbours import Path, Probe, Trial, is_random, what_it_keeps
 from userdp.updates.contract import UpdateRule
@@ -95,7 +95,7 @@ def verify(
             tried = run_probes(
                 model,
                 made_up,
-                sequence_length=sequence_length or _usual_length(model, batch),
+                sequence_length=sequence_length or usual_length(model, batch),
                 group_size=group_size,
                 record_loss=record_loss,
                 update=update or MEAN_GRADIENT,
@@ -110,8 +110,8 @@ def verify(
     return Verified(probes=tuple(found), cause=cause)
 
 
-def _usual_length(model: nn.Module, batch: Batch | None) -> int:
-    """How long made-up rows are where nobody said it: not as short as one user's happen to be."""
+def usual_length(model: nn.Module, batch: Batch | None = None) -> int:
+    """How long made-up rows are where nobody said it: not as short as a batch's happen to be."""
     usual = min(most_positions(model) or _USUAL_LENGTH, _USUAL_LENGTH)
     lengths = [t.shape[1] for name, t in (batch or {}).items() if is_padded(name, t)]
     return max(usual, *lengths) if lengths else usual
@@ -140,7 +140,7 @@ def check_model(
     model: nn.Module,
     example: Batch | None,
     *,
-    sequence_length: int | None,
+    sequence_length: int,
     group_size: int,
     record_loss: RecordLoss,
     update: UpdateRule,
@@ -150,7 +150,7 @@ def check_model(
     """The small version that every run begins with; raises `UnsafeModelError`.
 
     Token ids are made up for a Hugging Face model; for others, rows like the example's. False if
-    nothing tells what rows look like.
+    nothing tells what rows look like. `UntriedModelError` if the model fails on such rows.
     """
     if not settings.checks_model:
         if not is_proven(model):
@@ -158,9 +158,17 @@ def check_model(
                 f"StepSettings(check=False) with {type(model).__name__}: only architectures that "
                 "are proven by tests can be trained unchecked. Leave check=True."
             )
+        if record_loss is not causal_lm_loss or not update.is_mean_gradient:
+            raise InputError(
+                "StepSettings(check=False) with a record_loss or an update of one's own: it may "
+                "mix records, and only the probe would see it. Use causal_lm_loss and the mean "
+                "gradient, or leave check=True."
+            )
         return True
     vocabulary = vocabulary_of(model)
-    reads_tokens = example is None or _is_language_modelling(example)
+    reads_tokens = example is None or is_language_modelling(example)
+    # That loss reads token ids and their labels, whatever an example looks like.
+    reads_tokens = reads_tokens or record_loss is causal_lm_loss
     if vocabulary is not None and reads_tokens:
         made_up = MadeUp.tokens(vocabulary)
     elif example is not None:
@@ -170,7 +178,7 @@ def check_model(
     run_probes(
         model,
         made_up,
-        sequence_length=sequence_length or _usual_length(model, example),
+        sequence_length=sequence_length,
         group_size=group_size,
         record_loss=record_loss,
         update=update,
@@ -193,7 +201,7 @@ def check_positions(model: nn.Module, sequence_length: int) -> None:
         )
 
 
-def _is_language_modelling(example: Batch) -> bool:
+def is_language_modelling(example: Batch) -> bool:
     """Whether every token of a row has a label: rows can be made up without knowing the task."""
     ids, labels = example.get("input_ids"), example.get("labels")
     if ids is None or labels is None or set(example) != {"input_ids", "labels"}:
@@ -220,7 +228,7 @@ def run_probes(
     # An update of another kind than the mean gradient has no fast path.
     path: Path = settings.path if update.is_mean_gradient else "plain"
     modes = {module: module.training for module in model.modules()}
-    state = ModuleState(model)
+    state, guard = ModuleState(model), BufferGuard(model)
     try:
         refuse_mixing(model)
         if path == "fast":
@@ -247,12 +255,15 @@ def run_probes(
         unsafe = next((probe for probe in probes if not probe.safe), None)
         if unsafe is not None and not cause:
             cause = trial.cause_of(unsafe)
+        # What is saved must be as it was after all that a step does. Putting back is a write, too.
+        state.restore()
+        guard.check("a step", values_only=True)
         return Verified(probes=probes, cause=cause)
     except (torch.OutOfMemoryError, MemoryError, InputError, MixedExamplesError):
         raise
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
-        raise UnsafeModelError(
+        raise UntriedModelError(
             f"{type(model).__name__} fails on made-up rows of {sequence_length} tokens "
             f"({type(error).__name__}: {line})."
         ) from error

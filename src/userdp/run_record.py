@@ -20,13 +20,14 @@ from userdp.clipping.settings import StepSettings
 from userdp.digests import (
     base_digest,
     code_version,
+    frozen_digests,
     index_digest,
     optimizer_digest,
     parts_version,
     trained_digest,
     weights_digest,
 )
-from userdp.errors import InputError
+from userdp.errors import InputError, MixedExamplesError
 from userdp.history import ATTRIBUTE, carry, history_of, write_history
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
@@ -60,6 +61,8 @@ class RunRecord:
         self.path = path
         self._secret = secret or RunSecret.from_system()
         self._on_step = on_step
+        # What must be the same at the end, by name; None before the run begins.
+        self._frozen: dict[str, str] | None = None
 
     @staticmethod
     def create(
@@ -115,6 +118,7 @@ class RunRecord:
         for unnamed in _unnamed(self.ledger, model, optimizer, index):
             secret = secret.bound_to(unnamed)
         self._secret = secret
+        self._frozen = frozen_digests(model)
 
     def streams(self, purpose: str) -> Streams:
         """The run's randomness for one purpose."""
@@ -133,13 +137,22 @@ class RunRecord:
         """Record the next step; returns once it is on disk."""
         self.ledger.charge_step()
 
+    def doubt(self, reason: str) -> None:
+        """Record why nothing is promised from here on; returns once it is on disk."""
+        self.ledger.doubt(reason)
+
     def step_done(self) -> None:
         """Tell whoever watches how many steps are done."""
         if self._on_step is not None:
             self._on_step(self.ledger.steps)
 
     def finish(self, model: nn.Module, tokenizer: Any = None) -> None:
-        """Save the model if the run has a directory, and write the closing row."""
+        """Save the model if the run has a directory, and write the closing row.
+
+        Refused if anything but the trained weights is other than at the beginning: that part has no
+        noise. The ledger then stays open, and promises nothing.
+        """
+        self._check_frozen(model)
         files: dict[str, str] = {}
         digests = {"final_weights": trained_digest(model)}
         if self.path is not None:
@@ -155,6 +168,18 @@ class RunRecord:
                 # The adapter's files do not hold the base, and are nothing without it.
                 digests["base_weights"] = base_digest(model, published)
         self.ledger.finish(digests, model_files=files)
+
+    def _check_frozen(self, model: nn.Module) -> None:
+        if self._frozen is None:
+            return
+        now = frozen_digests(model)
+        changed = sorted(n for n in now.keys() | self._frozen if now.get(n) != self._frozen.get(n))
+        if changed:
+            raise MixedExamplesError(
+                f"{changed[0]!r} is saved with the model, is not trained, and changed during the "
+                "run: it may hold records without noise, so the run is not closed. Put it back as "
+                "it was, keep it outside the model, or register its buffer with persistent=False."
+            )
 
     def statement(self) -> Statement:
         """What may be said about the model after what is recorded so far."""

@@ -44,7 +44,8 @@ class Statement:
     `paid` lists every look at the users' data beside the steps, and `earlier` every run behind the
     weights this one started from; `epsilon` includes both. `unit` is who is protected, `sampling`
     what one coin decides. `epsilon` is what the record prices: it is promised only if `guarantee`
-    holds. `promise` is empty where no reassuring words go with it.
+    holds. `promise` is empty where no reassuring words go with it. `doubts` are what was seen to be
+    wrong while the run went on.
     """
 
     epsilon: float
@@ -65,6 +66,7 @@ class Statement:
     model_check: str = ""
     fixed_seed: bool = False
     unfinished: bool = False
+    doubts: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     not_covered: tuple[str, ...] = ()
     cautions: tuple[str, ...] = ()
@@ -76,8 +78,11 @@ class Statement:
 
     @property
     def guarantee(self) -> bool:
-        """Whether anything is promised: not if the noise can be repeated or the record is cut."""
-        return self.is_private and not self.fixed_seed and not self.unfinished
+        """Whether anything is promised: not if the noise can be repeated or the record is cut.
+
+        Nor if something was seen to be wrong.
+        """
+        return self.is_private and not (self.fixed_seed or self.unfinished or self.doubts)
 
     @property
     def sentence(self) -> str:
@@ -93,6 +98,7 @@ class Statement:
         reasons = ["a fixed seed was used, and whoever knows it can remove the noise"] * (
             self.fixed_seed
         ) + ["the record is unfinished, and what it leaves out is not counted"] * self.unfinished
+        reasons += self.doubts
         return f"No privacy guarantee: {'; '.join(reasons)}. Only planned: {priced}"
 
     def to_json(self) -> dict[str, Any]:

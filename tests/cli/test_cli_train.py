@@ -111,6 +111,7 @@ def test_ledger_and_statement_hold_no_loss_norm_or_cohort(run: Path) -> None:
         "model_check",
         "fixed_seed",
         "unfinished",
+        "doubts",
     }
     # The run has a fixed seed: what was planned is told, and nothing is promised.
     assert statement["guarantee"] is False

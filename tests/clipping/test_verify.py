@@ -219,16 +219,30 @@ def test_fault_that_shows_only_at_another_shape_is_caught_there(
         clipping.clipped_sum(cohort([[25], [25], [25]]), rule)
 
 
-@pytest.mark.parametrize(("compiled", "expected"), [(False, [1, 2, 4, 8]), (True, None)])
-def test_shapes_are_checked_ever_more_rarely_unless_they_are_compiled(
-    compiled: bool, expected: list[int] | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("compiled", "proven", "falling", "expected"),
+    [
+        (False, True, True, [11, 10, 8, 4]),
+        # A longer batch than all before is always compared.
+        (False, True, False, list(range(1, 12))),
+        (False, False, True, list(range(11, 0, -1))),
+        (True, True, False, list(range(1, 12))),
+    ],
+)
+def test_shapes_are_checked_ever_more_rarely_in_proven_models_that_are_not_compiled(
+    compiled: bool,
+    proven: bool,
+    falling: bool,
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Ragged cohorts have a new shape at every step: a check of each would cost more than it.
     checked: list[int] = []
-    lengths = list(range(3, 14))
+    lengths = sorted(range(3, 14), reverse=falling)
     model = shake(models_zoo.build("lstm"))
     clipping = fast(model)
     monkeypatch.setattr(clipping, "_compile", compiled)
+    monkeypatch.setattr(clipping, "_every_shape", not proven)
     monkeypatch.setattr(clipping, "_execution", lambda _: Execution(record_loss=causal_lm_loss))
     compare = clipping._compare
 
@@ -240,7 +254,7 @@ def test_shapes_are_checked_ever_more_rarely_unless_they_are_compiled(
     for _ in range(2):
         for length in lengths:
             clipping.clipped_sum(cohort([[length], [length]]), FlatClip(clip_norm=1.0))
-    assert checked == (expected or list(range(1, 12)))
+    assert checked == expected
 
 
 @pytest.mark.parametrize(("dtype", "tries"), [(torch.bfloat16, 3), (torch.float32, 1)])

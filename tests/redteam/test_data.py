@@ -12,6 +12,7 @@ import pytest
 from cli_runner import userdp
 from stores import KEY
 from userdp.data.duplicates import ACROSS_USERS_CAUTION
+from userdp.data.identity import normalise
 from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
 
@@ -115,3 +116,12 @@ def test_a_run_on_records_removed_across_users_says_so_in_its_statement(
     told = json.loads((tmp_path / "run" / "statement.json").read_text())
     assert ACROSS_USERS_CAUTION in told["cautions"]
     assert ACROSS_USERS_CAUTION in userdp("account", tmp_path / "run").out
+
+
+@pytest.mark.parametrize(
+    "spelling", ["ann\u200b", "\ufeffann", "a\u00adnn", "ann\u2060", "\u200dANN"]
+)
+def test_an_id_with_characters_that_nobody_sees_is_the_same_person(spelling: str) -> None:
+    # One person under two ids would be clipped twice.
+    assert normalise(spelling) == normalise("ann")
+    assert normalise("ann  \u00a0lee") == normalise("Ann Lee")

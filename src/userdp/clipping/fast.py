@@ -5,9 +5,10 @@ it later. A user larger than a batch runs alone, in pieces. On CUDA the model's 
 and each batch shape is captured as a graph, so that no step waits for the host.
 
 Before the first batch of a new shape counts, a batch of made-up values in that shape is compared
-with the plain loop. Compiled or captured shapes are few, and each of them is compared. Without
-compilation ragged cohorts bring new shapes at every step, but the same code runs them all: then the
-1st, 2nd, 4th, 8th, ... new shape is compared.
+with the plain loop. Every new shape is compared, unless the architecture is proven by tests and
+nothing is compiled. Ragged cohorts then bring new shapes at every step, and the same code runs them
+all: the 1st, 2nd, 4th, 8th, ... new shape is compared, and each that has more rows or longer ones
+than all that were compared before.
 
 What one user's data decides concerns that user alone: whether its own records are joined into fewer
 rows, or that it counts as zero because the model cannot read it.
@@ -69,7 +70,8 @@ class FastClipping:
     """Clipped sums of cohorts, as the plain loop would give them.
 
     `sequence_length` is how long records may be, a public number; `skip_failing` as in
-    `PlainClipping`.
+    `PlainClipping`; `every_shape` compares every new shape of batch with the plain loop. `differs`
+    says that the two were seen to differ: from then on the plain loop does the work.
     """
 
     def __init__(
@@ -81,12 +83,13 @@ class FastClipping:
         record_loss: RecordLoss,
         settings: StepSettings | None = None,
         sequence_length: int | None = None,
+        every_shape: bool = True,
     ) -> None:
         settings = settings or StepSettings()
         refuse_computed_weights(model)
         self.skip_failing = False
         # Set when the paths are seen to differ: from then on the plain loop does the work.
-        self._differs = False
+        self.differs = False
         self._model = model
         self._state = ModuleState(model)
         self._parameters = list(parameters)
@@ -100,7 +103,11 @@ class FastClipping:
         self._dtype = settings.compute_dtype
         if settings.checkpoint_blocks:
             blocks_of(model)  # Raises now, not at the first step, if there are none.
+        self._every_shape = every_shape
         self._num_shapes = 0
+        # The most rows and the longest ones that were compared, and in which shapes.
+        self._largest = (0, 0)
+        self._compared: set[Any] = set()
         if settings.join_records is True:
             refuse_dropout(model)
         self._packing = self._choose_packing(sequence_length)
@@ -159,7 +166,7 @@ class FastClipping:
         # A group without a record adds nothing, neither to the sum nor to the counts.
         listed = [group for group in groups if size_of(group).rows]
         failures = Failures(self.skip_failing)
-        if self._differs:
+        if self.differs:
             return self._plain().clipped_sum(listed, rule)
         try:
             self._add_all(listed, rule, failures)
@@ -168,7 +175,7 @@ class FastClipping:
                 raise
             # On made-up values in a new batch shape the two paths differ. The fast path is not used
             # again, and what it has added up of this cohort does not count.
-            self._differs = True
+            self.differs = True
             _LOG.warning("from here on users run one at a time: %s", error)
             return self._plain().clipped_sum(listed, rule)
         failures.warn_if_all_failed(len(listed))
@@ -295,11 +302,9 @@ class FastClipping:
                 add = make(users)
                 if self._graphs:
                     add = self._captured(add, users)
-                if users.count > 1:
-                    self._num_shapes += 1
-                    is_due = self._compile or _is_power_of_two(self._num_shapes)
-                    if self._settings.check and is_due:
-                        self._compare(add, users)
+                is_checked = self._settings.check and users.count > 1
+                if is_checked and self._is_to_compare(users, key):
+                    self._compare(add, users)
                 if not self._graphs and len(self._add_by_shape) >= EAGER_SHAPES:
                     self._add_by_shape.clear()
                 self._add_by_shape[key] = add
@@ -309,6 +314,19 @@ class FastClipping:
             # runs no Python, so after it there is nothing to put back.
             if is_new or not self._graphs:
                 self._state.restore()
+
+    def _is_to_compare(self, users: Users, key: Any) -> bool:
+        """Whether the new shape is one of those that are compared; notes that it is."""
+        self._num_shapes += 1
+        lengths = (t.shape[1] for t in users.batch.values() if t.dim() > 1)
+        size = len(users.weights), max(lengths, default=1)
+        is_larger = any(new > most for new, most in zip(size, self._largest, strict=True))
+        is_new = self._every_shape and key not in self._compared
+        if not (self._compile or is_new or is_larger or _is_power_of_two(self._num_shapes)):
+            return False
+        self._largest = max(size[0], self._largest[0]), max(size[1], self._largest[1])
+        self._compared.add(key)
+        return True
 
     def _captured(self, add: AddBatch, users: Users) -> AddBatch:
         """The function as a CUDA graph; what its trial runs changed is put back."""
@@ -335,6 +353,8 @@ class FastClipping:
 
         with put_back(self._total.values, self._num_within, self._clip_norm):
             for seed in range(DISGUISES):
+                # What the model kept of looking at the batch must not reach the oracle.
+                self._state.restore()
                 try:
                     compare_with_plain(
                         self._model,

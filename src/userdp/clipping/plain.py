@@ -112,6 +112,7 @@ class PlainClipping:
         self._compute_dtype = compute_dtype
         self._state = ModuleState(model)
         self.skip_failing = False
+        self.differs = False
         groups = clip_groups(model)
         self._layers = [groups[id(parameter)] for parameter in parameters]
 

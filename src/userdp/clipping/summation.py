@@ -19,10 +19,12 @@ from userdp.updates.contract import UpdateRule
 class Summation(Protocol):
     """The clipped sum of a cohort.
 
-    With `skip_failing`, a group whose update cannot be computed counts as zero.
+    With `skip_failing`, a group whose update cannot be computed counts as zero. `differs` says that
+    the fast path was seen to differ from the plain loop.
     """
 
     skip_failing: bool
+    differs: bool
 
     def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
         """One update per group, each clipped once, and their sum. Secret."""
@@ -38,6 +40,7 @@ def summation(
     record_loss: RecordLoss,
     settings: StepSettings,
     sequence_length: int | None,
+    every_shape: bool = True,
 ) -> Summation:
     """The fast path for mean gradients if it is asked for, else the plain loop."""
     if settings.path == "fast" and update.is_mean_gradient:
@@ -48,6 +51,7 @@ def summation(
             record_loss=record_loss,
             settings=settings,
             sequence_length=sequence_length,
+            every_shape=every_shape,
         )
     return PlainClipping(
         model,

@@ -8,6 +8,8 @@ checks go by names and types. `userdp.probe` finds the rest by trying.
 
 from __future__ import annotations
 
+import io
+import pickle
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -95,37 +97,59 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trainable: Iterable[Tensor
 
 
 class BufferGuard:
-    """Notices writes to what is saved with a model: parameters, also frozen ones, and buffers."""
+    """Notices writes to what is saved with a model: parameters, also frozen ones, and buffers.
+
+    It also notices changes of what modules save as their extra state.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         # The tensors themselves are kept, because a new tensor could reuse a freed one's address.
         self._before = self._saved()
 
-    def changed(self) -> list[str]:
-        """The names of tensors that were replaced or written to since."""
-        return [
-            name
-            for name, (tensor, version, values) in self._saved().items()
-            if name not in self._before
-            or self._before[name][0] is not tensor
-            or self._before[name][1:] != (version, values)
-        ]
+    def changed(self, *, values_only: bool = False) -> list[str]:
+        """The names of what was replaced or written to since, or has other values."""
+        found: list[str] = []
+        for name, (tensor, version, values) in self._saved().items():
+            before = self._before.get(name)
+            is_same = before is not None and before[2] == values
+            if before is not None and is_same and not values_only:
+                is_same = before[0] is tensor and before[1] == version
+            if not is_same:
+                found.append(name)
+        return found
 
-    def check(self) -> None:
-        """Raise if a saved tensor was replaced or written to."""
-        for name in self.changed():
+    def check(self, during: str = "the forward pass", *, values_only: bool = False) -> None:
+        """Raise if something that is saved was replaced or written to."""
+        for name in self.changed(values_only=values_only):
             raise MixedExamplesError(
-                f"{name!r} is written during the forward pass: it would carry records into the "
-                "saved model without noise. Freeze or remove it."
+                f"{name!r} is written during {during}: it would carry records into the saved model "
+                "without noise. Freeze or remove it."
             )
 
-    def _saved(self) -> dict[str, tuple[Tensor, int, tuple[int, ...]]]:
+    def _saved(self) -> dict[str, tuple[Tensor | None, int, Any]]:
         return {
-            name: (tensor, tensor._version, _summary(tensor))
-            for name, tensor in self._model.state_dict(keep_vars=True).items()
-            if isinstance(tensor, Tensor)
+            name: (value, value._version, _summary(value))
+            if isinstance(value, Tensor)
+            else (None, 0, extra_state_bytes(value))
+            for name, value in self._model.state_dict(keep_vars=True).items()
         }
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as what tells whether they changed: torch's own bytes hold addresses."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            return str((obj.dtype, tuple(obj.shape), _summary(obj)))
+        return None
+
+
+def extra_state_bytes(value: Any) -> bytes:
+    """What a module's `get_extra_state` gives, as bytes that change with it."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 def _summary(tensor: Tensor) -> tuple[int, ...]:

@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 # `model_type` of the configuration.
 PROVEN = frozenset(
@@ -23,21 +26,101 @@ PROVEN = frozenset(
 FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 
 
+# Ways to compute attention, each by a function of the library's own.
+ATTENTION = frozenset({"eager", "sdpa", "flash_attention_2"})
+_LIBRARIES = frozenset({"torch", "transformers", "peft"})
+
+
 def is_proven(model: nn.Module) -> bool:
-    """Whether the model is a decoder of a proven architecture, with or without adapters."""
+    """Whether the model is a decoder of a proven architecture, with or without adapters.
+
+    It must be as the libraries made it: no hook of any kind, no other `forward`, no attention
+    function of one's own, no rotation that depends on the length at any depth of its settings.
+    """
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if inner is None or inner.config.model_type not in PROVEN or not inner.can_generate():
         return False
-    rotation: Any = getattr(inner.config, "rope_parameters", None) or {}
-    fixed = rotation.get("rope_type", "default") in FIXED_ROTATIONS
-    return fixed and all(map(_is_as_it_comes, model.modules()))
+    if any(global_hooks()) or any(p._backward_hooks for p in model.parameters()):
+        return False
+    return _is_fixed(inner.config.to_dict()) and all(map(_is_as_it_comes, model.modules()))
+
+
+def _is_fixed(settings: Any) -> bool:
+    """Whether every rotation named in the settings, however deep, is a fixed one."""
+    if not isinstance(settings, dict):
+        return True
+    for name, value in settings.items():
+        named = name == "rope_type" or (name == "type" and "factor" in settings)
+        if named and value not in FIXED_ROTATIONS:
+            return False
+    return all(map(_is_fixed, settings.values()))
 
 
 def _is_as_it_comes(module: nn.Module) -> bool:
-    """Whether the module comes from a known library and has no hooks or replaced `forward`."""
-    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-    library = type(module).__module__.split(".")[0]
-    return not changed and library in {"torch", "transformers", "peft"}
+    """Whether the module is a library's own, without hooks or another `forward`."""
+    if any(hooks_of(module)) or "forward" in module.__dict__:
+        return False
+    kinds: Any = getattr(module, "rope_type", None) or "default"
+    if not set(kinds.values() if isinstance(kinds, dict) else [kinds]) <= FIXED_ROTATIONS:
+        return False
+    if not _has_own_attention(getattr(module, "config", None)):
+        return False
+    # A method that was put into a library's class from outside names where it comes from.
+    return _is_library(type(module)) and _is_library(type(module).forward)
+
+
+def _has_own_attention(config: Any) -> bool:
+    """Whether attention is computed and masked by the library's own functions."""
+    name = getattr(config, "_attn_implementation", None) or "eager"
+    if name not in ATTENTION:
+        return False
+    registers: tuple[Any, ...] = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+    return all(_is_library(register[name]) for register in registers if name in register)
+
+
+def _is_library(named: Any) -> bool:
+    return str(getattr(named, "__module__", "")).split(".")[0] in _LIBRARIES
+
+
+def hooks_of(module: nn.Module) -> tuple[tuple[int, ...], ...]:
+    """The numbers of a module's hooks, by kind; torch gives no number twice."""
+    kinds: tuple[Any, ...] = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return tuple(tuple(hooks) for hooks in kinds)
+
+
+def global_hooks() -> tuple[tuple[int, ...], ...]:
+    """The numbers of the hooks that torch runs for every module."""
+    kinds: tuple[Any, ...] = (
+        torch_module._global_forward_hooks,
+        torch_module._global_forward_pre_hooks,
+        torch_module._global_backward_hooks,
+        torch_module._global_backward_pre_hooks,
+    )
+    return tuple(tuple(hooks) for hooks in kinds)
+
+
+def ways_of(model: nn.Module) -> list[Any]:
+    """How the model computes, as far as a caller may change it: modes, hooks, methods.
+
+    Equal lists mean that nothing was changed since.
+    """
+    found: list[Any] = [
+        (
+            id(module),
+            module.training,
+            hooks_of(module),
+            id(module.__dict__.get("forward")),
+            id(type(module).forward),
+            getattr(getattr(module, "config", None), "_attn_implementation", None),
+        )
+        for module in model.modules()
+    ]
+    return [*found, global_hooks()]
 
 
 def model_check(model: nn.Module, *, checked: bool = True) -> str:

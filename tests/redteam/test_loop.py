@@ -1,0 +1,507 @@
+"""Attacks through a loop of one's own: owners, losses, lengths, modes, what a model keeps."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import families
+from userdp import FlatClip, Plan, PrivateStep, StepSettings, UserIndex, verify
+from userdp.clipping.checks.made_up import MadeUp
+from userdp.clipping.checks.verify import FastPathError
+from userdp.clipping.fast import FastClipping
+from userdp.errors import InputError, MixedExamplesError, UntriedModelError
+from userdp.ledger import Ledger
+from userdp.losses import causal_lm_loss
+from userdp.models.proven import is_proven
+from userdp.probe import UnsafeModelError
+from userdp.run_record import RunRecord
+from userdp.streams import RunSecret
+
+EXAMPLE = {"x": torch.ones(1, 3), "y": torch.ones(1)}
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch["x"])[:, 0] - batch["y"]) ** 2
+
+
+# ---- whose rows are whose
+
+
+@pytest.mark.parametrize("kind", ["tensor", "list of tensors", "array", "list of numpy numbers"])
+def test_rows_of_one_owner_are_one_user_however_the_owners_are_given(kind: str) -> None:
+    plain = [7, 7, 8, 7]
+    owners: Any = {
+        "tensor": torch.tensor(plain),
+        "list of tensors": list(torch.tensor(plain)),
+        "array": np.array(plain),
+        "list of numpy numbers": [np.int32(7), 7, np.int64(8), np.uint8(7)],
+    }[kind]
+    index = UserIndex.from_owners(owners)
+    assert [index.rows_of(user).tolist() for user in range(index.num_users)] == [[0, 1, 3], [2]]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "owners",
+    [
+        [NAN, NAN],
+        np.array([NAN, 1.0]),
+        np.array(["ann", None], dtype=object),
+        [None, "ann"],
+        [True, 1],
+        [("ann", NAN)],
+        torch.zeros(2, 2),
+        [object()],
+    ],
+    ids=lambda owners: str(type(owners[0]).__name__),
+)
+def test_an_owner_that_may_not_equal_itself_is_refused(owners: Any) -> None:
+    with pytest.raises(InputError, match="give a string"):
+        UserIndex.from_owners(owners)
+
+
+def test_one_person_as_a_number_and_as_a_string_is_refused() -> None:
+    with pytest.raises(InputError, match="several kinds"):
+        UserIndex.from_owners([1, "1"])
+    assert UserIndex.from_owners([("a", 1), ("a", np.int64(1)), ("a", 2)]).num_users == 2
+
+
+# ---- the comparison with the plain loop
+
+MADE_UP = MadeUp.tokens(families.VOCABULARY)
+RULE = FlatClip(clip_norm=0.05)
+
+
+def test_the_oracle_of_a_comparison_starts_from_the_model_as_it_was() -> None:
+    # Looking at a batch runs the model once: embeddings that grow had grown for the oracle, too.
+    model = families.build(families.PLAIN_ONLY["llama, dynamic rotation"])
+    groups = [*(MADE_UP.group(1, 12, seed=i) for i in range(9)), MADE_UP.group(1, 40, seed=98)]
+    fast = FastClipping(
+        model,
+        list(model.parameters()),
+        RULE,
+        record_loss=causal_lm_loss,
+        settings=StepSettings(mix_sizes=True, join_records=False),
+    )
+    with pytest.raises(FastPathError, match="differs from the plain loop"):
+        fast.clipped_sum(groups, RULE)
+
+
+class CentresLargeBatches(nn.Module):
+    """Rows see each other in batches of more than twelve rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(families.VOCABULARY, 8)
+        self.head = nn.Linear(8, families.VOCABULARY)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        return self.head(x - x.mean((0, 1), keepdim=True) if len(x) > 12 else x)
+
+
+def plan(users: int, *, cohort: int | None = None, steps: int = 2, clip_norm: float = 1.0) -> Plan:
+    return Plan.sample_users(
+        num_users=users,
+        expected_cohort_size=cohort or users,
+        group_size=2,
+        steps=steps,
+        clip_norm=clip_norm,
+        noise_multiplier=2.0,
+        delta=1e-3,
+    )
+
+
+def private_step(model: nn.Module, chosen: Plan, users: int, **options: Any) -> PrivateStep:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    index = UserIndex.from_owners(range(users))
+    return PrivateStep(model, torch.optim.SGD(trained, lr=1e-9), chosen, index, **options)
+
+
+def sums_of(step: PrivateStep, groups: list[Any]) -> list[Tensor]:
+    """The clipped sum of every step; user i has `groups[i]`."""
+    found: list[Tensor] = []
+    release = step._release
+    step._release = lambda total: (found.append(total.total.values.clone()), release(total))[1]  # type: ignore[method-assign]
+    for cohort in step.cohorts():
+        step.apply(groups[int(rows[0])] for rows in cohort)
+    return found
+
+
+def test_a_model_that_is_not_proven_is_compared_in_every_shape_of_batch() -> None:
+    # Cohorts of varying size: the third, fifth, ... shape was not compared, and moved by 4.5 C.
+    one = MADE_UP.group(1, 8, seed=0)
+    odd = {name: torch.full_like(tensor, 3) for name, tensor in one.items()}
+    nothing = {name: tensor[:0] for name, tensor in odd.items()}
+
+    def sums(last: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = CentresLargeBatches().double()
+        chosen = plan(40, cohort=11, steps=8, clip_norm=0.05)
+        step = private_step(model, chosen, 40, secret=RunSecret.fixed_for_tests(4))
+        return sums_of(step, [*([one] * 39), last])
+
+    moved = [float((a - b).norm()) / 0.05 for a, b in zip(sums(odd), sums(nothing), strict=True)]
+    assert 0 < max(moved) <= 1 + 1e-5
+
+
+def test_paths_that_differ_after_a_release_leave_no_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(3, 1)
+    chosen = plan(6, steps=3)
+    ledger = Ledger.create(chosen, path=tmp_path / "ledger.jsonl", bound_to={}, fixed_seed=False)
+    step = private_step(model, chosen, 6, record_loss=squares, record=RunRecord(ledger))
+    for number in range(3):
+        groups = [{"x": torch.ones(1 + number, 3), "y": torch.ones(1 + number)}] * 6
+        if number == 1:
+            assert step.statement().guarantee
+
+            def differ(*_: Any) -> None:
+                raise FastPathError("the paths differ")
+
+            monkeypatch.setattr(FastClipping, "_compare", differ)
+        step.draw()
+        step.apply(groups)
+    step.finish()
+    for statement in (step.statement(), Ledger.read(tmp_path / "ledger.jsonl").statement()):
+        assert not statement.guarantee
+        assert "the paths were seen to differ after 1 released steps" in statement.sentence
+        assert statement.promise == ""
+    # Nor is anything promised of a run that starts from these weights.
+    after = private_step(model, chosen, 6, record_loss=squares)
+    assert not after.statement().guarantee
+
+
+# ---- what is tried, and what is admitted
+
+
+def test_rows_longer_than_those_tried_count_as_zero_without_a_declared_length(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # The probe tried the 12 positions from which on these embeddings grow; longer rows came after.
+    def sums(last: Any) -> list[Tensor]:
+        model = families.build(families.PLAIN_ONLY["llama, dynamic rotation"])
+        chosen = plan(6, clip_norm=0.05)
+        step = private_step(model, chosen, 6, secret=RunSecret.fixed_for_tests(1))
+        return sums_of(step, [*(MADE_UP.group(1, 11, seed=i) for i in range(5)), last])
+
+    with caplog.at_level("WARNING", logger="userdp"):
+        long = sums(MADE_UP.group(1, 13, seed=9))
+    assert caplog.text.count("records of more than 12 tokens count as zero") == 1
+    for found, expected in zip(long, sums(MADE_UP.group(0, 1, seed=9)), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_an_example_given_by_hand_sets_the_length() -> None:
+    model = CentresLargeBatches()
+    step = private_step(model, plan(4), 4)
+    step.check_model(MADE_UP.group(1, 150, seed=0))
+    assert step._reads(MADE_UP.group(1, 150, seed=1))
+    assert not step._reads(MADE_UP.group(1, 151, seed=1))
+
+
+@pytest.mark.parametrize("sampling", ["records", "users"])
+def test_one_users_malformed_records_never_end_a_run(sampling: str) -> None:
+    # Three records of one user were the three examples that were tried.
+    owners = ["eve"] * 3 + [f"u{i}" for i in range(8)]
+    rows = [torch.ones(1, 4 if i < 3 else 3) for i in range(11)]
+    chosen = (
+        plan(9)
+        if sampling == "users"
+        else Plan.sample_records(
+            num_users=9,
+            expected_batch_size=27,
+            num_records=27,
+            group_size=3,
+            steps=2,
+            clip_norm=1.0,
+            noise_multiplier=5.0,
+            delta=1e-2,
+        )
+    )
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = PrivateStep(model, optimizer, chosen, UserIndex.from_owners(owners), record_loss=squares)
+    for cohort in step.cohorts():
+        groups = [torch.cat([rows[int(row)] for row in group]) for group in cohort]
+        step.apply({"x": x, "y": torch.ones(len(x))} for x in groups)
+    assert step.ledger.steps == 2
+    assert step._is_checked
+
+
+def test_a_user_alone_in_a_step_with_malformed_records_counts_as_zero() -> None:
+    model = nn.Linear(3, 1)
+    step = private_step(model, plan(6, steps=3), 6, record_loss=squares)
+    bad = {"x": torch.ones(1, 4), "y": torch.ones(1)}
+    nothing = {"x": torch.ones(0, 3), "y": torch.ones(0)}
+    found = sums_of(step, [bad, *([nothing] * 5)])
+    assert not any(float(total.abs().max()) for total in found)
+    assert not step._is_checked
+    # Many users of whom none can be tried are no longer one user's data.
+    step = private_step(model, plan(6, steps=3), 6, record_loss=squares)
+    step.draw()
+    with pytest.raises(UntriedModelError, match="fails on made-up rows"):
+        step.apply([bad] * 3 + [nothing] * 3)
+    assert step.ledger.steps == 0
+
+
+def test_a_verdict_on_the_model_is_never_passed_over() -> None:
+    # Most users' rows show that the loss mixes; those of the last user hide it.
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        own = squares(model, batch)
+        return own * (own.mean() if "z" not in batch else 1.0)
+
+    step = private_step(nn.Linear(3, 1), plan(4), 4, record_loss=loss)
+    step.draw()
+    shows = {"x": torch.ones(1, 3), "y": torch.ones(1)}
+    with pytest.raises(UnsafeModelError):
+        step.apply([*([shows] * 3), shows | {"z": torch.ones(1)}])
+
+
+@pytest.mark.parametrize("path", ["fast", "plain"])
+def test_a_loss_that_hardly_remembers_is_found(path: Any) -> None:
+    # Below 1e-3 C for the few users of a probe, above C for the thousands of a cohort.
+    state = {"scale": 1.0}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        own = squares(model, batch)
+        for value in own.detach().tolist():
+            state["scale"] += 2e-5 * (min(value, 9.0) - state["scale"])
+        return own * state["scale"]
+
+    torch.manual_seed(0)
+    found = verify(nn.Linear(3, 1), EXAMPLE, record_loss=loss, path=path)
+    assert not found.safe
+    assert max(p.coupling for p in found.probes if "again" in p.name) < 1e-3
+
+
+# ---- what is called proven, and what is not checked
+
+
+def batch_mean_loss(model: nn.Module, batch: Any) -> Tensor:
+    """One value a record, weighted as in a mean over the batch's tokens."""
+    lengths = (batch["labels"][:, 1:] != -100).sum(1)
+    return causal_lm_loss(model, batch) * lengths / lengths.sum() * len(lengths)
+
+
+def test_a_loss_of_ones_own_is_never_left_unchecked() -> None:
+    model = families.build(families.SAFE["gpt2"])
+    settings = StepSettings(check=False)
+    step = private_step(model, plan(4), 4, record_loss=batch_mean_loss, settings=settings)
+    with pytest.raises(InputError, match=r"record_loss.*leave check=True"):
+        step.check_model()
+    private_step(model, plan(4), 4, settings=settings).check_model()
+
+
+def _own_attention(*arguments: Any, **options: Any) -> Any:
+    return sdpa_attention_forward(*arguments, **options)
+
+
+def test_an_attention_function_of_ones_own_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = families.build(families.SAFE["llama"])
+    assert is_proven(model)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "own", _own_attention)
+    model.set_attn_implementation("own")
+    assert not is_proven(model)
+    model.set_attn_implementation("sdpa")
+    assert is_proven(model)
+    # Nor one that takes the place of the library's.
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", _own_attention)
+    assert not is_proven(model)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda model: model.lm_head.register_full_backward_hook(lambda *_: None),
+        lambda model: model.lm_head.register_full_backward_pre_hook(lambda *_: None),
+        lambda model: model.lm_head.weight.register_hook(lambda gradient: gradient),
+        lambda _: torch_module.register_module_forward_hook(lambda *_: None),
+        lambda _: torch_module.register_module_forward_pre_hook(lambda *_: None),
+        lambda _: torch_module.register_module_full_backward_hook(lambda *_: None),
+    ],
+)
+def test_a_hook_of_any_kind_is_not_proven(register: Any) -> None:
+    model = families.build(families.SAFE["gpt2"])
+    handle = register(model)
+    try:
+        assert not is_proven(model)
+    finally:
+        handle.remove()
+    assert is_proven(model)
+
+
+def test_a_rotation_that_grows_is_seen_at_any_depth() -> None:
+    model: Any = families.build(families.SAFE["gemma3"])
+    assert is_proven(model)
+    model.config.rope_parameters["full_attention"]["rope_type"] = "dynamic"
+    assert not is_proven(model)
+
+
+def test_a_method_put_into_a_librarys_class_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = families.build(families.SAFE["gpt2"])
+    kind = type(model.transformer.h[0])
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *arguments, **options: own(*arguments, **options))
+    assert not is_proven(model)
+
+
+# ---- what may change while a run goes on
+
+
+@pytest.mark.parametrize("name", ["plan", "model", "optimizer", "record", "ledger"])
+def test_what_a_step_is_priced_by_cannot_be_replaced(name: str) -> None:
+    step = private_step(nn.Linear(3, 1), plan(6), 6, record_loss=squares)
+    with pytest.raises(AttributeError):
+        setattr(step, name, getattr(step, name))
+
+
+class CentresInTraining(nn.Module):
+    """Rows see each other in training mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y - 3 * y.mean(0) if self.training else y
+
+
+def _hooked(model: Any) -> None:
+    model.inner.register_forward_hook(lambda _, given, found: found - 3 * found.mean(0))
+
+
+def _patched(model: Any) -> None:
+    own = model.inner.forward
+    model.inner.forward = lambda x: own(x) - 3 * own(x).mean(0)
+
+
+@pytest.mark.parametrize("change", [lambda model: model.train(), _hooked, _patched])
+def test_a_model_that_is_changed_after_its_check_is_checked_again(change: Any) -> None:
+    torch.manual_seed(0)
+    model = CentresInTraining().eval()
+    step = private_step(model, plan(6, steps=4), 6, record_loss=squares)
+    group = {"x": torch.randn(1, 3), "y": torch.ones(1)}
+    for number in range(3):
+        step.draw()
+        if number == 2:
+            change(model)
+            with pytest.raises(MixedExamplesError):
+                step.apply([group] * 6)
+        else:
+            step.apply([group] * 6)
+            # An evaluation between two steps, which puts the mode back, is no change.
+            model.train().eval()
+    assert step.ledger.steps == 2
+
+
+def test_a_model_that_stays_as_it_is_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = private_step(nn.Linear(3, 1), plan(6, steps=3), 6, record_loss=squares)
+    checks: list[Any] = []
+    check = step._check
+    monkeypatch.setattr(step, "_check", lambda *a, **k: (checks.append(a), check(*a, **k))[1])
+    sums_of(step, [{"x": torch.ones(1, 3), "y": torch.ones(1)}] * 6)
+    assert len(checks) == 1
+
+
+# ---- what leaves with the saved model
+
+
+class CountsTokens(nn.Module):
+    """Counts what it saw in a frozen parameter, as layers with a codebook do."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+        self.inner = nn.Linear(3, 1)
+        self.usage = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def count(self, x: Tensor) -> None:
+        with torch.no_grad():
+            self.usage += x.detach().abs().sum(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == "gradients are on" and torch.is_grad_enabled():
+            self.count(x)
+        y = self.inner(x)
+        is_seven = self.when == "backward of sevens" and bool((x == 7).all())
+        if (self.when == "backward" or is_seven) and y.requires_grad:
+            y.register_hook(lambda _: self.count(x))
+        return y
+
+
+@pytest.mark.parametrize("path", ["fast", "plain"])
+@pytest.mark.parametrize("when", ["gradients are on", "backward"])
+def test_a_frozen_weight_written_with_gradients_is_found(when: str, path: Any) -> None:
+    step = private_step(
+        CountsTokens(when), plan(4), 4, record_loss=squares, settings=StepSettings(path=path)
+    )
+    with pytest.raises(MixedExamplesError, match="'usage' is written during the backward pass"):
+        step.check_model(EXAMPLE)
+
+
+def test_a_run_that_changed_a_frozen_weight_is_not_closed() -> None:
+    # It behaves while it is probed: only the end shows what it kept.
+    model = CountsTokens("backward of sevens")
+    step = private_step(model, plan(4), 4, record_loss=squares)
+    sums_of(step, [EXAMPLE | {"x": torch.full((1, 3), 7.0)}] * 4)
+    with pytest.raises(MixedExamplesError, match=r"'usage' is saved.*not closed"):
+        step.finish()
+    assert not step.ledger.is_finished
+    with torch.no_grad():
+        model.usage.zero_()
+    step.finish()
+
+
+def test_a_buffer_that_is_not_saved_may_change() -> None:
+    model = nn.Linear(3, 1)
+    model.register_buffer("saved", torch.zeros(1))
+    model.register_buffer("unsaved", torch.zeros(1), persistent=False)
+    step = private_step(model, plan(4), 4, record_loss=squares)
+    sums_of(step, [EXAMPLE] * 4)
+    model.unsaved += 1  # type: ignore[operator]
+    step.finish()
+
+
+class Remembers(nn.Module):
+    """Keeps what it saw in an object that no guard looks into, and saves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+        self.recent: deque[float] = deque(maxlen=100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.recent.extend(x.detach().flatten().tolist())
+        return self.inner(x)
+
+    def get_extra_state(self) -> Any:
+        return {"recent": list(self.recent), "size": torch.tensor(len(self.recent))}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.recent.extend(state["recent"])
+
+
+@pytest.mark.parametrize("path", ["fast", "plain"])
+def test_extra_state_that_changes_is_found(path: Any) -> None:
+    model = Remembers()
+    step = private_step(model, plan(4), 4, record_loss=squares, settings=StepSettings(path=path))
+    step.record._check_frozen(model)
+    with pytest.raises(MixedExamplesError, match="'_extra_state' is written"):
+        step.check_model(EXAMPLE)
+    with pytest.raises(MixedExamplesError, match="'_extra_state' is saved"):
+        step.finish()
