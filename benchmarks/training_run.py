@@ -163,7 +163,7 @@ def run(
 
     Steps that bring a shape not seen before (and compile it) are left out.
     """
-    clipping = step._summation
+    clipping = step._checked.summation
     assert isinstance(clipping, FastClipping)
     padded = [0]
     count_padded(clipping, padded)

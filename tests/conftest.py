@@ -13,6 +13,9 @@ from stores import KEY, sentences
 from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
 
+# A package for a fresh interpreter (`test_extending`). Its parts are not registered here.
+collect_ignore = ["extension"]
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:

@@ -45,7 +45,9 @@ ABOVE = {
     | {"norms", "prices"},
     "own_keys": GROUND,
     "chain": GROUND,
-    "ledger": GROUND | {"accounting", "chain", "earlier", "paid", "statement", "plan"},
+    "ledger_rows": GROUND | {"chain"},
+    "ledger": GROUND
+    | {"accounting", "chain", "earlier", "ledger_rows", "paid", "statement", "plan"},
     "run_files": GROUND | {"chain", "data", "ledger", "statement"},
     "config": GROUND
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
@@ -54,12 +56,14 @@ ABOVE = {
     | {"config", "earlier", "ledger", "paid", "plan", "run_files", "statement", "accounting"},
     "digests": GROUND | {"models"},
     "lineage": GROUND | {"earlier", "ledger", "run_files"},
+    "kept": GROUND | {"clipping", "losses", "models"},
     "neighbours": GROUND | {"clipping", "losses", "models", "updates"},
-    "probe": GROUND | {"clipping", "losses", "models", "neighbours", "updates"},
+    "checked_model": GROUND | {"clipping", "losses", "models", "plan", "probe", "sampling"},
+    "probe": GROUND | {"kept"} | {"clipping", "losses", "models", "neighbours", "updates"},
     "run_record": GROUND
     | {"clipping", "digests", "ledger", "lineage", "models", "plan", "run_files", "statement"},
     "step": GROUND
-    | {"clipping", "ledger", "losses", "models", "noise", "plan", "probe", "run_record"}
+    | {"checked_model", "clipping", "ledger", "losses", "models", "noise", "plan", "run_record"}
     | {"sampling", "statement"},
     "training": GROUND
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
@@ -298,6 +302,6 @@ def test_files_stay_small_enough_to_be_one_idea() -> None:
     long = {
         name: lines
         for name, path in modules().items()
-        if (lines := len(path.read_text().splitlines())) > 500
+        if (lines := len(path.read_text().splitlines())) > 400
     }
     assert long == {}

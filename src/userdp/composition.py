@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 
 from userdp.accounting import accountant, events
+from userdp.accounting.certificate import Evaluation
 from userdp.earlier import Earlier, by_people
 from userdp.errors import UnaccountedPlanError
 from userdp.paid import Paid, all_events
@@ -34,6 +35,21 @@ def check_together(
         )
 
 
+def check_inherited(item: Earlier, adjacency: Adjacency, *, non_private: bool) -> None:
+    """Refuse an earlier run that a run under this adjacency cannot be priced with."""
+    if item.non_private and not non_private:
+        raise UnaccountedPlanError(
+            "the weights come from a run without privacy: nothing can be promised for what is "
+            "trained on from them. Start from other weights, or set non_private."
+        )
+    if item.adjacency is not adjacency:
+        raise UnaccountedPlanError(
+            f"the weights come from a run under {item.adjacency.value} adjacency and this plan "
+            f"is under {adjacency.value}: they cannot be priced together. Plan with "
+            f"adjacency={item.adjacency.value!r}, or start from other weights."
+        )
+
+
 def total_events(
     steps: Sequence[events.DpEvent], paid: Sequence[Paid], earlier: Sequence[Earlier]
 ) -> list[events.DpEvent]:
@@ -45,6 +61,30 @@ def total_events(
     groups = by_people(earlier)
     groups[0] += [*all_events(paid), *steps]
     return [events.combined(parts) for parts in groups.values() if parts]
+
+
+def dearest(
+    together: Sequence[events.DpEvent], *, delta: float, adjacency: Adjacency
+) -> Evaluation:
+    """The largest epsilon of the groups of people, and who vouches for it."""
+    found = [accountant.evaluate(event, delta=delta, adjacency=adjacency) for event in together]
+    nothing = Evaluation(epsilon=0.0, certified_by="nobody", error_bound=0.0)
+    return max(found, key=lambda one: one.epsilon, default=nothing)
+
+
+def curve(
+    together: Sequence[events.DpEvent],
+    epsilons: list[float],
+    *,
+    delta: float,
+    adjacency: Adjacency,
+) -> list[float]:
+    """The largest delta of the groups of people that goes with each epsilon."""
+    curves = [
+        accountant.deltas(event, epsilons=epsilons, delta=delta, adjacency=adjacency)
+        for event in together
+    ]
+    return [max(values) for values in zip(*curves, strict=True)]
 
 
 def paid_in_words(item: Paid, delta: float, adjacency: Adjacency) -> str:

@@ -26,13 +26,13 @@ from userdp.chain import Row
 from userdp.chain import chained as _chained
 from userdp.earlier import Earlier
 from userdp.errors import InputError, LedgerError
+from userdp.ledger_rows import FORMAT, check_content
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.statement import Statement
 
 __all__ = ["FORMAT", "Ledger", "_chained"]
 
-FORMAT = 3
 
 UNVERIFIED = (
     "who wrote this record is not verified: the run's key is not here, and anyone can write rows "
@@ -124,7 +124,7 @@ class Ledger:
         """
         key = chain.read_key(path)
         rows = chain.read_rows(path, key)
-        _check_content(rows, path)
+        check_content(rows, path)
         ledger = Ledger(rows, key=key, file=None, writable=False)
         ledger._check_events(path)
         return ledger
@@ -346,7 +346,7 @@ class Ledger:
             unfinished=unfinished or (self._from_disk and not self.is_finished),
             model_check=self.model_check,
             doubts=self.doubts,
-            cautions=(
+            more_cautions=(
                 *self._rows[0].get("data_cautions", ()),
                 *(() if self.is_verified else (UNVERIFIED,)),
             ),
@@ -382,35 +382,3 @@ def _recorded_plan(row: Row) -> Plan:
         raise
     except (KeyError, TypeError, ValueError, AttributeError):
         raise LedgerError("the ledger's first row holds no plan this version can read.") from None
-
-
-def _check_content(rows: list[Row], path: Path) -> None:
-    """Refuse rows that make no sense, however well they are chained."""
-    if not rows or rows[0].get("kind") != "run":
-        raise LedgerError(f"{path}: the first row must describe the run.")
-    if rows[0].get("format") != FORMAT:
-        raise LedgerError(f"{path}: written in a format this version does not read.")
-    kinds = [row.get("kind") for row in rows[1:] if row.get("kind") != "doubt"]
-    if any(not isinstance(row.get("reason"), str) for row in rows if row.get("kind") == "doubt"):
-        raise LedgerError(f"{path}: a row of doubt gives no reason.")
-    is_closed = kinds[-1:] == ["end"]
-    if is_closed:
-        kinds.pop()
-    num_before = sum(kind in ("paid", "earlier") for kind in kinds)
-    if any(kind not in ("paid", "earlier") for kind in kinds[:num_before]) or any(
-        kind != "step" for kind in kinds[num_before:]
-    ):
-        raise LedgerError(
-            f"{path}: after the run come the earlier runs and the paid rows, then the steps, then "
-            "at most one closing row, and nothing else."
-        )
-    steps = [row.get("step") for row in rows if row.get("kind") == "step"]
-    if steps != list(range(len(steps))):
-        raise LedgerError(f"{path}: the steps are not consecutive.")
-    if is_closed and rows[-1].get("steps") != len(steps):
-        raise LedgerError(f"{path}: the closing row counts other steps than there are.")
-    first = rows[0]
-    if type(first.get("fixed_seed")) is not bool or not isinstance(first.get("bound_to"), dict):
-        raise LedgerError(f"{path}: the first row lacks what the run was bound to.")
-    if not isinstance(first.get("model_check"), str):
-        raise LedgerError(f"{path}: the first row does not say how the model was checked.")

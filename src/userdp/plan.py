@@ -17,13 +17,21 @@ from typing import Any, Required, TypedDict, Unpack
 
 from userdp.accounting import accountant, events, quantile
 from userdp.accounting.certificate import Evaluation
-from userdp.clipping.rules import CLIP_RULES, ClipRule, FlatClip
-from userdp.composition import check_together, earlier_in_words, paid_in_words, total_events
+from userdp.clipping.rules import CLIP_RULES, ClipRule, one_clip_rule
+from userdp.composition import (
+    check_inherited,
+    check_together,
+    curve,
+    dearest,
+    earlier_in_words,
+    paid_in_words,
+    total_events,
+)
 from userdp.earlier import Earlier
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.noise import NOISES, Gaussian, Noise
 from userdp.paid import Paid
-from userdp.parts import Part, is_our_own
+from userdp.parts import Part
 from userdp.prices import calibrate, event_of, price_of
 from userdp.sampling import SAMPLERS, PoissonRecords, PoissonUsers, PublicNumbers, Sampler
 from userdp.sampling.contract import check_counts
@@ -31,7 +39,13 @@ from userdp.statement import Statement
 from userdp.units import Adjacency
 from userdp.updates.contract import UPDATE_RULES, UpdateRule
 from userdp.updates.mean_gradient import MEAN_GRADIENT
-from userdp.wording import assumptions, not_covered, promise_in_words
+from userdp.wording import (
+    assumptions,
+    cautions,
+    mechanism_in_words,
+    not_covered,
+    promise_in_words,
+)
 
 
 class Chosen(TypedDict, total=False):
@@ -55,7 +69,7 @@ class Chosen(TypedDict, total=False):
 class Plan:
     """The chosen parts, and what they cost.
 
-    `divisor` is the public expected number of groups a step (E|U| or B in Charles et al. 2024): the
+    `divisor` is the public expected number of groups a step (E|U| or B in Charles et al. 2024). The
     noised sum is divided by it, never by the realised size, which is secret.
     """
 
@@ -79,17 +93,18 @@ class Plan:
                 f"a step has {self.divisor:g} expected groups: it takes a number from one up. "
                 "Raise the sampling rate or the expected cohort size, or use more users."
             )
-        spends = self.noise.noise_multiplier == 0 or not self.clip.bounds_updates
+        multiplier, clip_norm = self.noise.noise_multiplier, self.clip.clip_norm
+        spends = multiplier == 0 or not self.clip.bounds_updates
         if spends and not self.non_private:
             raise InputError(
-                f"noise_multiplier={self.noise.noise_multiplier:g} with clip_norm="
-                f"{self.clip.clip_norm:g} protects nobody. Give both a positive finite value, or "
-                "set non_private=True to train without any guarantee."
+                f"noise_multiplier={multiplier:g} with clip_norm={clip_norm:g} protects nobody. "
+                "Give both a positive finite value, or set non_private=True to train without any "
+                "guarantee."
             )
-        if self.noise.noise_multiplier > 0 and not self.clip.bounds_updates:
+        if multiplier > 0 and not self.clip.bounds_updates:
             raise InputError(
-                f"noise_multiplier={self.noise.noise_multiplier:g} with clip_norm=inf is infinite "
-                "noise: it is scaled to the clip norm. Set noise_multiplier=0, or clip_norm finite."
+                f"noise_multiplier={multiplier:g} with clip_norm=inf is infinite noise: it is "
+                "scaled to the clip norm. Set noise_multiplier=0, or clip_norm finite."
             )
         if self.non_private and not spends:
             raise InputError(
@@ -129,12 +144,7 @@ class Plan:
             group_size=group_size,
             steps=steps,
         )
-        return Plan.of(
-            PoissonUsers,
-            public,
-            clip=_one_clip_rule(clip_norm, clip),
-            **chosen,
-        )
+        return Plan.of(PoissonUsers, public, clip=one_clip_rule(clip_norm, clip), **chosen)
 
     @staticmethod
     def sample_records(
@@ -162,12 +172,7 @@ class Plan:
             group_size=group_size,
             steps=steps,
         )
-        return Plan.of(
-            PoissonRecords,
-            public,
-            clip=_one_clip_rule(clip_norm, clip),
-            **chosen,
-        )
+        return Plan.of(PoissonRecords, public, clip=one_clip_rule(clip_norm, clip), **chosen)
 
     @staticmethod
     def of(
@@ -268,15 +273,8 @@ class Plan:
         """Epsilon of everything together, and who vouches for it."""
         if (steps > 0 and self.non_private) or any(item.non_private for item in earlier):
             return Evaluation(epsilon=math.inf, certified_by="nobody", error_bound=0.0)
-        found = [
-            accountant.evaluate(event, delta=self.delta, adjacency=self.adjacency)
-            for event in total_events(self._taken(steps), paid, earlier)
-        ]
-        nothing = Evaluation(epsilon=0.0, certified_by="nobody", error_bound=0.0)
-        return max(found, key=lambda one: one.epsilon, default=nothing)
-
-    def _taken(self, steps: int) -> list[events.DpEvent]:
-        return [self.event(steps)] if steps > 0 else []
+        together = total_events([self.event(steps)] if steps > 0 else [], paid, earlier)
+        return dearest(together, delta=self.delta, adjacency=self.adjacency)
 
     def check_paid(self, paid: Sequence[Paid], *, earlier: Sequence[Earlier] = ()) -> None:
         """Refuse paid items and earlier runs that cannot be priced together with these steps."""
@@ -292,17 +290,7 @@ class Plan:
             raise LedgerError(
                 "an earlier run's event is not the one of its own plan: it was edited."
             )
-        if item.non_private and not self.non_private:
-            raise UnaccountedPlanError(
-                "the weights come from a run without privacy: nothing can be promised for what is "
-                "trained on from them. Start from other weights, or set non_private."
-            )
-        if item.adjacency is not self.adjacency:
-            raise UnaccountedPlanError(
-                f"the weights come from a run under {item.adjacency.value} adjacency and this plan "
-                f"is under {self.adjacency.value}: they cannot be priced together. Plan with "
-                f"adjacency={item.adjacency.value!r}, or start from other weights."
-            )
+        check_inherited(item, self.adjacency, non_private=self.non_private)
 
     def deltas(
         self,
@@ -313,29 +301,12 @@ class Plan:
         earlier: Sequence[Earlier] = (),
     ) -> list[float]:
         """The delta that goes with each epsilon after `steps` steps: the whole curve."""
-        curves = [
-            accountant.deltas(event, epsilons=epsilons, delta=self.delta, adjacency=self.adjacency)
-            for event in total_events(self._taken(steps), paid, earlier)
-        ]
-        assert curves
-        return [max(values) for values in zip(*curves, strict=True)]
+        together = total_events([self.event(steps)] if steps > 0 else [], paid, earlier)
+        return curve(together, epsilons, delta=self.delta, adjacency=self.adjacency)
 
     def cautions(self) -> list[str]:
         """What a careful reader would ask about, in words."""
-        found: list[str] = []
-        if self.delta > 1 / self.num_users:
-            found.append(
-                f"delta={self.delta:g} is above 1/num_users={1 / self.num_users:.3g}: releasing "
-                "one user's data outright would meet it. Choose a smaller delta."
-            )
-        for part in self.parts:
-            if not is_our_own(part):
-                kind = type(part)
-                found.append(
-                    f"{kind.__module__}.{kind.__name__} is no part of userdp: that it does what "
-                    "its price says is its author's word"
-                )
-        return found
+        return cautions(self.delta, self.num_users, self.parts)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -352,7 +323,7 @@ class Plan:
         unfinished: bool = False,
         model_check: str = "",
         doubts: Sequence[str] = (),
-        cautions: Sequence[str] = (),
+        more_cautions: Sequence[str] = (),
     ) -> Statement:
         """What may be said about a model after `steps` steps of this plan, `paid` and `earlier`.
 
@@ -373,7 +344,7 @@ class Plan:
             sampler=self.sampler.words,
             sampling=self.sampler.unit.value,
             noise=self.noise.title,
-            mechanism=self._mechanism_in_words(),
+            mechanism=mechanism_in_words(self.parts[1:], self.divisor),
             steps=steps,
             num_users=self.num_users,
             certified_by=found.certified_by,
@@ -387,17 +358,13 @@ class Plan:
                 *self.cautions(),
                 *(("a fixed seed was used: whoever knows it can remove the noise",) * fixed_seed),
                 *(("unfinished: the record has no closing row",) * unfinished),
-                *cautions,
+                *more_cautions,
             ),
             assumptions=assumptions(
                 self.num_users, self.adjacency, paid=bool(paid), earlier=earlier
             ),
             not_covered=not_covered(paid=bool(paid)),
         )
-
-    def _mechanism_in_words(self) -> str:
-        words = [self.update.words, self.clip.words, self.noise.words, f"divisor={self.divisor:g}"]
-        return ", ".join(word for word in words if word)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, for the ledger."""
@@ -429,9 +396,3 @@ class Plan:
             adjacency=Adjacency(data["adjacency"]),
             non_private=data["non_private"],
         )
-
-
-def _one_clip_rule(clip_norm: float | None, clip: ClipRule | None) -> ClipRule:
-    if (clip_norm is None) == (clip is None):
-        raise InputError("give exactly one of clip_norm and clip: the first means FlatClip.")
-    return FlatClip(clip_norm=clip_norm) if clip_norm is not None else clip  # type: ignore[return-value]

@@ -24,10 +24,11 @@ from userdp.clipping.module_state import ModuleState
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError, MixedExamplesError, UntriedModelError
+from userdp.kept import is_random, what_it_keeps
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, causal_lm_loss
 from userdp.models.checks import BufferGuard, refuse_mixing
 from userdp.models.proven import is_proven
-from userdp.neighbours import Path, Probe, Trial, is_random, what_it_keeps
+from userdp.neighbours import Path, Probe, Trial
 from userdp.updates.contract import UpdateRule
 from userdp.updates.mean_gradient import MEAN_GRADIENT
 

@@ -9,39 +9,27 @@ post-processing and costs nothing. Every paper's step is this one with other par
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from userdp.clipping.batches.users import is_padded
+from userdp.checked_model import CheckedModel, without_rows
 from userdp.clipping.flat import ClippedSum
 from userdp.clipping.rules import CLIP_RULES
 from userdp.clipping.settings import StepSettings
-from userdp.clipping.summation import summation
-from userdp.errors import BudgetExhaustedError, InputError, UntriedModelError
+from userdp.errors import BudgetExhaustedError, InputError
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
 from userdp.losses import Batch, RecordLoss, causal_lm_loss
 from userdp.models.checks import check_optimizer, refuse_mixing, trainable_parameters
-from userdp.models.proven import is_proven, ways_of
 from userdp.noise.draw import NUMBER_PURPOSE, PURPOSE, noisy_number
 from userdp.plan import Plan
-from userdp.probe import check_model, is_language_modelling, usual_length, vocabulary_of
 from userdp.run_record import RunRecord
 from userdp.sampling import Cohort
 from userdp.statement import Statement
 from userdp.streams import RunSecret
-
-# Users on rows like whose the model may fail before that is an error.
-_MOST_UNTRIED = 8
-# What rows hold where no example says it.
-TOKENS = ("input_ids", "labels")
-_LOG = logging.getLogger(__name__)
 
 
 class PrivateStep:
@@ -96,37 +84,14 @@ class PrivateStep:
         )
         # What was spent on these weights before is composed, or refused, before the first step.
         self.record.begin(plan, model, optimizer, index)
-        self._new_summation = partial(
-            summation,
+        self._checked = CheckedModel(
             model,
             self._parameters,
-            plan.update,
-            plan.clip,
+            plan,
             record_loss=record_loss,
             settings=settings,
             sequence_length=sequence_length,
         )
-        # Of other models nobody knows in which batches rows see each other.
-        self._summation = self._new_summation(every_shape=not is_proven(model))
-        self._check = partial(
-            check_model,
-            model,
-            group_size=plan.sampler.rows_in_a_group,
-            record_loss=record_loss,
-            update=plan.update,
-            rule=plan.clip,
-            settings=settings,
-        )
-        self._is_checked = False
-        # With what the model was checked (secret), and how it computed then.
-        self._example: Batch | None = None
-        self._ways: list[Any] = []
-        # Users on rows like whose the model failed. Secret.
-        self._untried: set[int] = set()
-        # One public length, fixed before the first step: what was not tried is not admitted.
-        self._is_length_given = sequence_length is not None
-        self._longest = sequence_length or usual_length(model)
-        self._vocabulary = vocabulary_of(model)
         self._clip = plan.clip
         self._noise = plan.noise.started()
         self._index = plan.sampler.limit_contributions(
@@ -198,13 +163,12 @@ class PrivateStep:
             raise InputError("no cohort is drawn: call draw() first, once for every step.")
         cohort, self._drawn = self._drawn, None
         groups = list(_counted(batches, len(cohort)))
-        groups = self._readable(groups)
-        self._check_changed()
-        if not self._is_checked and not self._is_tried(cohort, groups):
-            groups = [_without_rows(group) for group in groups]
-        could_differ = not self._summation.differs
-        total = self._summation.clipped_sum(groups, self._clip)
-        if could_differ and self._summation.differs and self.record.steps:
+        groups = self._checked.readable(groups)
+        if not self._checked.is_tried(cohort, groups, self._index):
+            groups = [without_rows(group) for group in groups]
+        could_differ = not self._checked.summation.differs
+        total = self._checked.summation.clipped_sum(groups, self._clip)
+        if could_differ and self._checked.summation.differs and self.record.steps:
             # Steps in shapes that were not compared are out already: nothing more is promised.
             self.record.doubt(
                 f"the paths were seen to differ after {self.record.steps:,} released steps"
@@ -218,97 +182,7 @@ class PrivateStep:
         are token ids for a Hugging Face model, else like those of `example`, which is public: make
         it up. Where `sequence_length` was not given, rows may be as long as the example's.
         """
-        if self._is_checked:
-            return
-        if not self._is_length_given:
-            self._longest = usual_length(self.model, example)
-        self._probe(example)
-
-    def _check_changed(self) -> None:
-        """Check the model again if its mode, a hook or a method changed since it was checked."""
-        if not self._is_checked or ways_of(self.model) == self._ways:
-            return
-        # What was compared and captured was so in the old way.
-        differed = self._summation.differs
-        self._summation = self._new_summation(every_shape=not is_proven(self.model))
-        self._summation.differs = differed
-        self._probe(self._example)
-
-    def _probe(self, example: Batch | None) -> None:
-        self._example, self._ways = example, ways_of(self.model)
-        self._is_checked = self._check(example, sequence_length=self._longest)
-        if self._is_checked and not self._is_length_given and "input_ids" in (example or TOKENS):
-            self._is_length_given = True
-            _LOG.warning(
-                "sequence_length is not given: records of more than %d tokens count as zero.",
-                self._longest,
-            )
-        # From here on a group that fails does so because of its own data.
-        self._summation.skip_failing = self._is_checked
-
-    def _is_tried(self, cohort: Cohort, groups: Sequence[Batch]) -> bool:
-        """Whether the model is checked, with rows like those of a group if need be.
-
-        One user's data must not decide whether a run goes on. So every user has one vote on what
-        rows look like, and the kind of most users is tried first; a model that fails on a group is
-        tried on the next. Where it fails on every group, each of them counts as zero, as it would
-        by itself, and the next step tries again; an error comes once many users' rows have failed.
-        A verdict on the model is never passed over.
-        """
-        owners = self._index.owner_of_rows()
-        examples = [
-            (_kind(group), int(owners[rows[0]]), group)
-            for rows, group in zip(cohort, groups, strict=True)
-            if len(rows) and len(next(iter(group.values())))
-        ]
-        votes = Counter(kind for kind, _ in {(kind, user) for kind, user, _ in examples})
-        for _, user, example in sorted(examples, key=lambda item: (-votes[item[0]], item[0])):
-            try:
-                self._probe(example)
-                return True
-            except UntriedModelError:
-                self._untried.add(user)
-                if len(self._untried) >= min(_MOST_UNTRIED, max(2, self.plan.num_users // 2)):
-                    raise
-        if examples:
-            _LOG.warning("the model fails on rows like those of a step: all count as zero.")
-        return not examples
-
-    def _readable(self, groups: list[Batch]) -> list[Batch]:
-        """The groups; those that cannot be read lose their rows, so that they count as zero."""
-        read = [self._reads(group) for group in groups]
-        if groups and not any(read):
-            _LOG.warning(
-                "no group of a step can be read: tokens beyond the vocabulary, rows longer than "
-                "sequence_length=%d, or tensors that do not fit together.",
-                self._longest,
-            )
-        return [
-            group if can_read else _without_rows(group)
-            for group, can_read in zip(groups, read, strict=True)
-        ]
-
-    def _reads(self, group: Batch) -> bool:
-        """Whether the group's tensors fit together and its tokens are known.
-
-        On a GPU a token beyond the vocabulary would end the process.
-        """
-        if any(t.dim() < 1 for t in group.values()) or len({len(t) for t in group.values()}) > 1:
-            return False
-        ids, labels = group.get("input_ids"), group.get("labels")
-        if ids is None or not len(ids):
-            return True
-        if ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
-            return False
-        if ids.shape[1] > self._longest:
-            return False
-        if labels is not None and labels.dim() > 1 and labels.shape != ids.shape:
-            return False
-        if self._vocabulary is None:
-            return True
-        if labels is not None and labels.dim() > 1 and int(labels.max()) >= self._vocabulary:
-            return False
-        return 0 <= int(ids.min()) <= int(ids.max()) < self._vocabulary
+        self._checked.check_model(example)
 
     def _release(self, total: ClippedSum) -> None:
         """Noise the clipped sum, divide, step: everything that leaves the private side."""
@@ -383,19 +257,6 @@ class PrivateStep:
     def finish(self) -> None:
         """Close the ledger with the digest of the weights as they are: no step can follow."""
         self.record.finish(self.model)
-
-
-def _without_rows(group: Batch) -> Batch:
-    return {name: tensor[:0] for name, tensor in group.items()}
-
-
-def _kind(group: Batch) -> str:
-    """What rows look like: names, dtypes and shapes, but for the number and length of rows."""
-    shapes = sorted(
-        (name, str(tensor.dtype), tuple(tensor.shape[2 if is_padded(name, tensor) else 1 :]))
-        for name, tensor in group.items()
-    )
-    return repr((not is_language_modelling(group), shapes))
 
 
 def _counted(batches: Iterable[Batch], expected: int) -> Iterator[Batch]:

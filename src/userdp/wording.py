@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from userdp.earlier import Earlier
+from userdp.parts import Part, is_our_own
 from userdp.units import Adjacency
 
 # Up to this epsilon: how the information fares, and what whoever has the model can learn. At
@@ -50,6 +51,28 @@ def assumptions(
         "every intermediate model may be seen; the sampled cohorts may not",
     ]
     return tuple(found)
+
+
+def cautions(delta: float, num_users: int, parts: Sequence[Part]) -> list[str]:
+    """What a careful reader would ask about."""
+    found: list[str] = []
+    if delta > 1 / num_users:
+        found.append(
+            f"delta={delta:g} is above 1/num_users={1 / num_users:.3g}: releasing one user's data "
+            "outright would meet it. Choose a smaller delta."
+        )
+    for kind in (type(part) for part in parts if not is_our_own(part)):
+        found.append(
+            f"{kind.__module__}.{kind.__name__} is no part of userdp: that it does what its price "
+            "says is its author's word"
+        )
+    return found
+
+
+def mechanism_in_words(parts: Sequence[Part], divisor: float) -> str:
+    """What each group gives, how it is clipped and noised, and what the sum is divided by."""
+    words = [*(part.words for part in parts), f"divisor={divisor:g}"]
+    return ", ".join(word for word in words if word)
 
 
 def not_covered(*, paid: bool) -> tuple[str, ...]:

@@ -209,8 +209,8 @@ def test_an_example_given_by_hand_sets_the_length() -> None:
     model = CentresLargeBatches()
     step = private_step(model, plan(4), 4)
     step.check_model(MADE_UP.group(1, 150, seed=0))
-    assert step._reads(MADE_UP.group(1, 150, seed=1))
-    assert not step._reads(MADE_UP.group(1, 151, seed=1))
+    assert step._checked.reads(MADE_UP.group(1, 150, seed=1))
+    assert not step._checked.reads(MADE_UP.group(1, 151, seed=1))
 
 
 @pytest.mark.parametrize("sampling", ["records", "users"])
@@ -239,7 +239,7 @@ def test_one_users_malformed_records_never_end_a_run(sampling: str) -> None:
         groups = [torch.cat([rows[int(row)] for row in group]) for group in cohort]
         step.apply({"x": x, "y": torch.ones(len(x))} for x in groups)
     assert step.ledger.steps == 2
-    assert step._is_checked
+    assert step._checked.is_checked
 
 
 def test_a_user_alone_in_a_step_with_malformed_records_counts_as_zero() -> None:
@@ -249,7 +249,7 @@ def test_a_user_alone_in_a_step_with_malformed_records_counts_as_zero() -> None:
     nothing = {"x": torch.ones(0, 3), "y": torch.ones(0)}
     found = sums_of(step, [bad, *([nothing] * 5)])
     assert not any(float(total.abs().max()) for total in found)
-    assert not step._is_checked
+    assert not step._checked.is_checked
     # Many users of whom none can be tried are no longer one user's data.
     step = private_step(model, plan(6, steps=3), 6, record_loss=squares)
     step.draw()
@@ -412,8 +412,10 @@ def test_a_model_that_is_changed_after_its_check_is_checked_again(change: Any) -
 def test_a_model_that_stays_as_it_is_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     step = private_step(nn.Linear(3, 1), plan(6, steps=3), 6, record_loss=squares)
     checks: list[Any] = []
-    check = step._check
-    monkeypatch.setattr(step, "_check", lambda *a, **k: (checks.append(a), check(*a, **k))[1])
+    check = step._checked._check
+    monkeypatch.setattr(
+        step._checked, "_check", lambda *a, **k: (checks.append(a), check(*a, **k))[1]
+    )
     sums_of(step, [{"x": torch.ones(1, 3), "y": torch.ones(1)}] * 6)
     assert len(checks) == 1
 

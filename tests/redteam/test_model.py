@@ -717,5 +717,5 @@ def test_a_label_beyond_the_vocabulary_is_found_before_the_model_runs() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = PrivateStep(model, optimizer, everybody(4), UserIndex.from_owners(range(4)))
     group = MADE_UP.group(1, 8, seed=0)
-    assert step._reads(group)
-    assert not step._reads(group | {"labels": group["labels"] + families.VOCABULARY})
+    assert step._checked.reads(group)
+    assert not step._checked.reads(group | {"labels": group["labels"] + families.VOCABULARY})

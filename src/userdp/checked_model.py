@@ -1,0 +1,195 @@
+"""A model that is probed before it is trained, and the groups that it can read.
+
+Whether a run goes on must not depend on one user's data. So what is asked of the model is asked
+before the first step, with made-up rows. Afterwards a group that cannot be read counts as zero.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from userdp.clipping.batches.users import PADDING, is_padded
+from userdp.clipping.settings import StepSettings
+from userdp.clipping.summation import Summation, summation
+from userdp.errors import UntriedModelError
+from userdp.index import UserIndex
+from userdp.losses import Batch, RecordLoss
+from userdp.models.proven import is_proven, ways_of
+from userdp.plan import Plan
+from userdp.probe import check_model, is_language_modelling, usual_length, vocabulary_of
+from userdp.sampling import Cohort
+
+# Users on rows like whose the model may fail before that is an error.
+_MOST_UNTRIED = 8
+# What rows hold where no example says it.
+TOKENS = ("input_ids", "labels")
+_LOG = logging.getLogger(__name__)
+
+
+class CheckedModel:
+    """The model, its clipped sums, and what rows it was tried with.
+
+    `summation` gives the clipped sums; a new one is made when the model has changed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        plan: Plan,
+        *,
+        record_loss: RecordLoss,
+        settings: StepSettings,
+        sequence_length: int | None,
+    ) -> None:
+        self._model = model
+        self._num_users = plan.num_users
+        self._new_summation = partial(
+            summation,
+            model,
+            parameters,
+            plan.update,
+            plan.clip,
+            record_loss=record_loss,
+            settings=settings,
+            sequence_length=sequence_length,
+        )
+        # Of models that are not proven nobody knows in which batches rows see each other.
+        self.summation: Summation = self._new_summation(every_shape=not is_proven(model))
+        self._check = partial(
+            check_model,
+            model,
+            group_size=plan.sampler.rows_in_a_group,
+            record_loss=record_loss,
+            update=plan.update,
+            rule=plan.clip,
+            settings=settings,
+        )
+        self.is_checked = False
+        # With what the model was checked (secret), and how it computed then.
+        self._example: Batch | None = None
+        self._ways: list[Any] = []
+        # Users on rows like whose the model failed. Secret.
+        self._untried: set[int] = set()
+        # One public length, fixed before the first step: what was not tried is not admitted.
+        self._is_length_given = sequence_length is not None
+        self._longest = sequence_length or usual_length(model)
+        self._vocabulary = vocabulary_of(model)
+
+    def check_model(self, example: Batch | None) -> None:
+        """Probe the model, once; rows are like those of the example, which is public."""
+        if self.is_checked:
+            return
+        if not self._is_length_given:
+            self._longest = usual_length(self._model, example)
+        self._probe(example)
+
+    def _check_changed(self) -> None:
+        """Check the model again if its mode, a hook or a method changed since it was checked."""
+        if not self.is_checked or ways_of(self._model) == self._ways:
+            return
+        # What was compared and captured was so in the old way.
+        differed = self.summation.differs
+        self.summation = self._new_summation(every_shape=not is_proven(self._model))
+        self.summation.differs = differed
+        self._probe(self._example)
+
+    def _probe(self, example: Batch | None) -> None:
+        self._example, self._ways = example, ways_of(self._model)
+        self.is_checked = self._check(example, sequence_length=self._longest)
+        if self.is_checked and not self._is_length_given and "input_ids" in (example or TOKENS):
+            self._is_length_given = True
+            _LOG.warning(
+                "sequence_length is not given: records of more than %d tokens count as zero.",
+                self._longest,
+            )
+        # From here on a group that fails does so because of its own data.
+        self.summation.skip_failing = self.is_checked
+
+    def is_tried(self, cohort: Cohort, groups: Sequence[Batch], index: UserIndex) -> bool:
+        """Whether the model is checked as it is, with rows like those of a group if need be.
+
+        One user's data must not decide whether a run goes on. So every user has one vote on what
+        rows look like, and the kind of most users is tried first; a model that fails on a group is
+        tried on the next. Where it fails on every group, each of them counts as zero, as it would
+        by itself, and the next step tries again; an error comes once many users' rows have failed.
+        A verdict on the model is never passed over.
+        """
+        self._check_changed()
+        if self.is_checked:
+            return True
+        owners = index.owner_of_rows()
+        examples = [
+            (_kind(group), int(owners[rows[0]]), group)
+            for rows, group in zip(cohort, groups, strict=True)
+            if len(rows) and len(next(iter(group.values())))
+        ]
+        votes = Counter(kind for kind, _ in {(kind, user) for kind, user, _ in examples})
+        for _, user, example in sorted(examples, key=lambda item: (-votes[item[0]], item[0])):
+            try:
+                self._probe(example)
+                return True
+            except UntriedModelError:
+                self._untried.add(user)
+                if len(self._untried) >= min(_MOST_UNTRIED, max(2, self._num_users // 2)):
+                    raise
+        if examples:
+            _LOG.warning("the model fails on rows like those of a step: all count as zero.")
+        return not examples
+
+    def readable(self, groups: list[Batch]) -> list[Batch]:
+        """The groups; those that cannot be read lose their rows, so that they count as zero."""
+        read = [self.reads(group) for group in groups]
+        if groups and not any(read):
+            _LOG.warning(
+                "no group of a step can be read: tokens beyond the vocabulary, rows longer than "
+                "sequence_length=%d, or tensors that do not fit together.",
+                self._longest,
+            )
+        return [
+            group if can_read else without_rows(group)
+            for group, can_read in zip(groups, read, strict=True)
+        ]
+
+    def reads(self, group: Batch) -> bool:
+        """Whether the group's tensors fit together and its tokens are known.
+
+        On a GPU a token beyond the vocabulary would end the process.
+        """
+        if any(t.dim() < 1 for t in group.values()) or len({len(t) for t in group.values()}) > 1:
+            return False
+        ids, labels = group.get("input_ids"), group.get("labels")
+        if ids is None or not len(ids):
+            return True
+        if ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
+            return False
+        if ids.shape[1] > self._longest:
+            return False
+        padded = [tensor for name, tensor in group.items() if name in PADDING and tensor.dim() > 1]
+        if any(tensor.shape != ids.shape for tensor in padded):
+            return False
+        if self._vocabulary is None:
+            return True
+        if labels is not None and labels.dim() > 1 and int(labels.max()) >= self._vocabulary:
+            return False
+        return 0 <= int(ids.min()) <= int(ids.max()) < self._vocabulary
+
+
+def without_rows(group: Batch) -> Batch:
+    """The group with none of its rows: it counts as zero."""
+    return {name: tensor[:0] for name, tensor in group.items()}
+
+
+def _kind(group: Batch) -> str:
+    """What rows look like: names, dtypes and shapes, but for the number and length of rows."""
+    shapes = sorted(
+        (name, str(tensor.dtype), tuple(tensor.shape[2 if is_padded(name, tensor) else 1 :]))
+        for name, tensor in group.items()
+    )
+    return repr((not is_language_modelling(group), shapes))

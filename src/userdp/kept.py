@@ -1,0 +1,53 @@
+"""What a model keeps of the rows that went through it, and whether it draws at random."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from userdp.clipping.checks.made_up import MadeUp
+from userdp.clipping.module_state import ModuleState
+from userdp.losses import RecordLoss
+from userdp.models.checks import BufferGuard, trainable_parameters
+
+
+def what_it_keeps(
+    model: nn.Module, made_up: MadeUp, record_loss: RecordLoss, sequence_length: int
+) -> list[str]:
+    """What a pass leaves in the model's modules; raises if that would be saved.
+
+    With gradients and without: some models write in the backward pass, or only while it will come.
+    """
+    guard, note = BufferGuard(model), ModuleState(model)
+    device = next(model.parameters()).device
+    parameters = list(trainable_parameters(model).values())
+    names: list[str] = []
+    for length in (sequence_length, min(3, sequence_length)):
+        group = made_up.group(1, length if made_up.has_tokens else 1, seed=107)
+        own = {name: tensor.to(device) for name, tensor in group.items()}
+        with torch.no_grad():
+            record_loss(model, own)
+        names += note.changed()
+    guard.check()
+    # The last rows are short: a backward pass of long ones follows in every probe.
+    torch.autograd.grad(record_loss(model, own).sum(), parameters, allow_unused=True)
+    names += note.changed()
+    guard.check("the backward pass, or while gradients are on")
+    note.restore()
+    return names
+
+
+def is_random(
+    model: nn.Module, made_up: MadeUp, record_loss: RecordLoss, sequence_length: int
+) -> bool:
+    """Whether two passes over the same rows give other losses."""
+    device = next(model.parameters()).device
+    group = made_up.group(1, sequence_length if made_up.has_tokens else 1, seed=109)
+    own = {name: tensor.to(device) for name, tensor in group.items()}
+    state = ModuleState(model)
+    losses: list[Tensor] = []
+    with torch.no_grad():
+        for _ in range(2):
+            losses.append(record_loss(model, own))
+            state.restore()
+    return not torch.equal(*losses)
