@@ -111,6 +111,7 @@ def fine_tune(
         rows.index(),
         settings=StepSettings(compute_dtype=torch.bfloat16, merge_lora=merge),
         secret=RunSecret.fixed_for_tests(seed),
+        sequence_length=LENGTH,
     )
     for cohort in step.cohorts():
         step.apply(cohort_batches(rows, cohort, pad_token=END))

@@ -99,6 +99,7 @@ def main() -> None:
                 microbatch_tokens=tokens,
                 join_records=None if options.join is None else options.join == "yes",
             ),
+            sequence_length=options.length,
             record=RunRecord(ledger, secret),
         )
         rates = run(step, rows, bare, options.warm, options.stretch)
