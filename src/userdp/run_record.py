@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,26 +77,31 @@ class RunRecord:
         secret: RunSecret | None = None,
         path: Path | None = None,
         bound_to: Mapping[str, str] | None = None,
+        config: Path | None = None,
         cautions: Sequence[str] = (),
         on_step: OnStep | None = None,
     ) -> RunRecord:
         """A new record, on disk if `path` is the run's directory.
 
         `bound_to` names what the run depends on beside the weights, the optimizer and the code;
-        `cautions` are those of the data.
+        the file `config` is named too, and copied into the run. `cautions` are those of the data.
         """
         secret = secret or RunSecret.from_system()
+        named = dict(bound_to or {})
+        if others := parts_version(plan.parts):
+            named["parts"] = others
+        if config is not None:
+            named["config"] = hashlib.sha256(config.read_bytes()).hexdigest()
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
         ledger = Ledger.create(
             plan,
             path=path / "ledger.jsonl" if path is not None else None,
-            bound_to={
+            bound_to=named
+            | {
                 "initial_weights": weights_digest(model),
                 "optimizer": optimizer_digest(optimizer),
                 "code": code_version(),
-                **({"parts": others} if (others := parts_version(plan.parts)) else {}),
-                **(bound_to or {}),
             },
             fixed_seed=secret.fixed_seed,
             data_cautions=cautions,
@@ -101,6 +109,8 @@ class RunRecord:
             key=secret.ledger_key() if secret.fixed_seed else None,
             model_check=model_check(model, checked=settings.checks_model),
         )
+        if path is not None and config is not None:
+            shutil.copyfile(config, path / "config.toml")
         return RunRecord(ledger, secret, path=path, on_step=on_step)
 
     def begin(
@@ -147,7 +157,7 @@ class RunRecord:
             self._on_step(self.ledger.steps)
 
     def finish(self, model: nn.Module, tokenizer: Any = None) -> None:
-        """Save the model if the run has a directory, and write the closing row.
+        """Write the closing row; if the run has a directory, also the model and the statement.
 
         Refused if anything but the trained weights is other than at the beginning: that part has no
         noise. The ledger then stays open, and promises nothing.
@@ -168,6 +178,9 @@ class RunRecord:
                 # The adapter's files do not hold the base, and are nothing without it.
                 digests["base_weights"] = base_digest(model, published)
         self.ledger.finish(digests, model_files=files)
+        if self.path is not None:
+            told = json.dumps(self.statement().to_json(), indent=1)
+            (self.path / "statement.json").write_text(told + "\n")
 
     def _check_frozen(self, model: nn.Module) -> None:
         if self._frozen is None:
@@ -187,9 +200,27 @@ class RunRecord:
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """The ledger is closed at the end, whatever happens."""
-        with contextlib.closing(self.ledger):
-            yield
+        """The ledger is closed at the end, whatever happens.
+
+        A run that is refused before its first step has released nothing: nothing is left of it.
+        """
+        try:
+            with contextlib.closing(self.ledger):
+                yield
+        except InputError:
+            if not self.ledger.steps:
+                self._discard()
+            raise
+
+    def _discard(self) -> None:
+        if self.path is None:
+            return
+        for name in ("ledger.jsonl", "config.toml"):
+            (self.path / name).unlink(missing_ok=True)
+        shutil.rmtree(self.path / "secret", ignore_errors=True)
+        with contextlib.suppress(OSError):
+            # Not empty: what else lies there is not the run's.
+            self.path.rmdir()
 
 
 def _unnamed(

@@ -11,9 +11,6 @@ Nothing else leaves a run: no loss on its training users, no norm, no cohort.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +72,7 @@ def train(
     selection: Selection | None = None,
     settings: StepSettings | None = None,
     out: str | Path | None = None,
-    bound_to: dict[str, str] | None = None,
+    config: Path | None = None,
     paid: Sequence[Paid] = (),
     other_people: bool = False,
     secret: RunSecret | None = None,
@@ -90,9 +87,9 @@ def train(
     are the same.
 
     With `out`, the run's directory gets the ledger (row by row, before each step's weights exist)
-    and at the end the model. Looks at the data that were `paid` for are charged before the first
-    step. `on_step` is told how many steps are done, and nothing else: losses,
-    norms and cohorts are secret.
+    and at the end the model and the statement; `config` is the file that all this was written in.
+    Looks at the data that were `paid` for are charged before the first step. `on_step` is told how
+    many steps are done, and nothing else: losses, norms and cohorts are secret.
 
     A model that was trained privately before carries what was spent on it, and that is composed
     with this run. `other_people` declares that nobody in this store was in those runs: then each
@@ -126,8 +123,8 @@ def train(
             "schedule": scheduler_digest(scheduler),
             "settings": str(settings),
             "device": next(model.parameters()).device.type,
-            **(bound_to or {}),
         },
+        config=config,
         cautions=cautions,
         on_step=on_step,
     )
@@ -255,33 +252,24 @@ def train_from_config(
     settings = config.training
     model, tokenizer = load_configured_model(config)
     optimizer = make_optimizer(model, settings.optimizer, settings.learning_rate)
-    out.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(config_path, out / "config.toml")
-    try:
-        run = train(
-            model,
-            tokenizer,
-            store,
-            plan,
-            optimizer=optimizer,
-            scheduler=make_schedule(optimizer, settings.schedule, settings.steps),
-            sequence_length=config.data.sequence_length,
-            selection=config.load_selection(),
-            settings=step_settings(config),
-            out=out,
-            bound_to={"config": hashlib.sha256(config_path.read_bytes()).hexdigest()},
-            paid=paid,
-            other_people=config.privacy.other_people,
-            secret=None
-            if settings.fixed_seed is None
-            else RunSecret.fixed_for_tests(settings.fixed_seed),
-            on_step=on_step,
-        )
-    except InputError:
-        _clear_if_unbegun(out)
-        raise
-    write_statement(run, out)
-    return run
+    seed = settings.fixed_seed
+    return train(
+        model,
+        tokenizer,
+        store,
+        plan,
+        optimizer=optimizer,
+        scheduler=make_schedule(optimizer, settings.schedule, settings.steps),
+        sequence_length=config.data.sequence_length,
+        selection=config.load_selection(),
+        settings=step_settings(config),
+        out=out,
+        config=config_path,
+        paid=paid,
+        other_people=config.privacy.other_people,
+        secret=None if seed is None else RunSecret.fixed_for_tests(seed),
+        on_step=on_step,
+    )
 
 
 def load_configured_model(config: Config) -> tuple[nn.Module, Any]:
@@ -303,23 +291,6 @@ def step_settings(config: Config) -> StepSettings:
         **{name: getattr(given, name) for name in shared - {"compute_dtype"}},
         compute_dtype=torch.bfloat16 if given.autocast_dtype == "bfloat16" else None,
     )
-
-
-def _clear_if_unbegun(out: Path) -> None:
-    """A run that was refused before its first step has released nothing: leave nothing of it."""
-    ledger = out / "ledger.jsonl"
-    rows = ledger.read_text().splitlines() if ledger.is_file() else []
-    if any(json.loads(row)["kind"] == "step" for row in rows):
-        return
-    for file in (ledger, out / "config.toml"):
-        file.unlink(missing_ok=True)
-    shutil.rmtree(out / "secret", ignore_errors=True)
-    out.rmdir()
-
-
-def write_statement(run: Run, out: Path) -> None:
-    """Write what may be said about the run's model."""
-    (out / "statement.json").write_text(json.dumps(run.statement.to_json(), indent=1) + "\n")
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, name: str, steps: int) -> Any:

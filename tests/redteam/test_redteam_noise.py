@@ -116,6 +116,8 @@ def test_whatever_changes_the_released_values_changes_the_noise(bound: Any) -> N
                 optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
         return optimizer
 
+    config = bound.root / "run.toml"
+    config.write_text("x")
     step_lr = torch.optim.lr_scheduler.StepLR
     changes: dict[str, dict[str, Any]] = {
         "as it is": {},
@@ -140,7 +142,7 @@ def test_whatever_changes_the_released_values_changes_the_noise(bound: Any) -> N
         "another selection": {"selection": fewer},
         "plan": {"plan": Plan.sample_users(**(PUBLIC | {"noise_multiplier": 2.1}))},
         "data": {"store": make_store(bound.root / "other", [2] * 40, seed=1)},
-        "configuration": {"bound_to": {"config": "x"}},
+        "configuration": {"config": config},
     }
     digests = {name: bound(**change) for name, change in changes.items()}
     for first, second in itertools.combinations(digests, 2):
