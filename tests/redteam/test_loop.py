@@ -19,6 +19,8 @@ from userdp import FlatClip, Plan, PrivateStep, StepSettings, UserIndex, verify
 from userdp.clipping.checks.made_up import MadeUp
 from userdp.clipping.checks.verify import FastPathError
 from userdp.clipping.fast import FastClipping
+from userdp.clipping.flat import HalfAddedError
+from userdp.clipping.gradients.sums import Sums
 from userdp.errors import InputError, MixedExamplesError, UntriedModelError
 from userdp.ledger import Ledger
 from userdp.losses import causal_lm_loss
@@ -507,3 +509,22 @@ def test_extra_state_that_changes_is_found(path: Any) -> None:
         step.check_model(EXAMPLE)
     with pytest.raises(MixedExamplesError, match="'_extra_state' is saved"):
         step.finish()
+
+
+def test_a_batch_that_was_half_added_is_not_added_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Were its users run again one by one, each could count twice.
+    model = families.build(families.SAFE["gpt2"])
+    parameters = list(model.parameters())
+    rule = FlatClip(clip_norm=1.0)
+    settings = StepSettings(check=False)
+    fast = FastClipping(model, parameters, rule, record_loss=causal_lm_loss, settings=settings)
+    fast.skip_failing = True
+    honest = Sums.add
+
+    def half(self: Sums, *given: Any, **named: Any) -> None:
+        honest(self, *given, **named)
+        raise ValueError("after most of it was added")
+
+    monkeypatch.setattr(Sums, "add", half)
+    with pytest.raises(HalfAddedError):
+        fast.clipped_sum([MADE_UP.group(1, 6, seed=n) for n in range(3)], rule)

@@ -34,7 +34,7 @@ from userdp.clipping.execute.capture import Graph, put_back
 from userdp.clipping.execute.checkpoint import blocks_of
 from userdp.clipping.execute.execution import Execution
 from userdp.clipping.execute.models import has_aligned_head, most_positions, padded_rows
-from userdp.clipping.flat import ClippedSum, FlatBuffer
+from userdp.clipping.flat import ClippedSum, FlatBuffer, HalfAddedError
 from userdp.clipping.gradients.any_layer import AnyLayer
 from userdp.clipping.gradients.lstm import Lstm
 from userdp.clipping.gradients.many_users import ManyUsers, look_at
@@ -195,7 +195,7 @@ class FastClipping:
         """Add a batch of users; if it cannot be run, each of them alone."""
         try:
             self._add_users(self._sent(users), self._alone if users.count == 1 else self._together)
-        except (torch.OutOfMemoryError, MemoryError, MixedExamplesError):
+        except (torch.OutOfMemoryError, MemoryError, MixedExamplesError, HalfAddedError):
             raise
         except Exception:
             if not self.skip_failing:

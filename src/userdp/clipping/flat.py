@@ -5,8 +5,9 @@ Sums and noise then need not go from tensor to tensor.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,24 @@ class FlatBuffer:
     def zero_(self) -> None:
         """All values to zero."""
         self.values.zero_()
+
+
+class HalfAddedError(RuntimeError):
+    """A sum was left with part of a batch in it: adding these users again would count them twice.
+
+    By then every gradient is computed, so it is not one user's data that fails.
+    """
+
+
+@contextlib.contextmanager
+def adding() -> Iterator[None]:
+    """Whatever fails inside leaves the sum half added."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        raise HalfAddedError("adding a batch to the sum failed: the step is not taken.") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from userdp.clipping.batches.users import Users
 from userdp.clipping.execute.execution import Execution
 from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors, largest_norm
+from userdp.clipping.flat import adding
 from userdp.clipping.gradients.forms import EmbeddingRows, Form, Stored
 from userdp.clipping.gradients.probes import Probes
 from userdp.clipping.gradients.sums import Sums
@@ -80,7 +81,8 @@ class ManyUsers:
             factors = clip_factors(squared, self._rule, margin=self.margin, clip_norm=clip_norm)
             place = {id(p): tensor for p, tensor in zip(self._parameters, total, strict=True)}
             factors = self._sums.scale(factors, largest_norm(self._rule, clip_norm))
-            self._sums.add([place[id(parameter)] for parameter, _ in forms], factors)
+            with adding():
+                self._sums.add([place[id(parameter)] for parameter, _ in forms], factors)
         return squared.sum(0).sqrt()
 
     def norms(self, users: Users) -> Tensor:

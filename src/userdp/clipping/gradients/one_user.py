@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from userdp.clipping.batches.users import Users
 from userdp.clipping.execute.execution import Execution
 from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors, largest_norm
+from userdp.clipping.flat import adding
 from userdp.clipping.gradients.forms import Stored
 from userdp.clipping.gradients.sums import Sums
 from userdp.clipping.kernels import running
@@ -65,5 +66,6 @@ class OneUser:
             margin = ROUNDING_MARGIN * torch.finfo(squared.dtype).eps
             factors = clip_factors(squared, self._rule, margin=margin, clip_norm=clip_norm)
             factors = self._sums.scale(factors, largest_norm(self._rule, clip_norm))
-            self._sums.add(into, factors)
+            with adding():
+                self._sums.add(into, factors)
         return squared.sum().sqrt()
