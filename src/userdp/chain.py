@@ -13,6 +13,7 @@ import hmac
 import json
 import os
 import secrets
+import threading
 from pathlib import Path
 from typing import IO, Any
 
@@ -128,3 +129,22 @@ def lock(file: IO[str], path: Path) -> None:
 def new_key() -> bytes:
     """256 bits from the operating system."""
     return secrets.token_bytes(KEY_BYTES)
+
+
+class Turn:
+    """A lock that a copy of its owner does not share."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def acquire(self, *, blocking: bool = True) -> bool:
+        """Whether it is now held by the caller."""
+        return self._lock.acquire(blocking=blocking)
+
+    def release(self) -> None:
+        """Let the next one have it."""
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[Turn], tuple[()]]:
+        # A lock cannot be copied; a copy of a ledger begins with a free one.
+        return Turn, ()

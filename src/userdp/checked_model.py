@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from userdp.clipping.batches.users import PADDING, is_padded
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.summation import Summation, summation
 from userdp.errors import UntriedModelError
-from userdp.index import UserIndex
+from userdp.index import IGNORED_LABEL, UserIndex
 from userdp.losses import Batch, RecordLoss
 from userdp.models.proven import is_proven, ways_of
 from userdp.plan import Plan
@@ -157,6 +158,13 @@ class CheckedModel:
             for group, can_read in zip(groups, read, strict=True)
         ]
 
+    def _are_labels(self, labels: Tensor) -> bool:
+        """Whether each is a token or says that there is none."""
+        if labels.is_floating_point():
+            return bool(torch.isfinite(labels).all())
+        known = (labels >= 0) & (labels < (self._vocabulary or 0))
+        return bool((known | (labels == IGNORED_LABEL)).all())
+
     def reads(self, group: Batch) -> bool:
         """Whether the group's tensors fit together and its tokens are known.
 
@@ -176,7 +184,7 @@ class CheckedModel:
             return False
         if self._vocabulary is None:
             return True
-        if labels is not None and labels.dim() > 1 and int(labels.max()) >= self._vocabulary:
+        if labels is not None and labels.dim() > 1 and not self._are_labels(labels):
             return False
         return 0 <= int(ids.min()) <= int(ids.max()) < self._vocabulary
 

@@ -54,6 +54,8 @@ class Ledger:
         self._key = key
         self._file = file
         self._writable = writable
+        # Held while a step is taken: two at a time would have the same number.
+        self.turn = chain.Turn()
         # Read back, not made here: then only a closing row says that nothing is missing, also while
         # rows are added.
         self._from_disk = bool(rows)

@@ -370,4 +370,9 @@ def _that_clips(rule: ClipRule, updates: Sequence[Update]) -> ClipRule:
         raise UntriedModelError(
             "the gradients of made-up rows are not finite: look at the model's weights."
         )
-    return rule.at(middle / 2 or 1.0)
+    if not norms[-1] > 0:
+        raise UntriedModelError(
+            "the gradients of made-up rows are all zero, so nothing can be seen of the model. Give "
+            "PrivateStep.check_model or verify() an example of made-up rows that have a gradient."
+        )
+    return rule.at(middle / 2 or norms[-1] / 2)

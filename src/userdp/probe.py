@@ -165,6 +165,7 @@ def check_model(
                 "mix records, and only the probe would see it. Use causal_lm_loss and the mean "
                 "gradient, or leave check=True."
             )
+        refuse_dropout(model)
         return True
     vocabulary = vocabulary_of(model)
     reads_tokens = example is None or is_language_modelling(example)
@@ -232,15 +233,17 @@ def run_probes(
     state, guard = ModuleState(model), BufferGuard(model)
     try:
         refuse_mixing(model)
+        refuse_dropout(model)
         if path == "fast":
-            refuse_dropout(model)
             refuse_computed_weights(model)
         # In the mode of training: some write only then.
         kept = what_it_keeps(model, made_up, record_loss, sequence_length)
-        if path == "plain" and is_random(model, made_up, record_loss, sequence_length):
-            # Dropout draws anew at every pass, on which no two sums can be compared. Everything
-            # else is tried in the mode that it is trained in.
-            model.eval()
+        if is_random(model, made_up, record_loss, sequence_length):
+            raise InputError(
+                f"{type(model).__name__} draws random numbers when it runs: one user's pass "
+                "changes what the next users draw, and whoever knows torch's seed can follow that. "
+                "Call model.eval(), or take the random layer out."
+            )
         trial = Trial(
             model,
             made_up,

@@ -10,11 +10,12 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -62,6 +63,9 @@ class RunRecord:
     ) -> None:
         self.ledger = ledger
         self.path = path
+        self._process = os.getpid()
+        # The model that a new record was made for; None for a ledger that was opened again.
+        self._model: nn.Module | None = None
         self._secret = secret or RunSecret.from_system()
         self._on_step = on_step
         # What must be the same at the end, by name; None before the run begins.
@@ -111,7 +115,9 @@ class RunRecord:
         )
         if path is not None and config is not None:
             shutil.copyfile(config, path / "config.toml")
-        return RunRecord(ledger, secret, path=path, on_step=on_step)
+        record = RunRecord(ledger, secret, path=path, on_step=on_step)
+        record._model = model
+        return record
 
     def begin(
         self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, index: UserIndex
@@ -119,6 +125,8 @@ class RunRecord:
         """Compose what was spent on these weights before, and bind the noise to this very run."""
         if self.ledger.plan != plan or self.ledger.fixed_seed != self._secret.fixed_seed:
             raise InputError("the ledger was opened for another plan or another kind of seed.")
+        if self._model not in (None, model):
+            raise InputError("the record was made for another model: make one for each run.")
         begin_run(model, self.ledger)
         secret = self._secret.bound_to(self.ledger.run_digest)
         if not secret.fixed_seed:
@@ -142,6 +150,33 @@ class RunRecord:
     def check_current(self, model: nn.Module) -> None:
         """Refuse a step when another run was begun on the same model since."""
         check_current(model, self.ledger)
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Step `number` is taken inside, by nobody else and once.
+
+        Two steps of one number would share their cohort and their noise.
+        """
+        if os.getpid() != self._process:
+            raise InputError(
+                "this process was forked from the one that began the run, and would draw the same "
+                "noise as that one. Begin a run of its own in each process."
+            )
+        if not self.ledger.turn.acquire(blocking=False):
+            raise InputError("another step of this run is being taken: take one after the other.")
+        try:
+            if number != self.ledger.steps:
+                raise InputError(
+                    f"the cohort was drawn for step {number}, and {self.ledger.steps} steps are "
+                    "charged by now: another step of this run was taken in between. Draw and apply "
+                    "one cohort after the other, and use one record for one model."
+                )
+            yield
+        finally:
+            self.ledger.turn.release()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError("the record of a run cannot be copied: both would draw the same noise.")
 
     def charge_step(self) -> None:
         """Record the next step; returns once it is on disk."""
@@ -188,6 +223,7 @@ class RunRecord:
         now = frozen_digests(model)
         changed = sorted(n for n in now.keys() | self._frozen if now.get(n) != self._frozen.get(n))
         if changed:
+            self.doubt(f"{changed[0]!r} is saved with the model and was written without noise")
             raise MixedExamplesError(
                 f"{changed[0]!r} is saved with the model, is not trained, and changed during the "
                 "run: it may hold records without noise, so the run is not closed. Put it back as "

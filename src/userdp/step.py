@@ -10,7 +10,7 @@ post-processing and costs nothing. Every paper's step is this one with other par
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -98,6 +98,7 @@ class PrivateStep:
             index, self.record.streams("limit contributions")
         )
         self._drawn: Cohort | None = None
+        self._drawn_at = -1
 
     # What a step is priced by and acts on cannot be replaced while it runs.
 
@@ -149,8 +150,9 @@ class PrivateStep:
                 "a cohort was drawn and not applied: leaving steps out makes the sampling other "
                 "than what is accounted. Apply every cohort, empty ones too."
             )
+        self._drawn_at = self.record.steps
         self._drawn = self.plan.sampler.draw(
-            self._index, self.record.steps, self.record.streams("cohort")
+            self._index, self._drawn_at, self.record.streams("cohort")
         )
         return self._drawn
 
@@ -161,8 +163,17 @@ class PrivateStep:
         """
         if self._drawn is None:
             raise InputError("no cohort is drawn: call draw() first, once for every step.")
-        cohort, self._drawn = self._drawn, None
-        groups = list(_counted(batches, len(cohort)))
+        cohort = self._drawn
+        try:
+            # The cohort stays drawn until its batches are here: none is drawn ahead.
+            groups = list(_counted(batches, len(cohort)))
+        finally:
+            self._drawn = None
+        with self.record.step(self._drawn_at):
+            self.record.check_current(self.model)
+            self._take(cohort, groups)
+
+    def _take(self, cohort: Cohort, groups: list[Batch]) -> None:
         groups = self._checked.readable(groups)
         if not self._checked.is_tried(cohort, groups, self._index):
             groups = [without_rows(group) for group in groups]
@@ -253,6 +264,9 @@ class PrivateStep:
     def statement(self) -> Statement:
         """What may be said about the model after the steps taken so far."""
         return self.record.statement()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError("a private step cannot be copied: both copies would draw the same noise.")
 
     def finish(self) -> None:
         """Close the ledger with the digest of the weights as they are: no step can follow."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import families
 from userdp import FlatClip, Plan, PrivateStep, StepSettings, UserIndex, verify
+from userdp.accounting import events
 from userdp.clipping.checks.made_up import MadeUp
 from userdp.clipping.checks.verify import FastPathError
 from userdp.clipping.fast import FastClipping
@@ -528,3 +531,210 @@ def test_a_batch_that_was_half_added_is_not_added_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(Sums, "add", half)
     with pytest.raises(HalfAddedError):
         fast.clipped_sum([MADE_UP.group(1, 6, seed=n) for n in range(3)], rule)
+
+
+# ---- several steps on one record
+
+
+def everybody_of(users: int, **changes: Any) -> Plan:
+    settings: dict[str, Any] = {
+        "num_users": users,
+        "expected_cohort_size": users,
+        "group_size": 2,
+        "steps": 4,
+        "clip_norm": 1.0,
+        "noise_multiplier": 1.0,
+        "delta": 1e-2,
+    }
+    return Plan.sample_users(**(settings | changes))
+
+
+def a_step(record: RunRecord | None = None, **options: Any) -> PrivateStep:
+    torch.manual_seed(0)
+    model = options.pop("model", None) or nn.Linear(3, 1)
+    return PrivateStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        everybody_of(4),
+        UserIndex.from_owners(range(4)),
+        record_loss=lambda model, batch: model(batch["x"])[:, 0] ** 2,
+        record=record,
+        **options,
+    )
+
+
+def ones(cohort: Any) -> list[dict[str, Tensor]]:
+    return [{"x": torch.ones(len(rows), 3)} for rows in cohort]
+
+
+def test_two_steps_on_one_record_do_not_share_a_cohort() -> None:
+    ledger = Ledger.create(everybody_of(4), bound_to={}, fixed_seed=False)
+    first, second = a_step(RunRecord(ledger)), a_step(RunRecord(ledger))
+    cohorts = [first.draw(), second.draw()]
+    first.apply(ones(cohorts[0]))
+    with pytest.raises(InputError, match="another step of this run was taken in between"):
+        second.apply(ones(cohorts[1]))
+    assert ledger.steps == 1
+
+
+def test_no_cohort_is_drawn_while_the_batches_of_another_come() -> None:
+    step = a_step()
+    cohort = step.draw()
+
+    def ahead() -> Any:
+        yield from ones(cohort)
+        step.draw()
+
+    with pytest.raises(InputError, match="drawn and not applied"):
+        step.apply(ahead())
+    assert step.ledger.steps == 0
+
+
+def test_another_thread_cannot_take_the_same_step() -> None:
+    step = a_step()
+    cohort = step.draw()
+    assert step.ledger.turn.acquire(blocking=False)
+    with pytest.raises(InputError, match="is being taken"):
+        step.apply(ones(cohort))
+    step.ledger.turn.release()
+    step.apply(ones(step.draw()))
+    assert step.ledger.steps == 1
+
+
+def test_a_forked_process_takes_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = a_step()
+    cohort = step.draw()
+    monkeypatch.setattr("userdp.run_record.os.getpid", lambda: -1)
+    with pytest.raises(InputError, match="forked"):
+        step.apply(ones(cohort))
+    assert step.ledger.steps == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
+def test_a_step_and_its_record_cannot_be_copied(copied: Any) -> None:
+    step = a_step()
+    for thing in (step, step.record):
+        with pytest.raises(TypeError, match="cannot be copied"):
+            copied(thing)
+
+
+def test_a_cohort_is_not_applied_after_another_run_was_begun_on_the_model() -> None:
+    step = a_step()
+    cohort = step.draw()
+    a_step(model=step.model)
+    with pytest.raises(InputError, match="another private run"):
+        step.apply(ones(cohort))
+
+
+def test_a_record_made_for_one_model_does_not_serve_another() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    record = RunRecord.create(everybody_of(4), model, optimizer, settings=StepSettings())
+    with pytest.raises(InputError, match="another model"):
+        a_step(record)
+
+
+@pytest.mark.parametrize("name", ["group_size", "num_users", "steps"])
+def test_half_a_record_has_no_price(name: str) -> None:
+    settings: dict[str, Any] = {
+        "num_users": 100,
+        "expected_batch_size": 10,
+        "group_size": 2,
+        "steps": 10,
+        "clip_norm": 1.0,
+        "noise_multiplier": 0.3,
+        "delta": 1e-3,
+    }
+    assert Plan.sample_records(**settings).epsilon() > 10
+    with pytest.raises(InputError, match=f"{name}=.* whole number"):
+        Plan.sample_records(**(settings | {name: settings[name] + 0.5}))
+
+
+def test_a_mixture_of_nothing_is_refused_by_the_price_itself() -> None:
+    with pytest.raises(InputError, match="no distribution"):
+        events.poisson_records_gaussian(
+            record_sampling_prob=0.1,
+            group_size=2.5,
+            noise_multiplier=0.3,  # type: ignore[arg-type]
+        )
+
+
+# ---- what a probe cannot see
+
+
+def test_made_up_rows_without_a_gradient_show_nothing() -> None:
+    def masked(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["x"])[:, 0] ** 2 * (batch["mask"] == 0.5)
+
+    example = {"x": torch.randn(2, 3), "mask": torch.full((2,), 0.5)}
+    found = verify(nn.Linear(3, 1), example, record_loss=masked)
+    assert not found.safe
+    assert "all zero" in found.cause
+
+
+def test_a_loss_that_remembers_is_not_taken_for_dropout() -> None:
+    seen = [0.0]
+
+    def remembers(model: nn.Module, batch: Any) -> Tensor:
+        losses = model(batch["x"])[:, 0] ** 2 * (1 + seen[0])
+        if model.training:
+            seen[0] = 0.5 * seen[0] + float(losses.detach().mean())
+        return losses
+
+    model = nn.Linear(3, 1).train()
+    found = verify(model, {"x": torch.randn(2, 3)}, record_loss=remembers, path="plain")
+    assert not found.safe
+
+
+@pytest.mark.parametrize("path", ["fast", "plain"])
+def test_dropout_is_refused_on_both_paths(path: Any) -> None:
+    # Under a seed that others know, one user's pass would change the masks of the next.
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 1)).train()
+    found = verify(model, {"x": torch.randn(2, 3)}, record_loss=squares_of, path=path)
+    assert not found.safe
+    assert "dropout" in found.cause
+
+
+def squares_of(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch["x"])[:, 0] ** 2
+
+
+class DrawsItself(nn.Module):
+    """Adds random numbers without a layer that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + torch.randn_like(x))
+
+
+def test_a_model_that_draws_at_random_is_refused_in_our_words() -> None:
+    found = verify(DrawsItself(), {"x": torch.randn(2, 3)}, record_loss=squares_of, path="plain")
+    assert "draws random numbers" in found.cause
+
+
+def test_a_refused_finish_promises_nothing() -> None:
+    step = a_step()
+    step.model.register_buffer("kept", torch.zeros(1))
+    step = a_step(model=step.model)
+    step.apply(ones(step.draw()))
+    step.model.kept += 1.0  # type: ignore[operator]
+    with pytest.raises(MixedExamplesError, match="kept"):
+        step.finish()
+    assert not step.statement().guarantee
+
+
+@pytest.mark.parametrize("value", [float("nan"), -7])
+def test_odd_labels_of_one_user_do_not_end_the_run(value: float) -> None:
+    model = families.build(families.SAFE["gpt2"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = everybody_of(3, steps=1)
+    step = PrivateStep(model, optimizer, plan, UserIndex.from_owners(range(3)))
+    groups: list[Any] = [MADE_UP.group(1, 6, seed=n) for n in range(3)]
+    labels = groups[0]["labels"]
+    groups[0]["labels"] = torch.full_like(labels.float() if value != value else labels, value)
+    step.draw()
+    step.apply(groups)
+    assert step.ledger.steps == 1

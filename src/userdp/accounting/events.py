@@ -28,7 +28,7 @@ import attrs
 from dp_accounting import dp_event
 
 from userdp.accounting.special import binomial_pmf
-from userdp.errors import LedgerError
+from userdp.errors import InputError, LedgerError
 
 DpEvent = dp_event.DpEvent
 
@@ -80,6 +80,9 @@ def _binomial(trials: int, probability: float) -> tuple[tuple[float, ...], tuple
         if prob > 0
     ]
     total = sum(prob for _, prob in support)
+    if not abs(total - 1) < 1e-6:
+        # Half a record, for one: a mixture of nothing would cost nothing.
+        raise InputError(f"{trials} records at rate {probability} have no distribution.")
     return tuple(count for count, _ in support), tuple(prob / total for _, prob in support)
 
 

@@ -41,6 +41,8 @@ class PublicNumbers:
     def check(self, unit: SamplingUnit) -> None:
         """Refuse numbers that make no run."""
         check_counts(num_users=self.num_users, steps=self.steps)
+        check_group_size(self.group_size)
+        check_whole("num_records", self.num_records)
         if unit is SamplingUnit.USER:
             name, total, what = "expected_cohort_size", self.num_users, "users"
         else:
@@ -102,12 +104,21 @@ def check_probability(name: str, value: float) -> None:
 
 def check_group_size(value: int) -> None:
     """Refuse groups without records."""
+    check_whole("group_size", value)
     if value < 1:
         raise InputError(f"group_size={value}: a group has at least one record. Use 1 or more.")
 
 
+def check_whole(name: str, value: Any) -> None:
+    """Refuse what is no whole number: half a record has no price."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise InputError(f"{name}={value!r} must be a whole number.")
+
+
 def check_counts(*, num_users: int, steps: int) -> None:
     """Refuse a run without others to hide among, or without steps."""
+    check_whole("num_users", num_users)
+    check_whole("steps", steps)
     if num_users < 2:
         raise InputError(
             f"num_users={num_users}: hiding one user takes at least one other. Use more users."

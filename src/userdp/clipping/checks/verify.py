@@ -273,6 +273,6 @@ def refuse_dropout(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
             raise InputError(
-                f"dropout at {name!r} is on: it gives every pass other numbers, so the fast path "
-                "cannot be compared with the plain loop. Call model.eval(), or set its p to 0."
+                f"dropout at {name!r} is on: one user's pass changes what the next users draw, and "
+                "no two passes can be compared. Call model.eval(), or set its p to 0."
             )
