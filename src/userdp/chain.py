@@ -1,8 +1,8 @@
-"""Rows that hold together: each hashed with all before it, and tagged with a key of its owner.
+"""Chained rows: each is hashed with all rows before it, and tagged with the key of its owner.
 
-The hash needs no key: anyone can see that a row was edited, moved or taken from the middle, unless
-whoever did it hashed everything again. The tag needs the key: only its owner can make one. What no
-tag can show is whether the owner told the truth.
+The hash needs no key. Anyone can see that a row was edited, moved or taken from the middle, unless
+whoever did it hashed everything again. The tag needs the key, so only the key's owner can make one.
+No tag can show whether the owner told the truth.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEY_BYTES = 32
 
 
 def canonical(row: Row) -> str:
-    """The one way to write a row: any other byte in its place is found."""
+    """The only accepted way to write a row: any other byte in its place is found."""
     return json.dumps(row, sort_keys=True, allow_nan=False)
 
 
@@ -46,7 +46,7 @@ def sealed(before: str, row: Row, key: bytes) -> Row:
 
 
 def read_rows(path: Path, key: bytes | None) -> list[Row]:
-    """The rows of a file, every byte of it checked; the tags only with the key."""
+    """The rows of a file. Every byte is checked; tags are checked only with the key."""
     if not path.is_file():
         raise LedgerError(f"{path} is not there: is this the directory of a run?")
     content = path.read_bytes()
@@ -77,18 +77,18 @@ def read_rows(path: Path, key: bytes | None) -> list[Row]:
 
 
 def key_path(path: Path) -> Path:
-    """Where the key of the rows in `path` lies: beside them, in a directory of its own."""
+    """Where the key for the rows in `path` lies: beside them, in a directory of its own."""
     return path.parent / "secret" / f"{path.stem}.key"
 
 
 def write_key(path: Path, key: bytes) -> None:
-    """Leave the key where its owner alone can read it."""
+    """Write the key where only its owner can read it."""
     place = key_path(path)
     write_private(place, key.hex().encode() + b"\n")
 
 
 def read_key(path: Path) -> bytes | None:
-    """The key of the rows in `path`; None if it is not here."""
+    """The key for the rows in `path`; None if there is none."""
     place = key_path(path)
     if not place.is_file():
         return None
@@ -102,7 +102,7 @@ def read_key(path: Path) -> bytes | None:
 
 
 def write_private(place: Path, content: bytes) -> None:
-    """Write a new file, and its directory, for their owner alone."""
+    """Write a new file, and its directory if needed, that only the owner can read."""
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -113,7 +113,7 @@ def write_private(place: Path, content: bytes) -> None:
 
 
 def lock(file: IO[str], path: Path) -> None:
-    """Let nobody else add rows to the open `file` (at `path`) until it is closed."""
+    """Lock the open `file` (at `path`), so that nobody else adds rows until it is closed."""
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -122,7 +122,8 @@ def lock(file: IO[str], path: Path) -> None:
             "ledger would not count each other's steps. Close the other one first."
         ) from None
     except OSError:
-        # A file system without locks. Rows of two writers then break the chain, which is found.
+        # This file system has no locks. If two writers add rows, the chain breaks, and reading
+        # finds it.
         return
 
 

@@ -1,7 +1,7 @@
-"""A model that is probed before it is trained, and the groups that it can read.
+"""A model that is probed before it is trained, and the groups of rows that it can read.
 
-Whether a run goes on must not depend on one user's data. So what is asked of the model is asked
-before the first step, with made-up rows. Afterwards a group that cannot be read counts as zero.
+One user's data must not decide whether a run goes on. So the model is tested before the first step,
+with made-up rows. After that, a group that cannot be read counts as zero.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from userdp.plan import Plan
 from userdp.probe import check_model, is_language_modelling, usual_length, vocabulary_of
 from userdp.sampling import Cohort
 
-# Users on rows like whose the model may fail before that is an error.
+# Raise an error once the model has failed on rows like those of this many users.
 _MOST_UNTRIED = 8
-# What rows hold where no example says it.
+# The tensors of a batch if no example is given.
 TOKENS = ("input_ids", "labels")
 _LOG = logging.getLogger(__name__)
 
 
 class CheckedModel:
-    """The model, its clipped sums, and what rows it was tried with.
+    """The model, its clipped sums, and what kind of rows it was tried with.
 
-    `summation` gives the clipped sums; a new one is made when the model has changed.
+    `summation` computes the clipped sums. It is replaced by a new one when the model has changed.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CheckedModel:
             settings=settings,
             sequence_length=sequence_length,
         )
-        # Of models that are not proven nobody knows in which batches rows see each other.
+        # In a model that is not proven, rows may affect each other in some batch shapes only.
         self.summation: Summation = self._new_summation(every_shape=not is_proven(model))
         self._check = partial(
             check_model,
@@ -73,18 +73,19 @@ class CheckedModel:
             settings=settings,
         )
         self.is_checked = False
-        # With what the model was checked (secret), and how it computed then.
+        # The example that the model was checked with (secret), and how the model computed then.
         self._example: Batch | None = None
         self._ways: list[Any] = []
-        # Users on rows like whose the model failed. Secret.
+        # The users on whose kind of rows the model failed. Secret.
         self._untried: set[int] = set()
-        # One public length, fixed before the first step: what was not tried is not admitted.
+        # One public length, fixed before the first step. Longer rows were not tried, so they are
+        # not admitted.
         self._is_length_given = sequence_length is not None
         self._longest = sequence_length or usual_length(model)
         self._vocabulary = vocabulary_of(model)
 
     def check_model(self, example: Batch | None) -> None:
-        """Probe the model, once; rows are like those of the example, which is public."""
+        """Probe the model, once, with rows like those of the example, which is public."""
         if self.is_checked:
             return
         if not self._is_length_given:
@@ -92,10 +93,10 @@ class CheckedModel:
         self._probe(example)
 
     def _check_changed(self) -> None:
-        """Check the model again if its mode, a hook or a method changed since it was checked."""
+        """Check the model again if its mode, a hook or a method changed since the last check."""
         if not self.is_checked or ways_of(self._model) == self._ways:
             return
-        # What was compared and captured was so in the old way.
+        # Old comparisons and captured graphs belong to the model as it was before.
         differed = self.summation.differs
         self.summation = self._new_summation(every_shape=not is_proven(self._model))
         self.summation.differs = differed
@@ -110,17 +111,19 @@ class CheckedModel:
                 "sequence_length is not given: records of more than %d tokens count as zero.",
                 self._longest,
             )
-        # From here on a group that fails does so because of its own data.
+        # The model works on made-up rows. From here on a group that fails does so because of its
+        # own data.
         self.summation.skip_failing = self.is_checked
 
     def is_tried(self, cohort: Cohort, groups: Sequence[Batch], index: UserIndex) -> bool:
-        """Whether the model is checked as it is, with rows like those of a group if need be.
+        """Whether the model is checked, as it is now. If not, rows like a group's are tried first.
 
         One user's data must not decide whether a run goes on. So every user has one vote on what
-        rows look like, and the kind of most users is tried first; a model that fails on a group is
-        tried on the next. Where it fails on every group, each of them counts as zero, as it would
-        by itself, and the next step tries again; an error comes once many users' rows have failed.
-        A verdict on the model is never passed over.
+        rows look like, and the kind of rows that most users have is tried first. If the model fails
+        on rows like one group's, the next group's are tried. If it fails on those of every group,
+        all groups count as zero, as they would by themselves, and the next step tries again. An
+        error is raised once the rows of many users have failed. If the probe finds the model
+        unsafe, that error is always raised.
         """
         self._check_changed()
         if self.is_checked:
@@ -145,7 +148,7 @@ class CheckedModel:
         return not examples
 
     def readable(self, groups: list[Batch]) -> list[Batch]:
-        """The groups; those that cannot be read lose their rows, so that they count as zero."""
+        """The groups. One that cannot be read loses its rows, so that it counts as zero."""
         read = [self.reads(group) for group in groups]
         if groups and not any(read):
             _LOG.warning(
@@ -190,12 +193,12 @@ class CheckedModel:
 
 
 def without_rows(group: Batch) -> Batch:
-    """The group with none of its rows: it counts as zero."""
+    """The group without its rows: it counts as zero."""
     return {name: tensor[:0] for name, tensor in group.items()}
 
 
 def _kind(group: Batch) -> str:
-    """What rows look like: names, dtypes and shapes, but for the number and length of rows."""
+    """What rows look like: names, dtypes and shapes, but not the number and length of rows."""
     shapes = sorted(
         (name, str(tensor.dtype), tuple(tensor.shape[2 if is_padded(name, tensor) else 1 :]))
         for name, tensor in group.items()

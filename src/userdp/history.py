@@ -1,12 +1,12 @@
 """What a model carries: the private runs behind its weights, on disk and in memory.
 
-A run leaves `userdp_ancestry.json` in its model's directory; whoever loads the model gets it as the
-attribute `userdp_ancestry`, and so does a model that is trained in memory. Training on from such a
-model adds to what was spent. Weights that are copied by hand into another model carry nothing: then
-it is for the caller to say what was spent.
+A run leaves `userdp_ancestry.json` in its model's directory. Whoever loads the model gets it as the
+attribute `userdp_ancestry`. A model that is trained in memory gets the attribute, too. Training
+such a model further adds to what was spent. Weights that are copied by hand into another model
+carry nothing. Then the caller has to say what was spent.
 
-The entries are plain data here; `earlier.py` reads them. Public: the entries. Private: where the
-earlier runs keep their own records, which is remembered in memory only.
+The entries are plain data here; `earlier.py` reads them. The entries are public. Where the earlier
+runs keep their own records is private, and it is remembered in memory only.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Entry = dict[str, Any]
 
 
 class Record(Protocol):
-    """A ledger, as far as a model's history goes."""
+    """The part of a ledger that a model's history needs."""
 
     def as_entry(self) -> Entry | None:
-        """What this run has released so far; None for nothing."""
+        """What this run has released so far; None if nothing."""
         ...
 
 
@@ -38,7 +38,7 @@ class Record(Protocol):
 class History:
     """Runs that ended (`entries`), and the one that may still go on (`record`).
 
-    `homes` are the directories of those runs, where they are known.
+    `homes` are the directories of those runs, as far as they are known.
     """
 
     entries: tuple[Entry, ...] = ()
@@ -51,7 +51,8 @@ class History:
         return self.entries if latest is None else (*self.entries, latest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> History:
-        # A copy of the model stands where the model stands now; what comes later is not its own.
+        # A copy of the model has the history up to now. Later steps of the run do not change the
+        # copy.
         return History(entries=self.all_entries(), homes=self.homes)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -63,7 +64,7 @@ def _rebuilt(entries: tuple[Entry, ...], homes: tuple[Path, ...]) -> History:
 
 
 class Module(Protocol):
-    """A torch module, as far as this file goes."""
+    """The part of a torch module that this file needs."""
 
     def modules(self) -> Iterable[Any]:
         """The module itself and everything in it."""
@@ -71,7 +72,7 @@ class Module(Protocol):
 
 
 def history_of(model: Module) -> History:
-    """What the model and every part of it carry, each run once."""
+    """What the model and every part of it carry, with each run once."""
     found: dict[int, History] = {}
     for module in model.modules():
         carried = vars(module).get(ATTRIBUTE)
@@ -81,17 +82,19 @@ def history_of(model: Module) -> History:
 
 
 def merged(*histories: History) -> History:
-    """Several histories as one, each run once.
+    """Several histories as one, with each run once.
 
-    Who was declared to be other people than whom is numbered within one history: where none holds
-    all the runs, the numbers of two say nothing about each other, and all count as the same people.
+    `people` numbers say which runs were declared to have other people. They are valid within one
+    history only. Numbers from two histories say nothing about each other. So unless one history
+    holds all the runs, all of them count as having the same people.
     """
     entries: dict[str, Entry] = {}
     homes: dict[Path, None] = {}
     for history in histories:
         homes.update(dict.fromkeys(history.homes))
         for entry in history.all_entries():
-            # The same run may be carried twice, by an adapter and its base: the longer one holds.
+            # The same run may be carried twice, by an adapter and its base. The one with more steps
+            # is kept.
             known = entries.get(entry["run"])
             if known is None or known["steps"] <= entry["steps"]:
                 entries[entry["run"]] = entry
@@ -103,7 +106,7 @@ def merged(*histories: History) -> History:
 
 
 def _people(histories: Sequence[tuple[Entry, ...]], runs: set[str]) -> dict[str, Any]:
-    """The number of each run's people, by run."""
+    """The number of each run's people, by run; 0 for all if the histories do not tell."""
     whole = [{e["run"]: e.get("people") for e in entries} for entries in histories]
     whole = [numbers for numbers in whole if set(numbers) == runs]
     if whole and all(numbers == whole[0] for numbers in whole):
@@ -112,13 +115,13 @@ def _people(histories: Sequence[tuple[Entry, ...]], runs: set[str]) -> dict[str,
 
 
 def carry(model: Module, history: History) -> None:
-    """Let the model and its parts carry `history`: a part may be taken out and trained on."""
+    """Let the model and its parts carry `history`: a part may be taken out and trained further."""
     for module in model.modules():
         setattr(module, ATTRIBUTE, history)
 
 
 def read_history(directory: Path) -> History | None:
-    """What a saved model says about itself; None if it was not made by a run.
+    """What a saved model says about its past; None if no run made it.
 
     A model that lies in a run's directory and says nothing is refused.
     """
@@ -148,7 +151,7 @@ def read_history(directory: Path) -> History | None:
 
 
 def write_history(directory: Path, history: History) -> None:
-    """Leave with a saved model what was spent on it."""
+    """Write into the directory of a saved model what was spent on it."""
     data = {"format": FORMAT, "runs": list(history.all_entries())}
     (directory / ANCESTRY_FILE).write_text(
         json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8"

@@ -1,8 +1,8 @@
-"""Whose rows are whose: the map from users to rows that samplers draw from.
+"""The map from users to their rows, from which samplers draw.
 
-A row is one training sequence; it has one owner here. The index holds numbers only, never text, so
-everything built on it (sampling, accounting) can be read and tested without data. The index itself
-is secret: which user owns how many rows is private.
+A row is one training sequence. Here it has exactly one owner. The index holds numbers only, never
+text. So everything built on it (sampling, accounting) can be read and tested without data. The
+index itself is secret: which user owns how many rows is private.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, kw_only=True)
 class UserIndex:
-    """Rows of user i are `rows[indptr[i]:indptr[i + 1]]`."""
+    """The rows of user i are `rows[indptr[i]:indptr[i + 1]]`."""
 
     indptr: Rows
     rows: Rows
@@ -39,12 +39,12 @@ class UserIndex:
 
     @property
     def num_users(self) -> int:
-        """The realised number of users: secret, unlike the public one of a plan."""
+        """The actual number of users. Secret, unlike the public number of a plan."""
         return len(self.indptr) - 1
 
     @property
     def num_rows(self) -> int:
-        """The realised number of rows: secret."""
+        """The actual number of rows. Secret."""
         return len(self.rows)
 
     def rows_of(self, user: int) -> Rows:
@@ -52,24 +52,26 @@ class UserIndex:
         return self.rows[self.indptr[user] : self.indptr[user + 1]]
 
     def owner_of_rows(self) -> Rows:
-        """The number of each row's user, -1 for rows of nobody. Secret."""
+        """The number of each row's user; -1 for a row that nobody owns. Secret."""
         found = np.full(int(self.rows.max(initial=-1)) + 1, -1, dtype=np.int64)
         found[self.rows] = np.repeat(np.arange(self.num_users), np.diff(self.indptr))
         return found
 
     @staticmethod
     def from_owners(owners: Iterable[Hashable]) -> UserIndex:
-        """Index rows 0, 1, 2, ... whose owners are given in order; users number by appearance.
+        """The index of rows 0, 1, 2, ..., whose owners are given in order.
 
-        An owner is a string, a whole number, bytes, or a tuple of these; all are of one kind. An
-        array or a tensor of such values will do. Anything else is refused: two values that mean one
-        person may be unequal (NaN, tensors), and each row would then count as a user of its own.
+        Users are numbered in order of appearance. An owner is a string, a whole number, bytes, or a
+        tuple of these. All owners are of one kind. An array or a tensor of such values works, too.
+        Anything else is refused: two values may mean one person and yet be unequal (NaN, tensors).
+        Each row would then count as a user of its own.
 
         >>> index = UserIndex.from_owners(["ann", "bob", "ann"])
         >>> [index.rows_of(user).tolist() for user in range(index.num_users)]
         [[0, 2], [1]]
         """
-        # A tensor's or an array's own entries are hashed by identity: its plain values are taken.
+        # The entries of a tensor or an array are hashed by identity, so their plain values are
+        # used.
         plain: Iterable[Any] = cast("Any", owners).tolist() if hasattr(owners, "tolist") else owners
         numbers: dict[Hashable, int] = {}
         owner_of_row = [numbers.setdefault(_owner(owner), len(numbers)) for owner in plain]
@@ -84,7 +86,7 @@ class UserIndex:
 
     @staticmethod
     def from_owner_numbers(owner_of_row: Rows, *, num_users: int) -> UserIndex:
-        """Index rows whose owner numbers (0 to `num_users` - 1) are given in order."""
+        """The index of rows whose owner numbers (0 to `num_users` - 1) are given in order."""
         counts = np.bincount(owner_of_row, minlength=num_users)
         indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         return UserIndex(
@@ -93,7 +95,7 @@ class UserIndex:
 
 
 def _owner(value: Any) -> Hashable:
-    """The owner as a plain value that is equal to its equals; anything else is refused."""
+    """The owner as a plain value with the usual equality. Anything else is refused."""
     if isinstance(value, tuple):
         return tuple(_owner(part) for part in cast("tuple[Any, ...]", value))
     if not isinstance(value, str | bytes) and hasattr(value, "item") and np.ndim(value) == 0:
@@ -105,7 +107,7 @@ def _owner(value: Any) -> Hashable:
             "a tuple of these for every row. Rows without an owner must be left out, or each be "
             "given an id of its own."
         )
-    # Subclasses may compare in ways of their own.
+    # Subclasses may define their own equality, so convert to the plain type.
     if isinstance(value, str):
         return str(value)
     return int(value) if isinstance(value, int) else bytes(value)

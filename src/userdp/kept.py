@@ -1,4 +1,4 @@
-"""What a model keeps of the rows that went through it, and whether it draws at random."""
+"""What a model keeps of the rows that went through it, and whether it computes at random."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from userdp.models.checks import BufferGuard, trainable_parameters
 def what_it_keeps(
     model: nn.Module, made_up: MadeUp, record_loss: RecordLoss, sequence_length: int
 ) -> list[str]:
-    """What a pass leaves in the model's modules; raises if that would be saved.
+    """The names of what passes leave in the model's modules; raises if it is saved with the model.
 
-    With gradients and without: some models write in the backward pass, or only while it will come.
+    Passes run with and without gradients. Some models write in the backward pass, or only while
+    gradients are on.
     """
     guard, note = BufferGuard(model), ModuleState(model)
     device = next(model.parameters()).device
@@ -29,7 +30,7 @@ def what_it_keeps(
             record_loss(model, own)
         names += note.changed()
     guard.check()
-    # The last rows are short: a backward pass of long ones follows in every probe.
+    # The last rows are short. That is enough here: every probe runs a backward pass of long rows.
     torch.autograd.grad(record_loss(model, own).sum(), parameters, allow_unused=True)
     names += note.changed()
     guard.check("the backward pass, or while gradients are on")

@@ -1,14 +1,20 @@
-"""What ran: append-only, chained, on disk before any weight of the step is visible.
+"""The record of a run: append-only, chained, and on disk before a step's weights are visible.
 
-One JSON object a line. The first holds the plan and what it was bound to; then come the runs behind
-the initial weights and the looks at the users' data that were paid for before training, then one
-row for each step, and at the end of a finished run a closing row with the digests of what came out.
-A record without a closing row is unfinished: nothing is promised from it. Nor is anything promised
-from one with a row of doubt, which may stand among the steps: it says what was seen to be wrong.
+Every line is one JSON object:
 
-Rows are chained (`chain.py`): every edited byte is found, a cut tail lacks the closing row, and
-only who holds the run's key can write rows that pass as its own. Everything in a ledger is public:
-no loss, no norm, no cohort ever enters it, and what it says of the data is keyed.
+1. the run: the plan and what it was bound to;
+2. the runs behind the initial weights, and the looks at the users' data that were paid for before
+   training;
+3. one row for each step;
+4. in a finished run, a closing row with the digests of what came out.
+
+A record without a closing row is unfinished, and nothing is promised from it. A row of doubt may
+stand among the steps. It says what was seen to be wrong, and then nothing is promised either.
+
+Rows are chained (`chain.py`). Every edited byte is found. A ledger whose end was cut off lacks the
+closing row. Only the holder of the run's key can write rows that pass as the run's own. Everything
+in a ledger is public: it never contains a loss, a norm or a cohort, and what it says about the data
+is keyed.
 """
 
 from __future__ import annotations
@@ -41,10 +47,10 @@ UNVERIFIED = (
 
 
 class Ledger:
-    """The record of one run, on disk or (without a path) in memory.
+    """The record of one run: on disk, or in memory if there is no path.
 
-    Made by `create` (a new run), `open` (to go on with one) or `read` (to look: it cannot be
-    charged).
+    `create` makes one for a new run, `open` continues one, and `read` shows one. A ledger from
+    `read` cannot be charged.
     """
 
     def __init__(
@@ -56,8 +62,8 @@ class Ledger:
         self._writable = writable
         # Held while a step is taken: two at a time would have the same number.
         self.turn = chain.Turn()
-        # Read back, not made here: then only a closing row says that nothing is missing, also while
-        # rows are added.
+        # Rows that were read back may be incomplete. Then only a closing row shows that nothing is
+        # missing, even if rows were added since.
         self._from_disk = bool(rows)
         self._plan = _recorded_plan(rows[0]) if rows else None
         self._steps = sum(row["kind"] == "step" for row in rows)
@@ -75,14 +81,15 @@ class Ledger:
     ) -> Ledger:
         """A new ledger; refuses to overwrite one.
 
-        `bound_to` names what the run depends on (data, initial weights, configuration, ...);
-        `model_check` says how the model was shown to keep users apart; `data_cautions` are those of
-        the store, and every statement repeats them. The `key` marks the rows as
-        written by its holder; by default a new one, kept beside the ledger in `secret/`.
+        `bound_to` names what the run depends on (data, initial weights, configuration, ...).
+        `model_check` says how the model was shown to keep users apart. `data_cautions` are those of
+        the store, and every statement repeats them. The `key` marks the rows as written by its
+        holder. By default a new key is made and kept beside the ledger in `secret/`.
         """
         file = None
         if key is None:
-            # Under a fixed seed everything repeats, this too. `train` gives one from the seed.
+            # With a fixed seed everything repeats, the key too. `train` gives a key that it derives
+            # from the seed.
             fixed = hashlib.sha256(b"userdp fixed seed").digest()
             key = fixed if fixed_seed else chain.new_key()
         if path is not None:
@@ -112,7 +119,8 @@ class Ledger:
                 "fixed_seed": fixed_seed,
                 "model_check": model_check,
                 "data_cautions": list(data_cautions),
-                # No two runs share a first row, nor the noise that is bound to it.
+                # The nonce gives every run its own first row, and so its own noise, which is bound
+                # to that row.
                 "nonce": "" if fixed_seed else secrets.token_hex(16),
             }
         )
@@ -120,9 +128,9 @@ class Ledger:
 
     @staticmethod
     def read(path: Path) -> Ledger:
-        """The ledger at `path`, to look at: charging it raises. Its chain is checked.
+        """The ledger at `path`, only to look at: charging it raises.
 
-        With the run's key beside it, so is who wrote it.
+        Its chain is checked. If the run's key lies beside it, who wrote it is checked, too.
         """
         key = chain.read_key(path)
         rows = chain.read_rows(path, key)
@@ -133,17 +141,17 @@ class Ledger:
 
     @staticmethod
     def open(path: Path) -> Ledger:
-        """The unfinished ledger at `path`, to go on with: rows are appended on disk.
+        """The unfinished ledger at `path`, to continue: rows are appended on disk.
 
-        Needs the run's key; refuses a ledger that has its closing row, and one that is open
-        elsewhere. Nothing is promised before `finish`: rows may have been cut off before.
+        Needs the run's key. Refuses a ledger that has its closing row or is open elsewhere. Nothing
+        is promised before `finish`, because rows may have been cut off earlier.
         """
-        # Says what is wrong with the file before one is made by opening it.
+        # Check the file first: opening it to append would create a missing one.
         Ledger.read(path)
         file = path.open("a", encoding="utf-8")
         try:
             chain.lock(file, path)
-            # Only now can nobody else add a row: what was read before may be old.
+            # Read again: only now can nobody else add a row, and what was read before may be old.
             found = Ledger.read(path)
             if found._key is None:
                 raise LedgerError(
@@ -179,7 +187,7 @@ class Ledger:
 
     @property
     def fixed_seed(self) -> bool:
-        """Whether the noise can be repeated by whoever knows the seed."""
+        """Whether anyone who knows the seed can repeat the noise."""
         return self._rows[0]["fixed_seed"]
 
     @property
@@ -218,7 +226,7 @@ class Ledger:
 
     @property
     def run_digest(self) -> str:
-        """The hash of the first row: names the plan and what the run was bound to."""
+        """The hash of the first row. It names the plan and what the run was bound to."""
         return self._rows[0]["hash"]
 
     @property
@@ -233,11 +241,11 @@ class Ledger:
 
     @property
     def is_verified(self) -> bool:
-        """Whether the rows were checked with the key of the run, or written here."""
+        """Whether the rows were checked with the run's key, or written here."""
         return self._key is not None
 
     def check_open(self) -> None:
-        """Refuse to go on with a ledger that cannot be charged."""
+        """Raise if this ledger cannot be charged."""
         if not self._writable or self._key is None:
             raise LedgerError(
                 "this ledger was read back or closed: what it is charged would not be on disk. "
@@ -247,8 +255,8 @@ class Ledger:
     def charge(self, event: events.DpEvent, *, what: str) -> None:
         """Record a look at the users' data beside the steps; returns once it is on disk.
 
-        `what` was learnt, in a short public phrase; `event` prices it. Allowed before the first
-        step only: what is learnt later would have to be paid before it is used.
+        `what` is a short public phrase that says what was learnt; `event` prices it. Allowed before
+        the first step only: what is learnt must be paid for before it is used.
 
         >>> from dp_accounting.dp_event import GaussianDpEvent
         >>> plan = Plan.sample_users(num_users=100, expected_cohort_size=10, group_size=2, steps=5,
@@ -266,7 +274,7 @@ class Ledger:
     def inherit(self, before: Sequence[Earlier]) -> None:
         """Record the runs behind the initial weights: their cost is composed with this run's.
 
-        Allowed before the first step only. What cannot be priced together is refused.
+        Allowed before the first step only. Runs that cannot be priced together are refused.
         """
         if not before:
             return
@@ -282,7 +290,7 @@ class Ledger:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Why nothing is promised from this record, if that was seen while it ran."""
+        """The reasons, seen while the run went on, why nothing is promised from this record."""
         return tuple(row["reason"] for row in self._rows if row["kind"] == "doubt")
 
     def doubt(self, reason: str) -> None:
@@ -299,9 +307,10 @@ class Ledger:
         self._append({"kind": "doubt", "reason": reason})
 
     def finish(self, digests: dict[str, str], *, model_files: dict[str, str] | None = None) -> None:
-        """Write the closing row and close: no row can follow it.
+        """Write the closing row and close the ledger: no row can follow it.
 
-        `digests` name what came out; `model_files` the files of the saved model, by content.
+        `digests` name what came out. `model_files` gives the digest of every file of the saved
+        model.
         """
         event = self._event()
         self._append(
@@ -316,7 +325,7 @@ class Ledger:
         self.close()
 
     def as_entry(self) -> dict[str, Any] | None:
-        """This run as the next one on the same weights will see it; None if nothing was spent."""
+        """This run as a later run on the same weights will see it; None if nothing was spent."""
         if not self._steps and not self.paid:
             return None
         return Earlier(
@@ -332,13 +341,14 @@ class Ledger:
         ).to_json()
 
     def _event(self) -> events.DpEvent | None:
-        """What the steps taken cost; None without a step, or without privacy."""
+        """The cost of the steps taken; None without a step, or without privacy."""
         return self.plan.event(self._steps) if self._steps and not self.plan.non_private else None
 
     def statement(self, *, unfinished: bool = False) -> Statement:
-        """What may be said about the model after what is recorded here, paid items included.
+        """What may be said about the model after everything recorded here, paid items included.
 
-        `unfinished` if anything else than a missing closing row shows it not to be whole.
+        Set `unfinished` if something else than a missing closing row shows that the record is
+        incomplete.
         """
         return self.plan.statement(
             steps=self._steps,
@@ -355,7 +365,7 @@ class Ledger:
         )
 
     def close(self) -> None:
-        """Close the ledger; the rows stay readable, and it can no longer be charged."""
+        """Close the ledger. Its rows stay readable, but it can no longer be charged."""
         self._writable = False
         if self._file is not None:
             self._file.close()

@@ -1,4 +1,4 @@
-"""Which rows make a ledger, and in which order."""
+"""Which rows a ledger has, and in which order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FORMAT = 3
 
 
 def check_content(rows: list[Row], path: Path) -> None:
-    """Refuse rows that make no sense, however well they are chained."""
+    """Refuse rows that make no sense, even if they are chained correctly."""
     if not rows or rows[0].get("kind") != "run":
         raise LedgerError(f"{path}: the first row must describe the run.")
     if rows[0].get("format") != FORMAT:

@@ -1,9 +1,9 @@
-"""Cohorts with and without one more user, and how far their clipped sums are apart.
+"""Compares the clipped sums of cohorts with and without one extra user.
 
-The one more user is long or short, has no record, is huge or not finite, and stands at the first,
-the middle or the last place; then the same cohort is summed once more, as at the next step. What
-the sum moves by must be that user's own clipped update, as the plain loop gives it for the user
-alone.
+The extra user is long or short, has no record, or has huge or non-finite values. It comes first, in
+the middle or last. Then the cohort without it is summed once more, as in the next step. The sum
+must move by exactly the extra user's own clipped update, as the plain loop computes it for that
+user alone.
 """
 
 from __future__ import annotations
@@ -32,37 +32,40 @@ from userdp.updates.contract import UpdateRule
 Path = Literal["fast", "plain"]
 Group = dict[str, Tensor]
 
-# How far a sum may move beyond the clip norm, and beyond the user's own update, in clip norms:
-# what rounding explains in float32 on any device.
+# How far a sum may move in total, and how far beyond the user's own update, in clip norms. Rounding
+# in float32 explains this much on any device.
 MOST_MOVEMENT = 1 + 1e-4
 MOST_COUPLING = 1e-3
-# A cohort is larger than a probe's, and coupling grows with it: nothing is allowed that rounding
-# does not need. On the CPU the fast path needs so little, in float32 and in float64 (where some
-# models compute their norms in float32).
+# Coupling grows with the cohort, and real cohorts are larger than a probe's. So nothing is allowed
+# beyond what rounding needs. On the CPU the fast path needs only this much. In float64 it needs
+# more than float64 rounding, because some models compute their norms in float32.
 _FAST_ON_CPU = {torch.float32: 1e-4, torch.float64: 1e-5}
-# On the plain path each user's update is computed in the same way in every cohort: only adding them
-# up is rounded. A GPU adds in any order.
+# On the plain path each user's update is computed in the same way in every cohort. Only the
+# addition of updates is rounded. A GPU adds in any order.
 _ADDING_ON_CPU = {torch.float32: 1e-5, torch.float64: 1e-9}
 _ADDING_ON_CUDA = 1e-4
-# The fast path once more on the same cohort, on the CPU; the plain path gives the same bits.
+# For the fast path, run again on the same cohort on the CPU. The plain path repeats every bit.
 _AGAIN_ON_CPU = 1e-6
 _AGAIN = "the same step again"
-# So many times the clip norm clips nobody in a probe.
+# A clip norm this many times larger clips nobody in a probe.
 _LOOSE = 1e3
-# In half precision: so many times what rounding moves the plain loop's sum by, and a little.
+# In half precision the allowed coupling is the plain loop's own rounding error times the first
+# number, plus the second.
 _TIMES_ROUNDING = 3.0
 _LITTLE = 0.05
-# In half precision, where there is no reference in float32: no room for it, or another update.
+# In half precision nothing above this is allowed. It is also the limit if there is no float32
+# reference: it does not fit in memory, or the update is not the mean gradient.
 _COARSE = 0.5
-# Names the factor of a row's loss, where losses are made huge or not finite.
+# The batch entry that multiplies a row's loss, to make losses huge or not finite.
 _SCALE = "userdp_probe_scale"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One cohort with and without one user. Both numbers are in clip norms.
+    """One cohort with and without one user. All numbers are in clip norms.
 
-    `movement` is how far the sum moves, `coupling` how much of that is not the user's own update.
+    `movement` is how far the sum moves. `coupling` is the part of it that is not the user's own
+    update.
     """
 
     name: str
@@ -72,7 +75,7 @@ class Probe:
 
     @property
     def safe(self) -> bool:
-        """Whether rounding explains what is not the user's own."""
+        """Whether rounding explains everything that is not the user's own update."""
         moves_little = self.movement <= MOST_MOVEMENT + max(
             0.0, self.allowed_coupling - MOST_COUPLING
         )
@@ -80,7 +83,7 @@ class Probe:
 
 
 class Trial:
-    """The cohorts that are tried, and the sums they give."""
+    """The cohorts that are tried, and their clipped sums."""
 
     def __init__(
         self,
@@ -118,7 +121,7 @@ class Trial:
         return self._made_up.group(rows, max(1, min(self._longest, math.ceil(length))), seed=seed)
 
     def _cohort(self, seed: int) -> list[Group]:
-        """Users of unlike length, one of them hardly a token long."""
+        """Users of different lengths, one of them only a few tokens long."""
         longest, rows = self._longest, self._rows
         sizes = [(1, longest / 2), (rows, 3), (1, longest / 4 + 1)]
         return [self._group(r, length, 10 * seed + i) for i, (r, length) in enumerate(sizes)]
@@ -146,7 +149,7 @@ class Trial:
             yield "a user of records of unlike length", self._ragged(self._rows, 108)
 
     def _ragged(self, rows: int, seed: int) -> Group:
-        """All rows but the first have two tokens."""
+        """A group of rows of different lengths: all rows but the first have two tokens."""
         group = self._group(rows, self._longest, seed)
         for name, tensor in group.items():
             if is_padded(name, tensor):
@@ -154,7 +157,7 @@ class Trial:
         return group
 
     def probes(self, thorough: bool) -> Iterator[Probe]:
-        """Every cohort with and without one more user, packed in every way."""
+        """Try every cohort with and without one extra user, for every way of packing batches."""
         packings = (True, False) if thorough and self._path == "fast" else (True,)
         for mix in packings:
             clipping = self._clipping(self._record_loss, mix)
@@ -168,7 +171,8 @@ class Trial:
                     moved = self._sum(clipping, cohort) - alone
                     yield self._probe(f"{name}, {place}", moved, own)
             later = self._sum(clipping, self._others) - alone
-            # The fast path may pack the cohort otherwise, once it has seen larger users.
+            # After larger users the fast path may pack the cohort differently, which rounds
+            # differently.
             allowed = self._allowed_again() if self._path == "plain" else None
             yield self._probe("the next step, after them", later, None, allowed=allowed)
             if thorough:
@@ -178,9 +182,10 @@ class Trial:
             yield from self._with_scaled_losses()
 
     def _again(self, clipping: FastClipping | PlainClipping) -> Probe:
-        """The same cohort twice, with nobody clipped: clipping hides how large updates are.
+        """Sum the same cohort twice, with a clip norm at which nobody is clipped.
 
-        What a loss or a model keeps outside its modules shows here, however little it is.
+        Clipping would hide how large updates are. Without clipping, even the smallest effect of
+        what a loss or a model keeps outside its modules shows.
         """
         loose = self._rule.at(_LOOSE * self._rule.clip_norm)
         first = self._sum(clipping, self._others, loose)
@@ -195,11 +200,11 @@ class Trial:
         return found if thorough else found[::2]
 
     def _of_oracle(self) -> Tensor:
-        """What the cohort's sum must be: that of its users alone, each padded to its own length."""
+        """The sum that the cohort must have: each user computed alone, padded to its own length."""
         return torch.stack([self._flat(self._clipped(update)) for update in self._updates]).sum(0)
 
     def _with_scaled_losses(self) -> Iterator[Probe]:
-        """One user's loss huge or not finite: it may cost that user alone."""
+        """Make one user's loss huge or not finite: only that user's update may change."""
 
         def scaled_loss(model: nn.Module, batch: Batch) -> Tensor:
             own = {name: tensor for name, tensor in batch.items() if name != _SCALE}
@@ -231,14 +236,15 @@ class Trial:
     def _clipping(self, record_loss: RecordLoss, mix: bool) -> FastClipping | PlainClipping:
         if self._path == "plain":
             return self._plain(record_loss)
-        # In the weights' own dtype and not compiled: what is compiled is compared shape by shape.
+        # Probe in the weights' own dtype and without compilation. Compiled code is compared
+        # separately, shape by shape.
         settings = replace(
             self._settings,
             compute_dtype=None,
             compile_blocks=False,
             mix_sizes=mix,
             check=False,
-            # Only the usual loss can be taken over joined records.
+            # Only the run's own loss can be computed over joined records, not a scaled one.
             join_records=self._settings.join_records if record_loss is self._record_loss else False,
             microbatch_tokens=max(64, 4 * self._longest * self._rows),
         )
@@ -260,7 +266,7 @@ class Trial:
         found = clipping.clipped_sum(groups, rule or self._rule)
         return self._flat(found.total.views)
 
-    # What is kept is kept on the host: a model may fill its device but for one update.
+    # Updates are kept on the host: beside the model, the device may have room for one update only.
 
     def _update(self, oracle: PlainClipping, group: Group) -> Update:
         return [tensor.cpu() for tensor in oracle.update(group)]
@@ -289,14 +295,17 @@ class Trial:
         )
 
     def _allowed_again(self) -> float:
-        """How far the sum of the very same cohort may be off."""
+        """How far two sums of the very same cohort may differ."""
         is_wide = all(p.dtype.itemsize >= 4 for p in self._model.parameters())
         if self._parameters[0].device.type != "cpu" or not is_wide:
             return self._allowed
         return 0.0 if self._path == "plain" else _AGAIN_ON_CPU
 
     def _what_rounding_explains(self) -> float:
-        """In clip norms; in half precision by how far the plain loop is from float32."""
+        """How much coupling rounding explains, in clip norms.
+
+        In half precision this is measured, as the distance of the plain loop from float32.
+        """
         is_wide = all(p.dtype.itemsize >= 4 for p in self._model.parameters())
         on_cpu = self._parameters[0].device.type == "cpu"
         narrowest = min((p.dtype for p in self._parameters), key=lambda dtype: dtype.itemsize)
@@ -346,7 +355,7 @@ class Trial:
         )
 
     def _worst_on_equal_lengths(self) -> tuple[str, float]:
-        """The parameter whose sum is furthest off where nobody is padded, in clip norms."""
+        """The parameter with the largest error if nobody is padded, and the error in clip norms."""
         groups = [self._group(1, self._longest / 2, 200 + i) for i in range(3)]
         each = [self._clipped(self._update(self._oracle, group)) for group in groups]
         total = self._clipping(self._record_loss, False).clipped_sum(groups, self._rule).total
@@ -360,7 +369,7 @@ class Trial:
 
 
 def _that_clips(rule: ClipRule, updates: Sequence[Update]) -> ClipRule:
-    """The kind of rule, at a clip norm at which most updates are clipped."""
+    """The same kind of rule, at a clip norm that clips most of the updates."""
     norms = sorted(
         float(torch.stack([t.double().square().sum() for t in update]).sum().sqrt())
         for update in updates

@@ -1,9 +1,9 @@
-"""Does one user move the clipped sum by at most the clip norm, on this very model? The probe asks.
+"""Tests whether one user moves the clipped sum by at most the clip norm C, on this very model.
 
 The guarantee rests on one sentence: adding or removing a user moves a step's clipped sum by at most
-C. So it is tried, on many pairs of cohorts (`neighbours`). Only made-up rows are used, of the
-lengths that were declared: whether a run begins says nothing about anybody. A small version runs
-before the first step of every run (`PrivateStep`).
+C. The probe tries this on many pairs of cohorts (`neighbours`). It uses only made-up rows, of the
+declared lengths. So whether a run begins says nothing about anybody. A small version runs before
+the first step of every run (`PrivateStep`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from userdp.neighbours import Path, Probe, Trial
 from userdp.updates.contract import UpdateRule
 from userdp.updates.mean_gradient import MEAN_GRADIENT
 
-# The longest rows tried where nobody says how long records are.
+# The longest rows that are tried if nobody says how long records are.
 _USUAL_LENGTH = 128
 
 
@@ -49,12 +49,12 @@ class Verified:
 
     @property
     def largest_movement(self) -> float:
-        """The most that one user moved the clipped sum by, in clip norms; NaN beats any number."""
+        """The furthest that one user moved the clipped sum, in clip norms; NaN is largest."""
         return max((p.movement for p in self.probes), key=lambda x: (math.isnan(x), x), default=0.0)
 
     @property
     def safe(self) -> bool:
-        """Whether one user moves the sum by its own clipped update and nothing else."""
+        """Whether one user moves the sum by that user's own clipped update and nothing else."""
         return not self.cause
 
     def raise_if_unsafe(self) -> None:
@@ -75,11 +75,11 @@ def verify(
     path: Path | None = None,
     settings: StepSettings | None = None,
 ) -> Verified:
-    """Try with made-up rows whether one user moves the clipped sum by at most the clip norm.
+    """Test with made-up rows whether one user moves the clipped sum by at most the clip norm.
 
-    Rows are token ids of the model's vocabulary, up to `sequence_length` of them, or like those of
-    `batch`, of which only shapes, dtypes and the integers that occur are used. `path` names the
-    path to try; without it both are.
+    Without `batch`, a row is up to `sequence_length` token ids of the model's vocabulary. With
+    `batch`, rows look like its rows: only its shapes, its dtypes and the integers that occur in it
+    are used. `path` names the path to test. By default both paths are tested.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=16,
@@ -112,7 +112,7 @@ def verify(
 
 
 def usual_length(model: nn.Module, batch: Batch | None = None) -> int:
-    """How long made-up rows are where nobody said it: not as short as a batch's happen to be."""
+    """The length of made-up rows if nobody gave one. A short batch does not lower it."""
     usual = min(most_positions(model) or _USUAL_LENGTH, _USUAL_LENGTH)
     lengths = [t.shape[1] for name, t in (batch or {}).items() if is_padded(name, t)]
     return max(usual, *lengths) if lengths else usual
@@ -148,10 +148,11 @@ def check_model(
     rule: ClipRule,
     settings: StepSettings,
 ) -> bool:
-    """The small version that every run begins with; raises `UnsafeModelError`.
+    """Run the small probe that every run begins with; raises `UnsafeModelError`.
 
-    Token ids are made up for a Hugging Face model; for others, rows like the example's. False if
-    nothing tells what rows look like. `UntriedModelError` if the model fails on such rows.
+    A Hugging Face model gets made-up token ids. Other models get rows like the example's. Returns
+    False if nothing tells what rows look like. Raises `UntriedModelError` if the model fails on
+    such rows.
     """
     if not settings.checks_model:
         if not is_proven(model):
@@ -169,7 +170,7 @@ def check_model(
         return True
     vocabulary = vocabulary_of(model)
     reads_tokens = example is None or is_language_modelling(example)
-    # That loss reads token ids and their labels, whatever an example looks like.
+    # This loss reads token ids and their labels, whatever the example looks like.
     reads_tokens = reads_tokens or record_loss is causal_lm_loss
     if vocabulary is not None and reads_tokens:
         made_up = MadeUp.tokens(vocabulary)
@@ -193,7 +194,7 @@ def check_model(
 def check_positions(model: nn.Module, sequence_length: int) -> None:
     """Refuse rows that are longer than the model has positions for.
 
-    Such a run would end when somebody's long record is drawn: that it ended would tell.
+    Otherwise the run would end when somebody's long record is drawn, and its end would reveal that.
     """
     positions = most_positions(model)
     if positions is not None and sequence_length > positions:
@@ -204,7 +205,7 @@ def check_positions(model: nn.Module, sequence_length: int) -> None:
 
 
 def is_language_modelling(example: Batch) -> bool:
-    """Whether every token of a row has a label: rows can be made up without knowing the task."""
+    """Whether labels are the tokens themselves: rows can be made up without knowing the task."""
     ids, labels = example.get("input_ids"), example.get("labels")
     if ids is None or labels is None or set(example) != {"input_ids", "labels"}:
         return set(example) == {"input_ids"}
@@ -223,11 +224,12 @@ def run_probes(
     settings: StepSettings,
     thorough: bool = False,
 ) -> Verified:
-    """Probe one path; the model is left as it was.
+    """Probe one path. The model is left as it was.
 
-    Raises if the model cannot be tried at all: a layer mixes rows, dropout is on, rows do not fit.
+    Raises if the model cannot be tried at all: a layer mixes rows, dropout is on, or rows do not
+    fit.
     """
-    # An update of another kind than the mean gradient has no fast path.
+    # Only the mean gradient has a fast path.
     path: Path = settings.path if update.is_mean_gradient else "plain"
     modes = {module: module.training for module in model.modules()}
     state, guard = ModuleState(model), BufferGuard(model)
@@ -236,7 +238,7 @@ def run_probes(
         refuse_dropout(model)
         if path == "fast":
             refuse_computed_weights(model)
-        # In the mode of training: some write only then.
+        # This runs in the mode of training: some models write to themselves only in that mode.
         kept = what_it_keeps(model, made_up, record_loss, sequence_length)
         if is_random(model, made_up, record_loss, sequence_length):
             raise InputError(
@@ -259,7 +261,8 @@ def run_probes(
         unsafe = next((probe for probe in probes if not probe.safe), None)
         if unsafe is not None and not cause:
             cause = trial.cause_of(unsafe)
-        # What is saved must be as it was after all that a step does. Putting back is a write, too.
+        # A step must leave everything that is saved with the model as it was. Restoring is a write,
+        # too, so only values are compared.
         state.restore()
         guard.check("a step", values_only=True)
         return Verified(probes=probes, cause=cause)

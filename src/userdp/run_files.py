@@ -1,11 +1,11 @@
-"""What lies in a run's directory beside the ledger, and whether it belongs together.
+"""What a run's directory holds beside the ledger, and whether its files belong together.
 
     ledger.jsonl  model/                     public, bound to each other by the closing row
     secret/ledger.key                        marks the ledger's rows as its owner's
     secret/users/RUN.bin                     pseudonyms of the training users, for the overlap check
 
-Everything in `secret/` is for the owner alone (mode 0600) and is no part of the model. Needs no
-torch.
+Everything in `secret/` is for the owner alone (mode 0600) and is not part of the model. This file
+needs no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from userdp.errors import LedgerError
 from userdp.ledger import Ledger
 from userdp.statement import Statement
 
-# Written for people, and edited by them: it changes no weight.
+# People write and edit these files. They change no weight.
 FREE_FILES = frozenset({"README.md"})
 
 
@@ -43,14 +43,14 @@ class RecordedRun:
     problems: tuple[str, ...]
 
     def statement(self) -> Statement:
-        """What may be said; nothing is promised where there is a problem."""
+        """What may be said about the model. Nothing is promised if there is a problem."""
         return self.ledger.statement(unfinished=bool(self.problems))
 
 
 def read_run(run: Path, *, unfinished: bool = False) -> RecordedRun:
-    """The ledger of a run, closed and of the weights in `model/`; else refused.
+    """The ledger of a run. It must be closed and describe the weights in `model/`.
 
-    With `unfinished`, such a run is read all the same, and its statement says so.
+    Other runs are refused. With `unfinished` they are read all the same, and the statement says so.
     """
     ledger = Ledger.read(run / "ledger.jsonl")
     problems = _problems(run, ledger)
@@ -65,8 +65,9 @@ def read_run(run: Path, *, unfinished: bool = False) -> RecordedRun:
 def check_homes(homes: Sequence[Path]) -> None:
     """Refuse a model whose past is not what the ledger of its own run says.
 
-    The model's directory says what was spent on it; where the run's ledger lies beside it, the
-    closing row must name just these files. A model that was taken out of its run has none.
+    The model's directory says what was spent on the model. If the run's ledger lies beside it, the
+    closing row must name exactly these files. A model that was taken out of its run has no such
+    ledger, so nothing is checked.
     """
     for home in homes:
         if not (home / "ledger.jsonl").is_file():
@@ -96,7 +97,7 @@ def _problems(run: Path, ledger: Ledger) -> list[str]:
 
 
 def run_of(model: Path) -> Path | None:
-    """The run whose directory, or whose `model/`, is given; None if it is no run's."""
+    """The directory of the run that `model` is, or is the `model/` of; None if there is none."""
     if (model / "ledger.jsonl").is_file():
         return model
     home = model.resolve().parent
@@ -105,9 +106,10 @@ def run_of(model: Path) -> Path | None:
 
 
 def write_training_users(run: Path, digest: str, store: UserStore, homes: tuple[Path, ...]) -> None:
-    """Leave in the run's secret directory whom it was trained on, and the runs before it.
+    """Write to the run's secret directory which users this and the earlier runs were trained on.
 
-    Pseudonyms are keyed hashes: they name nobody without the store's key.
+    Users are listed by pseudonyms. These are keyed hashes: they name nobody without the store's
+    key.
     """
     content = store.manifest["key_name"].encode() + b"\n" + b"".join(store.pseudonyms.to_pylist())
     write_private(_users_file(run, digest), content)
@@ -118,7 +120,7 @@ def write_training_users(run: Path, digest: str, store: UserStore, homes: tuple[
 
 
 def shared_users(run: Path, held_out: UserStore) -> int | None:
-    """How many users of `held_out` were trained on, in this run or one before it.
+    """How many users of `held_out` were trained on, in this run or an earlier one.
 
     None if that cannot be known: a list is missing, or ids were hidden under different keys.
     """
@@ -130,17 +132,17 @@ def shared_users(run: Path, held_out: UserStore) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """How many users were found to be shared, and whether every list was there to look at."""
+    """How many shared users were found, and whether every list was available."""
 
     shared: int
     is_known: bool
 
 
 def overlap(store: UserStore, people: Mapping[str, int], homes: Sequence[Path]) -> Overlap:
-    """The users who are in more than one group of people; those of `store` are group 0.
+    """Count the users who are in more than one group of people; those of `store` are group 0.
 
-    `people` gives the group of each run, by the run's digest; `homes` are where the runs' lists of
-    users may lie.
+    `people` maps each run's digest to its group. `homes` are the directories where the runs' lists
+    of users may lie.
     """
     groups: dict[int, set[bytes]] = {0: set(store.pseudonyms.to_pylist())}
     is_known = True
@@ -157,7 +159,7 @@ def overlap(store: UserStore, people: Mapping[str, int], homes: Sequence[Path]) 
 
 
 def _users_of(digest: str, homes: Sequence[Path], key_name: str) -> set[bytes] | None:
-    """The pseudonyms of a run's users; None if no list of them under this key is there."""
+    """The pseudonyms of a run's users; None if there is no list of them under this key."""
     for home in homes:
         path = _users_file(home, digest)
         if not path.is_file():

@@ -1,7 +1,7 @@
-"""The one owner of a run's side effects: ledger rows, files, progress and the secret.
+"""The only place where a run has side effects: ledger rows, files, progress and the secret.
 
-The step and the loop compute; whatever leaves them goes through here. A step's row is on disk
-before any weight of the step can be seen.
+The step and the loop only compute. Whatever leaves them goes through here. A step's row is on disk
+before anyone can see a weight of the step.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RunRecord:
         self._model: nn.Module | None = None
         self._secret = secret or RunSecret.from_system()
         self._on_step = on_step
-        # What must be the same at the end, by name; None before the run begins.
+        # The digests of what must not change, by name; None before the run begins.
         self._frozen: dict[str, str] | None = None
 
     @staticmethod
@@ -85,10 +85,11 @@ class RunRecord:
         cautions: Sequence[str] = (),
         on_step: OnStep | None = None,
     ) -> RunRecord:
-        """A new record, on disk if `path` is the run's directory.
+        """A new record. It is on disk if `path`, the run's directory, is given.
 
-        `bound_to` names what the run depends on beside the weights, the optimizer and the code;
-        the file `config` is named too, and copied into the run. `cautions` are those of the data.
+        `bound_to` names what the run depends on beside the weights, the optimizer and the code. The
+        ledger names the file `config`, too, and the file is copied into the run. `cautions` are
+        those of the data.
         """
         secret = secret or RunSecret.from_system()
         named = dict(bound_to or {})
@@ -109,7 +110,8 @@ class RunRecord:
             },
             fixed_seed=secret.fixed_seed,
             data_cautions=cautions,
-            # Under a fixed seed the whole record repeats; otherwise no two runs share a key.
+            # With a fixed seed the whole record repeats, key included. Otherwise no two runs share
+            # a key.
             key=secret.ledger_key() if secret.fixed_seed else None,
             model_check=model_check(model, checked=settings.checks_model),
         )
@@ -130,8 +132,9 @@ class RunRecord:
         begin_run(model, self.ledger)
         secret = self._secret.bound_to(self.ledger.run_digest)
         if not secret.fixed_seed:
-            # A ledger can be copied and gone on with twice under one secret: the run's name alone
-            # would give both the same noise, and the difference of the two models would have none.
+            # Somebody may copy a ledger and continue both copies with one secret. If the noise
+            # depended only on the run's name, both would get the same noise, and the difference of
+            # the two models would have none.
             secret = secret.bound_to(secrets.token_hex(32))
         for unnamed in _unnamed(self.ledger, model, optimizer, index):
             secret = secret.bound_to(unnamed)
@@ -148,7 +151,7 @@ class RunRecord:
         return self.ledger.steps
 
     def check_current(self, model: nn.Module) -> None:
-        """Refuse a step when another run was begun on the same model since."""
+        """Refuse a step if another run has begun on the same model since."""
         check_current(model, self.ledger)
 
     @contextlib.contextmanager
@@ -187,15 +190,15 @@ class RunRecord:
         self.ledger.doubt(reason)
 
     def step_done(self) -> None:
-        """Tell whoever watches how many steps are done."""
+        """Tell `on_step` how many steps are done."""
         if self._on_step is not None:
             self._on_step(self.ledger.steps)
 
     def finish(self, model: nn.Module, tokenizer: Any = None) -> None:
-        """Write the closing row; if the run has a directory, also the model and the statement.
+        """Write the closing row. A run with a directory also writes the model and the statement.
 
-        Refused if anything but the trained weights is other than at the beginning: that part has no
-        noise. The ledger then stays open, and promises nothing.
+        Refused if anything but the trained weights has changed since the beginning, because that
+        part has no noise. The ledger then stays open, and nothing is promised from it.
         """
         self._check_frozen(model)
         files: dict[str, str] = {}
@@ -210,7 +213,8 @@ class RunRecord:
             files = model_files(saved)
             published = adapter_tensors(saved)
             if published is not None:
-                # The adapter's files do not hold the base, and are nothing without it.
+                # The adapter's files do not contain the base model, and they are useless without
+                # it.
                 digests["base_weights"] = base_digest(model, published)
         self.ledger.finish(digests, model_files=files)
         if self.path is not None:
@@ -236,9 +240,9 @@ class RunRecord:
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """The ledger is closed at the end, whatever happens.
+        """Close the ledger at the end, whatever happens.
 
-        A run that is refused before its first step has released nothing: nothing is left of it.
+        A run that is refused before its first step has released nothing. Its files are deleted.
         """
         try:
             with contextlib.closing(self.ledger):
@@ -255,19 +259,19 @@ class RunRecord:
             (self.path / name).unlink(missing_ok=True)
         shutil.rmtree(self.path / "secret", ignore_errors=True)
         with contextlib.suppress(OSError):
-            # Not empty: what else lies there is not the run's.
+            # If the directory is not empty, it stays: the other files in it are not the run's.
             self.path.rmdir()
 
 
 def _unnamed(
     ledger: Ledger, model: nn.Module, optimizer: torch.optim.Optimizer, index: UserIndex
 ) -> list[str]:
-    """What the noise depends on beside what the ledger names already. Secret."""
+    """Digests of what the noise also depends on but the ledger does not name. Secret."""
     named = ledger.bound_to
     found: list[str] = []
     if "initial_weights" not in named:
         found += [weights_digest(model), optimizer_digest(optimizer)]
-    # Under a fixed seed there is nothing to protect, and tests compare neighbours by equal noise.
+    # With a fixed seed there is nothing to protect, and tests compare neighbours under equal noise.
     if "data" not in named and not ledger.fixed_seed:
         found.append(index_digest(index))
     return found

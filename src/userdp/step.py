@@ -1,10 +1,11 @@
-"""The private step, alone: for people with their own model, optimizer, data and loop.
+"""One private training step, for people with their own model, optimizer, data and loop.
 
     form groups -> one update per group -> clip -> sum -> noise -> divide by a public constant
     -> p.grad -> optimizer
 
-Ours: the sampling, the clipping, the noise, the ledger. Yours: everything after the noise, which is
-post-processing and costs nothing. Every paper's step is this one with other parts (`plan.py`).
+This package does the sampling, the clipping, the noise and the ledger. Everything after the noise
+is yours: it is post-processing and costs no privacy. Every paper's step is this one with other
+parts (`plan.py`).
 """
 
 from __future__ import annotations
@@ -50,14 +51,15 @@ class PrivateStep:
     >>> step.statement().steps
     5
 
-    `sequence_length` is the most tokens a record may have, a public number: the model is tried with
-    made-up records of that length before the first step, and longer ones count as zero. Without it,
-    it is the number of the model's positions, at most 128, or the length of the example that
-    `check_model` is given.
+    `sequence_length` is the largest number of tokens in a record. It is public. Before the first
+    step the model is tried with made-up records of that length. Longer records count as zero. By
+    default it is the number of the model's positions, but at most 128. An example that is given to
+    `check_model` can raise it to the example's length.
 
-    A Hugging Face model is tried with made-up token ids. Of any other model's rows nothing is known
-    before the first step: they are made up in the shapes that most users of a step have. Give
-    `check_model` a made-up example before the first step, and no user has a say in it.
+    A Hugging Face model is tried with made-up token ids. For any other model, nothing is known
+    about its rows before the first step. Its made-up rows then have the shapes that most users of a
+    step have. If users' data must not have a say in this, give `check_model` a made-up example
+    before the first step.
     """
 
     def __init__(
@@ -82,7 +84,8 @@ class PrivateStep:
         self._record = record or RunRecord.create(
             plan, model, optimizer, settings=settings, secret=secret
         )
-        # What was spent on these weights before is composed, or refused, before the first step.
+        # Earlier spending on these weights is composed with this run, or refused, before the first
+        # step.
         self.record.begin(plan, model, optimizer, index)
         self._checked = CheckedModel(
             model,
@@ -100,7 +103,7 @@ class PrivateStep:
         self._drawn: Cohort | None = None
         self._drawn_at = -1
 
-    # What a step is priced by and acts on cannot be replaced while it runs.
+    # These are read-only: what a step is priced by and acts on must not be replaced during a run.
 
     @property
     def plan(self) -> Plan:
@@ -133,7 +136,7 @@ class PrivateStep:
         return self.plan.steps - self.record.steps
 
     def cohorts(self) -> Iterator[Cohort]:
-        """Every remaining step's cohort; apply each before asking for the next."""
+        """The cohort of every remaining step. Apply each one before asking for the next."""
         while self.steps_left > 0:
             yield self.draw()
 
@@ -157,9 +160,9 @@ class PrivateStep:
         return self._drawn
 
     def apply(self, batches: Iterable[Batch]) -> None:
-        """Take one step with one batch per group of the cohort last drawn, in its order.
+        """Take one step with the cohort last drawn: one batch per group, in the cohort's order.
 
-        An empty cohort takes a step of noise alone, and is charged like any other.
+        An empty cohort takes a step of noise alone. It is charged like any other.
         """
         if self._drawn is None:
             raise InputError("no cohort is drawn: call draw() first, once for every step.")
@@ -180,7 +183,8 @@ class PrivateStep:
         could_differ = not self._checked.summation.differs
         total = self._checked.summation.clipped_sum(groups, self._clip)
         if could_differ and self._checked.summation.differs and self.record.steps:
-            # Steps in shapes that were not compared are out already: nothing more is promised.
+            # Released steps used batch shapes that were not compared, so nothing is promised any
+            # more.
             self.record.doubt(
                 f"the paths were seen to differ after {self.record.steps:,} released steps"
             )
@@ -189,14 +193,15 @@ class PrivateStep:
     def check_model(self, example: Batch | None = None) -> None:
         """Raise if one user can move the clipped sum by more than the clip norm (`probe`).
 
-        Runs once, with made-up rows; `apply` runs it before the first step unless it has run. Rows
-        are token ids for a Hugging Face model, else like those of `example`, which is public: make
-        it up. Where `sequence_length` was not given, rows may be as long as the example's.
+        The check runs once, with made-up rows. `apply` runs it before the first step, unless it has
+        run already. The rows are token ids for a Hugging Face model; for other models they look
+        like those of `example`. The example is public, so make it up. If `sequence_length` was not
+        given, rows may be as long as the example's.
         """
         self._checked.check_model(example)
 
     def _release(self, total: ClippedSum) -> None:
-        """Noise the clipped sum, divide, step: everything that leaves the private side."""
+        """Add noise to the sum, divide, take the step: all that leaves the private side."""
         step = self.record.steps
         values = total.total.values
         self._noise.add_(
@@ -207,7 +212,7 @@ class PrivateStep:
             step=step,
             streams=self.record.streams(PURPOSE),
         )
-        # On disk before any weight of this step can be seen.
+        # The charge is on disk before anyone can see a weight of this step.
         self.record.charge_step()
         # Divide by E|U|, not |U|: the realised cohort size is secret (C24 Alg. 2).
         values /= self.plan.divisor
@@ -219,10 +224,13 @@ class PrivateStep:
         self._clip = self._clip.following(self._noisy_share_within(total, step))
 
     def _noisy_share_within(self, total: ClippedSum, step: int) -> float | None:
-        """The share of updates within the clip norm, if the rule asks for it: a priced count."""
+        """The noised share of updates within the clip norm; None if the rule does not ask for it.
+
+        This count is priced like everything else that is released.
+        """
         if self._clip.count_stddev is None:
             return None
-        # Centred at half of what is expected: one update then moves the count by 1/2, not 1.
+        # Subtract half of the number of updates: one update then moves the count by 1/2, not by 1.
         centred = float(total.num_within) - 0.5 * total.num_updates
         noisy = noisy_number(
             centred,
@@ -234,11 +242,11 @@ class PrivateStep:
 
     @property
     def clip_norm(self) -> float:
-        """The clip norm of the next step: the plan's, or what an adaptive rule has come to."""
+        """The clip norm of the next step: the plan's, or the current one of an adaptive rule."""
         return self._clip.clip_norm
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on beside the model, the optimizer and the record. Secret.
+        """What the next step needs beside the model, the optimizer and the record. Secret.
 
         Samplers and streams have no state: the number of the step is enough.
         """
@@ -249,7 +257,7 @@ class PrivateStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave after as many steps as are recorded."""
+        """Continue from a `state_dict` that was taken after as many steps as are recorded."""
         if self._drawn is not None or state["step"] != self.record.steps:
             raise InputError(
                 f"the state is that of step {state['step']}, and the record has "
@@ -269,12 +277,12 @@ class PrivateStep:
         raise TypeError("a private step cannot be copied: both copies would draw the same noise.")
 
     def finish(self) -> None:
-        """Close the ledger with the digest of the weights as they are: no step can follow."""
+        """Close the ledger with the digest of the current weights. No step can follow."""
         self.record.finish(self.model)
 
 
 def _counted(batches: Iterable[Batch], expected: int) -> Iterator[Batch]:
-    """The batches; raises at their end if they are not as many as the groups drawn."""
+    """The batches. Raises at the end if their number is not the number of groups drawn."""
     count = 0
     for batch in batches:
         count += 1

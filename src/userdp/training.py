@@ -1,6 +1,6 @@
-"""The private loop over a store; reads like the box of Charles et al. 2024, Alg. 1 and 2.
+"""The private training loop over a store; it reads like Charles et al. 2024, Alg. 1 and 2.
 
-`train` is the loop. `train_from_config` is what the command calls: it makes everything that the
+`train` is the loop. `train_from_config` is what the command calls. It makes everything that the
 configuration names, runs the loop, and leaves the run in a directory:
 
     config.toml  ledger.jsonl  statement.json  model/  report.html  MODEL_CARD.md
@@ -78,25 +78,25 @@ def train(
     secret: RunSecret | None = None,
     on_step: OnStep | None = None,
 ) -> Run:
-    """Train `model` on the store's users as `plan` says; the model is changed in place.
+    """Train `model` on the store's users as `plan` says. The model is changed in place.
 
-    Records of several owners need a `selection` that bounds what each of them contributes; a long
-    record is then cut to one row, so that the bound on records is one on rows.
+    Records of several owners need a `selection` that bounds what each owner contributes. A long
+    record is then cut to one row, so the bound on records is also a bound on rows.
 
     `settings` say how sums are computed: in batches of many users, or one user at a time. The sums
     are the same.
 
-    With `out`, the run's directory gets the ledger (row by row, before each step's weights exist)
-    and at the end the model and the statement; `config` is the file that all this was written in.
-    Looks at the data that were `paid` for are charged before the first step. `on_step` is told how
-    many steps are done, and nothing else: losses, norms and cohorts are secret.
+    With `out`, the ledger is written to that directory, row by row, before each step's weights
+    exist. The model and the statement follow at the end. `config` is the configuration file of the
+    run. Looks at the data that were `paid` for are charged before the first step. `on_step` is told
+    how many steps are done, and nothing else: losses, norms and cohorts are secret.
 
     A model that was trained privately before carries what was spent on it, and that is composed
-    with this run. `other_people` declares that nobody in this store was in those runs: then each
-    person is in one of them, and the statement gives the largest epsilon. The users of the runs are
-    compared where their lists are there; where not, the statement says so.
+    with this run. `other_people` declares that nobody in this store was in those earlier runs. Then
+    each person is in one run only, and the statement gives the largest epsilon. If the runs' lists
+    of users are available, they are compared. If not, the statement says so.
     """
-    # The ledger will name this data: make sure that it still is this data.
+    # The ledger will name this data, so make sure that the data has not changed.
     store.verify()
     before = earlier_runs(model, other_people=other_people, data=store.fingerprint)
     plan.check_paid(paid, earlier=before)
@@ -134,8 +134,8 @@ def train(
             record.ledger.charge(item.event, what=item.what)
         if record.path is not None:
             write_training_users(record.path, record.ledger.run_digest, store, homes)
-        # Dropout off: the noise regularises enough, and a group's update is then a function of its
-        # rows.
+        # Dropout is off: the noise regularises enough, and a group's update then depends only on
+        # its rows.
         model.eval()
         step = PrivateStep(
             model,
@@ -146,7 +146,7 @@ def train(
             sequence_length=sequence_length,
             record=record,
         )
-        # A model that does not tell its vocabulary reads the tokenizer's.
+        # If the model does not tell its vocabulary, the rows are made up from the tokenizer's.
         tokens = torch.arange(len(tokenizer))[None]
         step.check_model({"input_ids": tokens, "labels": tokens})
         for cohort in step.cohorts():
@@ -167,7 +167,7 @@ UNCHECKED_PEOPLE = (
 
 
 def _check_declared(model: nn.Module, store: UserStore, before: Sequence[Earlier]) -> list[str]:
-    """Refuse a declaration of other people that is wrong; what to say where that is not known."""
+    """Refuse a wrong declaration of other people. Gives a caution if it cannot be checked."""
     people = {item.run: item.people for item in before}
     if not any(people.values()):
         return []
@@ -182,14 +182,14 @@ def _check_declared(model: nn.Module, store: UserStore, before: Sequence[Earlier
 
 
 def _selection_name(store: UserStore, selection: Selection | None) -> str:
-    """A keyed name: who owns how much of what is private."""
+    """A keyed name, because it is private who owns how much."""
     if selection is None:
         return ""
     return store.keyed_digest(f"selection {selection.sha256()}".encode())
 
 
 def make_optimizer(model: nn.Module, name: str, learning_rate: float) -> torch.optim.Optimizer:
-    """The named torch optimizer over the trainable parameters, in one kernel on CUDA."""
+    """The named torch optimizer over the trainable parameters. On CUDA it is fused."""
     kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
     parameters = list(trainable_parameters(model).values())
     fused = all(parameter.is_cuda for parameter in parameters)
@@ -212,7 +212,8 @@ def _rows(
     edges = Edges.load(store.path)
     selection.check(edges)
     if not plan.adjacency.fixed_graph:
-        # Rows keep their owners: the sampler limits what each contributes, as without a selection.
+        # Rows keep their owners. The sampler limits what each owner contributes, as without a
+        # selection.
         selection.check_user_by_user(edges)
         return tokenise_selected(
             store,
@@ -284,7 +285,7 @@ def load_configured_model(config: Config) -> tuple[nn.Module, Any]:
 
 
 def step_settings(config: Config) -> StepSettings:
-    """How the configuration wants sums to be computed."""
+    """The configuration's choices of how to compute sums."""
     given = config.training
     shared = StepSettings.__dataclass_fields__.keys() & type(given).model_fields.keys()
     return StepSettings(
@@ -294,7 +295,7 @@ def step_settings(config: Config) -> StepSettings:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, name: str, steps: int) -> Any:
-    """A constant rate, or one that stays for half of the run and then falls to zero in a line."""
+    """None for a constant rate; else constant for half of the run, then linear to zero."""
     if name == "constant":
         return None
     return torch.optim.lr_scheduler.LambdaLR(
@@ -303,7 +304,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, name: str, steps: int) -> An
 
 
 def load_run(run: Path) -> tuple[nn.Module, Any, Config]:
-    """The model a run left, its tokenizer, and its configuration."""
+    """The model that a run left, its tokenizer and its configuration."""
     config = load_config(run / "config.toml")
     saved = run / "model"
     if not saved.is_dir():
@@ -316,9 +317,9 @@ def load_run(run: Path) -> tuple[nn.Module, Any, Config]:
 
 
 def check_base(run: Path, ledger: Ledger, model: nn.Module, *, unfinished: bool) -> bool | None:
-    """Whether the loaded base below the run's adapter is the one that its closing row names.
+    """Whether the base model below the run's adapter is the one that its closing row names.
 
-    Another base is refused, unless `unfinished` runs are read too. None if there is nothing to
+    Another base is refused, unless `unfinished` runs are accepted. None if there is nothing to
     compare: the run left a whole model, or its ledger names no base.
     """
     published = adapter_tensors(run / "model")

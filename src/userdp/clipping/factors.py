@@ -1,4 +1,8 @@
-"""From the norm of an update to the factor it is scaled by; shared by the plain and fast paths."""
+"""Computes the factor that an update is scaled by from its norm, for the plain and fast paths.
+
+Why rounding cannot carry an update over its bound: docs/clipping.md, "Rounding", has the whole
+argument in one place.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,20 @@ from torch import Tensor
 
 from userdp.clipping.rules import ClipRule
 
-# Scaled updates aim this many roundings below the bound, so that rounding cannot carry them over:
-# one part in a million in float32.
+# Factors aim this many roundings below the bound, so that rounding cannot carry an update over it.
+# In float32 this is one part in a million.
 ROUNDING_MARGIN = 8
-# Updates of a larger norm count as zero on both paths: its square nears the largest float32, where
-# one path would still clip what the other no longer can.
+# An update with a larger norm counts as zero on both paths. Its square is near the largest float32.
+# There, one path could still clip it when the other no longer can.
 LARGEST_NORM = 2.0**60
-# In `rounding_factors`: factors that are tried, and roundings to expect, in eps, of the first; and
-# how much more than expected is allowed for.
+# `rounding_factors` tries this many factors for each given one.
 _CANDIDATES = 32
+# The largest factor tried leaves room for a root mean square rounding error of this many eps.
 _LEAST_ROUNDING = 0.18
+# The chosen factor leaves room for this many times its expected rounding error.
 _MORE_THAN_EXPECTED = 1.1
-# Leading digits that are tried at the same time, of all factors together.
+# Each candidate is tried on all leading digits. This bounds how many are tried at once, over all
+# given factors together.
 _MOST_AT_ONCE = 2**19
 
 
@@ -29,27 +35,26 @@ def clip_factors(
 ) -> Tensor:
     """The factor of every layer and user; `squared_norms` is (layers, users), or (1, users) flat.
 
-    `clip_norm` stands in for the rule's own where it lives on the device: a captured step reads it
-    there.
+    `clip_norm` replaces the rule's own if it lives on the device: a captured step reads it there.
 
-    Guarantee: the scaled updates have norm at most (1 - margin) times the rule's bound, all layers
-    together. A user with a norm that is not finite, or above `LARGEST_NORM`, gets zero everywhere:
-    nobody can poison the sum.
+    Guarantee: a user's scaled update has norm at most (1 - margin) times the rule's bound, over all
+    layers together. A user with a norm that is not finite, or above `LARGEST_NORM`, gets zero in
+    every layer: nobody can poison the sum.
     """
     norms = squared_norms.clamp(min=0).sqrt()
     norm_bound = rule.clip_norm if clip_norm is None else clip_norm
     layers = math.sqrt(len(squared_norms)) if rule.by_layer else 1.0
     factors = rule.factor(norms, norm_bound, (1 - margin) / layers)
-    # Whatever the rule says, nobody gets beyond its bound.
+    # Enforce the bound, whatever factor the rule returns.
     most = largest_norm(rule, norm_bound) / layers / norms
     factors = torch.minimum(torch.maximum(factors, -most), most)
-    # Not a number is not below anything.
+    # NaN fails the comparison, so such a user does not count.
     counts = (squared_norms <= LARGEST_NORM**2) & torch.isfinite(factors)
     return torch.where(counts.all(0, keepdim=True), factors, 0.0)
 
 
 def power_of_two_below(factors: Tensor) -> Tensor:
-    """The largest powers of two that are not above the factors: scaling by them rounds nothing."""
+    """The largest power of two that is at most each factor. Scaling by it rounds nothing."""
     wide = factors.dtype == torch.float64
     exponent = 0x7FF0000000000000 if wide else 0x7F800000
     bits = factors.contiguous().view(torch.int64 if wide else torch.int32)
@@ -57,13 +62,17 @@ def power_of_two_below(factors: Tensor) -> Tensor:
 
 
 def rounding_factors(factors: Tensor, exposed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Factors at most these, by which values of `dtype` usually stay within them once rounded.
+    """Factors at most these, with room for rounding the scaled values to `dtype`.
 
-    `exposed` is how far rounding by eps, of all values, would move the user's sum, relative to it.
-    How a factor rounds depends on it: most do so as often up as down, by 0.2 eps as a root of mean
-    squares. Near 1, 1/2, ... all values go the same way: by 0.999 no bfloat16 value changes at all.
-    Of some factors that lie close together the largest is taken that leaves room for what it does
-    to values with all leading digits; or a power of two, by which nothing is rounded.
+    Values of `dtype` that are scaled by a returned factor, and then rounded, usually stay within
+    what the given factor allows. `exposed` is how far the user's sum would move, relative to its
+    norm, if all values were rounded by eps.
+
+    How values are rounded depends on the factor. Most factors round values up as often as down, by
+    0.2 eps as a root mean square. Near 1, 1/2, ... a factor rounds all values in the same
+    direction: 0.999 changes no bfloat16 value at all. So some factors that lie close together are
+    tried on values with all leading digits. The largest one that leaves enough room is returned, or
+    else a power of two, which rounds nothing. See docs/clipping.md, "Rounding".
     """
     eps = torch.finfo(dtype).eps
     most = round(_MOST_AT_ONCE * eps)
@@ -72,7 +81,7 @@ def rounding_factors(factors: Tensor, exposed: Tensor, dtype: torch.dtype) -> Te
 
 
 def _rounding_factors(factors: Tensor, exposed: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
-    # Not for torch.compile, which leaves out roundings in the middle of a computation.
+    # Must not be compiled: torch.compile leaves out roundings in the middle of a computation.
     steps = torch.arange(_CANDIDATES, dtype=factors.dtype, device=factors.device)
     first = factors / (1 + _LEAST_ROUNDING * exposed)
     candidates = first[:, None] * (1 - eps / _CANDIDATES * steps)
@@ -81,7 +90,8 @@ def _rounding_factors(factors: Tensor, exposed: Tensor, dtype: torch.dtype, eps:
     digits = torch.arange(one, 2 * one, dtype=factors.dtype, device=factors.device)
     exact = candidates[..., None] * digits
     errors = (exact.to(dtype).to(factors.dtype) - exact) / exact
-    # Values may have small or large leading digits.
+    # A user's values may mostly have small leading digits, or mostly large ones. Take the worse
+    # half.
     same_way = errors.unflatten(-1, (2, -1)).mean(-1).abs().amax(-1)
     rounding = errors.square().mean(-1).sqrt() / eps
     reached = candidates * (1 + same_way + _MORE_THAN_EXPECTED * rounding * exposed[:, None])
@@ -91,5 +101,5 @@ def _rounding_factors(factors: Tensor, exposed: Tensor, dtype: torch.dtype, eps:
 
 
 def largest_norm(rule: ClipRule, clip_norm: Tensor | float | None = None) -> Tensor | float:
-    """The largest norm that a clipped update may have; `clip_norm` as in `clip_factors`."""
+    """The largest norm that a clipped update may have. `clip_norm` is as in `clip_factors`."""
     return rule.bound if clip_norm is None else rule.bound_at(clip_norm)

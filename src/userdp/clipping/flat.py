@@ -1,6 +1,6 @@
 """The clipped sum of a cohort, in one contiguous buffer for all parameters.
 
-Sums and noise then need not go from tensor to tensor.
+So sums and noise need no loop over tensors.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from userdp.losses import wide_dtype
 
-# Every parameter starts on such a boundary, as vector loads and stores want it.
+# Every parameter starts at a multiple of this many values, as vector loads and stores need.
 _ALIGNMENT = 4
 
 
 class FlatBuffer:
-    """`values` (float32 at least) and, for every parameter, a `views` of its shape.
+    """`values` (float32 at least), and for every parameter a view of its shape in `views`.
 
-    `roomy` views have the rows more that `spare_rows` asks for, by parameter: products of a padded
-    head are added there as they come. What lies in them, and in gaps between parameters, is
-    nobody's, and may be anything.
+    A view in `roomy` has extra rows, as many as `spare_rows` gives for its parameter. Products of a
+    padded head are added there as they come. The extra rows, and the gaps between parameters,
+    belong to no parameter and may hold anything.
     """
 
     def __init__(
@@ -53,20 +53,20 @@ class FlatBuffer:
         ]
 
     def zero_(self) -> None:
-        """All values to zero."""
+        """Set all values to zero."""
         self.values.zero_()
 
 
 class HalfAddedError(RuntimeError):
-    """A sum was left with part of a batch in it: adding these users again would count them twice.
+    """A sum holds only part of a batch: adding these users again would count them twice.
 
-    By then every gradient is computed, so it is not one user's data that fails.
+    By then every gradient is computed, so the failure does not come from one user's data.
     """
 
 
 @contextlib.contextmanager
 def adding() -> Iterator[None]:
-    """Whatever fails inside leaves the sum half added."""
+    """Raise `HalfAddedError` if anything inside fails. Lack of memory is raised as it is."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError):
@@ -77,10 +77,10 @@ def adding() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedSum:
-    """A cohort's clipped updates added up; how many they were, and how many were not clipped.
+    """The sum of a cohort's clipped updates, their number, and how many were within the clip norm.
 
-    A group without a record is not counted: its user moves no number by being there.
-    Secret until noised.
+    A group without a record is not counted: its user changes no number by being there. Secret until
+    noise is added.
     """
 
     total: FlatBuffer

@@ -1,6 +1,6 @@
-"""Which parameters are clipped together when each layer is clipped on its own.
+"""Which parameters are clipped together if each layer is clipped on its own.
 
-Both paths read the partition here: it defines the rule and touches no data.
+Both paths read the partition here. It is a part of the rule and depends on no data.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from torch import nn
 
 
 def clip_groups(model: nn.Module) -> dict[int, int]:
-    """Trainable parameter (by id) -> the number of its layer; a shared one belongs to the first.
+    """The number of each trainable parameter's layer, by the parameter's id.
 
-    A layer is a module that owns trainable parameters. If it has modules below it, theirs count as
-    its own, unless all it owns is listed again from one of them (BERT's head lists the bias of its
-    decoder).
+    A layer is a module that owns trainable parameters. The parameters of modules below it count as
+    its own. There is one exception: a module is not a layer if everything it owns is also listed by
+    a module without children (BERT's head lists the bias of its decoder). A parameter that several
+    layers share belongs to the first.
     """
     owned_by_leaves = {
         id(parameter)

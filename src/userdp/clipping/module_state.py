@@ -1,11 +1,11 @@
 """What a model keeps between two forward passes, beside its weights, and how to put it back.
 
-A user's gradient may depend on that user's records alone. Some models remember: rotary embeddings
-that grow with the longest text seen, caches, counters, buffers outside `state_dict`. So everything
-a module holds is noted once, compared after each pass, and put back.
+A user's gradient must depend on that user's records alone. But some models remember things: rotary
+embeddings that grow with the longest text seen, caches, counters, buffers outside `state_dict`. So
+everything that a module holds is noted once, compared after each pass, and put back.
 
-Not seen: what a model keeps outside its modules, in globals or in objects of its own. The neighbour
-probe looks at behaviour, and so at those, too.
+What a model keeps outside its modules, in globals or in its own objects, is not seen here. The
+neighbour probe looks at behaviour, and so at those, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# What torch itself keeps on a module, and what the fast path puts there while it runs.
+# Attributes that torch itself keeps on a module, and those that the fast path adds while it runs.
 _TORCH_OWN = set(nn.Module().__dict__) | {"_compiled_call_impl", "userdp_tape"}
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _CONTAINERS = (list, tuple, dict, set)
@@ -26,7 +26,7 @@ _WATCHED = (*_PLAIN, *_CONTAINERS, Tensor)
 
 @dataclass(frozen=True, kw_only=True)
 class _Noted:
-    """One attribute or buffer: where it lives, what it was, and what tells whether it changed."""
+    """One attribute or buffer: its place, its value, and a mark that tells if it changed."""
 
     name: str
     place: dict[str, Any]
@@ -43,7 +43,7 @@ class _Noted:
 
 
 class ModuleState:
-    """A note of all buffers and attributes of a model's modules."""
+    """Notes all buffers and attributes of a model's modules, and puts them back."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places: list[tuple[str, dict[str, Any]]] = []
@@ -63,7 +63,7 @@ class ModuleState:
             for name, place in self._places
             for key, value in _watched(place)
         ]
-        # In-place writes are undone from copies.
+        # These copies undo in-place writes.
         self._values = [
             (tensor, tensor.detach().clone())
             for noted in self._noted
@@ -73,7 +73,7 @@ class ModuleState:
         self._sizes = [len(place) for _, place in self._places]
 
     def changed(self) -> list[str]:
-        """The names of what is not as it was noted."""
+        """The names of everything that is not as it was noted."""
         names = [
             noted.name
             for noted in self._noted
@@ -85,7 +85,7 @@ class ModuleState:
         return names
 
     def _is_written(self, tensor: Tensor) -> bool:
-        """Whether the values are others: torch does not count writes through `.data`."""
+        """Whether the values have changed: torch does not count writes through `.data`."""
         return not torch.equal(_bytes(tensor), _bytes(self._value_of[id(tensor)]))
 
     def _new_keys(self, place: dict[str, Any]) -> list[str]:
@@ -93,7 +93,7 @@ class ModuleState:
         return [key for key, _ in _watched(place) if key not in known]
 
     def restore(self) -> None:
-        """Put everything back as it was noted; what was not there is removed."""
+        """Put everything back as it was noted. What was not there then is removed."""
         if not self.changed():
             return
         for _, place in self._places:
@@ -117,7 +117,7 @@ def _watched(place: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _copied(value: Any) -> Any:
-    """The value with its containers copied, so that a change in one of them is not one here."""
+    """The value with its containers copied, so that later changes to them do not show here."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -137,12 +137,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The tensor's memory: any dtype can be compared so, and NaN is equal to itself."""
+    """The tensor's memory as bytes: any dtype can be compared, and NaN is equal to itself."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _mark(value: Any) -> Any:
-    """What tells whether a value was replaced or written to."""
+    """A mark that changes if the value is replaced or written to."""
     if isinstance(value, Tensor):
         # Tensors made in inference mode count no versions.
         return _Same(value), -1 if value.is_inference() else value._version
@@ -157,7 +157,7 @@ def _mark(value: Any) -> Any:
 
 
 class _Same:
-    """Equal to that of the same object only; holds it, so that its address is not used again."""
+    """Equal only for the same object. Holding the object keeps its address from being reused."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

@@ -1,12 +1,13 @@
-"""Clip one update at a time and sum: the plain loop, the oracle of every faster path.
+"""Clips one update at a time and adds it up: the plain loop, the oracle of every faster path.
 
-Each user goes through the model alone, padded to its own length only, and what the model kept of it
-is put back before the next. So whatever a model does with padding, company or memory, a user's
-update depends on that user alone. Nothing here is shared with the fast path but the equations
-(`rules`, `factors`) and the buffer.
+Each user goes through the model alone and is padded only to its own length. What the model kept of
+a user is reset before the next one. So a user's update depends on that user alone, whatever a model
+does with padding, other users' rows or its memory. The plain loop shares only the equations
+(`rules`, `factors`) and the buffer with the fast path.
 
-Norms are taken in float64 and values kept in float32 at least: a bf16 norm can exceed its bound by
-one part in 128. The sum, not the mean, is what has a sensitivity; dividing comes after the noise.
+Norms are taken in float64, and values are kept in float32 at least: a bf16 norm can exceed its
+bound by one part in 128. The sensitivity is that of the sum, not of the mean, so dividing comes
+after the noise.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ def clip_update(
 ) -> Update:
     """The update scaled so that its L2 norm over all tensors together is at most the rule's bound.
 
-    `layers` numbers the tensors' layers, for a rule that clips each on its own; without it every
-    tensor is one.
+    `layers` gives the number of each tensor's layer, for a rule that clips each layer on its own.
+    By default every tensor is a layer.
 
-    Guarantee: the norm of what is returned, measured exactly, is at most `rule.bound`; an update
-    with a value that is not finite gives zero, so that nobody can poison the sum.
+    Guarantee: the exact norm of the result is at most `rule.bound`. An update with a value that is
+    not finite gives zero, so that nobody can poison the sum.
     Reference: McMahan et al. 2018, Eq. 1.
 
     >>> from userdp import FlatClip
@@ -74,7 +75,7 @@ def clipped_sum(
     like: Sequence[Tensor],
     layers: Sequence[int] | None = None,
 ) -> Update:
-    """The sum of the clipped updates; of none, zeros shaped `like` the parameters.
+    """The sum of the clipped updates. Without any update, zeros shaped `like` the parameters.
 
     Guarantee: adding or removing one update moves the sum by at most `rule.bound`.
     """
@@ -87,11 +88,11 @@ def clipped_sum(
 
 
 class PlainClipping:
-    """Clipped sums of cohorts, one group at a time; `update` is what each group gives.
+    """Computes clipped sums of cohorts, one group at a time; `update` is the rule for each group.
 
-    With `skip_failing`, a group whose update cannot be computed counts as zero. That is for steps
-    after the model was probed: then it is this group's data that fails, and whether a run goes on
-    must not depend on one user's data.
+    With `skip_failing`, a group whose update cannot be computed counts as zero. This is for steps
+    after the model was probed. A failure then comes from this group's data, and one user's data
+    must not decide whether a run goes on.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class PlainClipping:
     def clipped_sum(
         self, groups: Iterable[Batch], rule: ClipRule, *, failures: Failures | None = None
     ) -> ClippedSum:
-        """The sum over the groups, and how many were within the clip norm. Secret.
+        """The clipped sum over the groups, and how many were within the clip norm. Secret.
 
-        `failures` counts those of a cohort of which the groups are a part.
+        If the groups are only a part of a cohort, `failures` counts those of the whole cohort.
         """
         total = FlatBuffer(self._parameters)
         count, within = 0, 0
@@ -159,10 +160,10 @@ class PlainClipping:
 
 
 class Failures:
-    """Groups whose update could not be computed: counted as zero, or raised.
+    """Handles groups whose update cannot be computed: they count as zero, or the error is raised.
 
     If every group of a step fails, something is probably wrong with the loss or the batches. That
-    is logged and not raised: with one user more or less it might not be every group.
+    is logged and not raised: with one user more or less, one group might not have failed.
     """
 
     def __init__(self, skip: bool) -> None:
@@ -172,11 +173,11 @@ class Failures:
 
     @contextlib.contextmanager
     def of_one_group(self) -> Iterator[None]:
-        """Runs one group; passes over its failure if asked to."""
+        """Run one group, and pass over its failure if asked to."""
         try:
             yield
         except (torch.OutOfMemoryError, MemoryError):
-            # Says how large the machine is, not what is wrong with the data.
+            # Running out of memory is a matter of the machine, not of the data.
             raise
         except Exception as error:
             if not self._skip:
@@ -185,7 +186,7 @@ class Failures:
             self._last = error
 
     def warn_if_all_failed(self, num_groups: int) -> None:
-        """Log it if there were groups and none went through. The message holds nobody's data."""
+        """Log a warning if there were groups and all failed. The message holds nobody's data."""
         if self._last is not None and self._count == num_groups:
             _LOG.warning(
                 "all %d groups of a step failed (the last: %s) and count as zero: look at the loss "

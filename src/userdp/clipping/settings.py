@@ -1,4 +1,4 @@
-"""How a clipped sum is computed: one object that passes through whole."""
+"""How a clipped sum is computed: all settings in one object."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from userdp.errors import InputError
 class StepSettings:
     """How a step computes its clipped sum. Every choice gives the same sum, up to rounding.
 
-    None leaves a choice to the device.
+    None leaves the choice to the device.
 
     `path`: "fast" computes many users in one backward pass; "plain" computes one user at a time.
     `microbatch_tokens`: padded tokens in one backward pass (fast).
     `microbatch_records`: records in one backward pass (plain).
-    `compute_dtype`: what products are computed in, while weights stay as they are.
+    `compute_dtype`: the dtype that products are computed in; the weights keep their own.
     `compile_blocks`: compile the model's blocks; on CUDA also capture each batch shape (fast).
-    `merge_lora`: compute with W + s B A formed first: faster, rounded differently (fast).
+    `merge_lora`: form W + s B A first and compute with it: faster, but rounded differently (fast).
     `checkpoint_blocks`: keep only the input of every block and run the block again in the backward
     pass: less memory, more time (fast).
-    `mix_sizes`: users of unlike size share batches of few shapes, as captured steps want them;
-    otherwise users of like size share a batch (fast).
-    `join_records`: put several records of a user into one row; None does so for those users for
-    whom it saves much (fast).
-    `check`: compare the fast path with the plain loop on made-up values before it counts.
+    `mix_sizes`: users of different sizes share batches, so that there are few batch shapes, which
+    captured steps need; otherwise users of similar size share a batch (fast).
+    `join_records`: put several records of a user into one row; None does so only for users for whom
+    it saves much (fast).
+    `check`: compare the fast path with the plain loop on made-up values before its sums count.
     """
 
     path: Literal["fast", "plain"] = "fast"

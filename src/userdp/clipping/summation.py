@@ -1,4 +1,4 @@
-"""From the groups of a cohort to their clipped sum: which code does it."""
+"""Chooses the code that computes the clipped sum of a cohort."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from userdp.updates.contract import UpdateRule
 
 
 class Summation(Protocol):
-    """The clipped sum of a cohort.
+    """Computes the clipped sum of a cohort.
 
     With `skip_failing`, a group whose update cannot be computed counts as zero. `differs` says that
     the fast path was seen to differ from the plain loop.
@@ -27,7 +27,7 @@ class Summation(Protocol):
     differs: bool
 
     def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
-        """One update per group, each clipped once, and their sum. Secret."""
+        """The sum of one update per group, each clipped once. Secret."""
         ...
 
 
@@ -42,7 +42,7 @@ def summation(
     sequence_length: int | None,
     every_shape: bool = True,
 ) -> Summation:
-    """The fast path for mean gradients if it is asked for, else the plain loop."""
+    """The fast path if it is asked for and updates are mean gradients, else the plain loop."""
     if settings.path == "fast" and update.is_mean_gradient:
         return FastClipping(
             model,

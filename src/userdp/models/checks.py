@@ -97,7 +97,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trainable: Iterable[Tensor
 
 
 class BufferGuard:
-    """Notices writes to what is saved with a model: parameters, also frozen ones, and buffers.
+    """Notices writes to what is saved with a model: buffers and parameters, frozen ones too.
 
     It also notices changes of what modules save as their extra state.
     """
@@ -108,7 +108,10 @@ class BufferGuard:
         self._before = self._saved()
 
     def changed(self, *, values_only: bool = False) -> list[str]:
-        """The names of what was replaced or written to since, or has other values."""
+        """The names of what has changed since, was replaced or was written to.
+
+        With `values_only`, only changed values count.
+        """
         found: list[str] = []
         for name, (tensor, version, values) in self._saved().items():
             before = self._before.get(name)
@@ -120,7 +123,7 @@ class BufferGuard:
         return found
 
     def check(self, during: str = "the forward pass", *, values_only: bool = False) -> None:
-        """Raise if something that is saved was replaced or written to."""
+        """Raise if something that is saved with the model has changed (see `changed`)."""
         for name in self.changed(values_only=values_only):
             raise MixedExamplesError(
                 f"{name!r} is written during {during}: it would carry records into the saved model "
@@ -137,7 +140,7 @@ class BufferGuard:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes tensors as what tells whether they changed: torch's own bytes hold addresses."""
+    """Writes a summary instead of each tensor, because torch's own bytes contain addresses."""
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
@@ -146,14 +149,14 @@ class _Pickler(pickle.Pickler):
 
 
 def extra_state_bytes(value: Any) -> bytes:
-    """What a module's `get_extra_state` gives, as bytes that change with it."""
+    """The result of a module's `get_extra_state`, as bytes that change with it."""
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
     return buffer.getvalue()
 
 
 def _summary(tensor: Tensor) -> tuple[int, ...]:
-    """Numbers that change with a write, even one through `.data`, which torch does not count.
+    """Numbers that change with a write, even with one through `.data`, which torch does not count.
 
     They are computed from the bytes, so any dtype will do.
     """

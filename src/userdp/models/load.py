@@ -151,7 +151,7 @@ def _base_of(source: Path) -> str:
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     """Refuse a tokenizer with more tokens than the model has embeddings."""
-    # An adapter on the embedding has its weight, but not its number of embeddings.
+    # An adapter on the embedding has `weight`, but not `num_embeddings`.
     embeddings = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
     if len(tokenizer) > embeddings:
         raise InputError(
@@ -189,9 +189,9 @@ def _move(model: nn.Module, device: str) -> nn.Module:
 
 
 def _refuse_missing_path(source: str) -> None:
-    """Refuse what can only be a path and leads nowhere: the hub would be asked for it, at length.
+    """Refuse a path that does not exist; otherwise the hub would be asked for it, which takes long.
 
-    A hub name is a word, or two with one slash between.
+    A hub name is one word, or two words with one slash between them.
     """
     path = Path(source)
     if "/" not in source or path.exists():

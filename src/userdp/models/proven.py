@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# `model_type` of the configuration.
+# Values of `model_type` in a model's configuration.
 PROVEN = frozenset(
     """
     bloom codegen cohere falcon gemma gemma2 gemma3_text gpt2 gpt_neo gpt_neox gptj granite llama
@@ -26,7 +26,7 @@ PROVEN = frozenset(
 FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 
 
-# Ways to compute attention, each by a function of the library's own.
+# Ways to compute attention for which the library has its own function.
 ATTENTION = frozenset({"eager", "sdpa", "flash_attention_2"})
 _LIBRARIES = frozenset({"torch", "transformers", "peft"})
 
@@ -34,8 +34,8 @@ _LIBRARIES = frozenset({"torch", "transformers", "peft"})
 def is_proven(model: nn.Module) -> bool:
     """Whether the model is a decoder of a proven architecture, with or without adapters.
 
-    It must be as the libraries made it: no hook of any kind, no other `forward`, no attention
-    function of one's own, no rotation that depends on the length at any depth of its settings.
+    It must be as the libraries made it: no hook of any kind, no replaced `forward`, and no custom
+    attention function. At no depth of its settings may a rotation depend on the length.
     """
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if inner is None or inner.config.model_type not in PROVEN or not inner.can_generate():
@@ -57,7 +57,7 @@ def _is_fixed(settings: Any) -> bool:
 
 
 def _is_as_it_comes(module: nn.Module) -> bool:
-    """Whether the module is a library's own, without hooks or another `forward`."""
+    """Whether the module is a library's own, without hooks or a replaced `forward`."""
     if any(hooks_of(module)) or "forward" in module.__dict__:
         return False
     kinds: Any = getattr(module, "rope_type", None) or "default"
@@ -65,7 +65,7 @@ def _is_as_it_comes(module: nn.Module) -> bool:
         return False
     if not _has_own_attention(getattr(module, "config", None)):
         return False
-    # A method that was put into a library's class from outside names where it comes from.
+    # A method that somebody put into a library's class still names the module it comes from.
     return _is_library(type(module)) and _is_library(type(module).forward)
 
 
@@ -83,7 +83,7 @@ def _is_library(named: Any) -> bool:
 
 
 def hooks_of(module: nn.Module) -> tuple[tuple[int, ...], ...]:
-    """The numbers of a module's hooks, by kind; torch gives no number twice."""
+    """The ids of a module's hooks, by kind. torch never reuses an id."""
     kinds: tuple[Any, ...] = (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -94,7 +94,7 @@ def hooks_of(module: nn.Module) -> tuple[tuple[int, ...], ...]:
 
 
 def global_hooks() -> tuple[tuple[int, ...], ...]:
-    """The numbers of the hooks that torch runs for every module."""
+    """The ids of the hooks that torch runs for every module."""
     kinds: tuple[Any, ...] = (
         torch_module._global_forward_hooks,
         torch_module._global_forward_pre_hooks,
@@ -107,7 +107,7 @@ def global_hooks() -> tuple[tuple[int, ...], ...]:
 def ways_of(model: nn.Module) -> list[Any]:
     """How the model computes, as far as a caller may change it: modes, hooks, methods.
 
-    Equal lists mean that nothing was changed since.
+    Equal lists mean that nothing has changed in between.
     """
     found: list[Any] = [
         (

@@ -1,1 +1,1 @@
-"""What one group of records gives: one file per update rule (`contract` says what one is)."""
+"""How one group of records becomes one update: one file per update rule (see `contract`)."""

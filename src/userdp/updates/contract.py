@@ -1,9 +1,9 @@
 """What an update rule is: one group of records in, one update out, before any clipping.
 
-A group's update depends on that group alone, whatever else is in the step. How large it may be is
-the clip rule's business, so an update rule needs no price of its own.
+A group's update depends on that group alone, whatever else is in the step. The clip rule decides
+how large it may be, so an update rule needs no price of its own.
 
-Needs torch only to compute.
+torch is needed only to compute an update.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class UpdateRule(Part):
-    """From the records of a group to one tensor per trainable parameter.
+    """Turns the records of a group into one tensor per trainable parameter.
 
     A subclass is a frozen dataclass that sets `name`.
     """
 
-    # The fast path computes mean gradients of many groups at once; other updates are computed group
-    # by group.
+    # The fast path computes the mean gradients of many groups at once. Other updates are computed
+    # group by group.
     is_mean_gradient: ClassVar[bool] = False
 
     @abstractmethod

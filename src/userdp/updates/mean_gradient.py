@@ -35,7 +35,7 @@ class MeanGradient(UpdateRule):
         record_loss: RecordLoss,
         microbatch_records: int | None = None,
     ) -> list[Tensor]:
-        """The mean over the group's own records, in microbatches if memory asks for it."""
+        """The mean over the group's own records, in microbatches if a size is given."""
         return mean_gradient(
             model,
             parameters,
@@ -46,7 +46,7 @@ class MeanGradient(UpdateRule):
 
     @property
     def words(self) -> str:
-        """Nothing: the mean gradient is what every statement takes for granted."""
+        """Nothing: every statement takes the mean gradient for granted."""
         return ""
 
 
@@ -63,11 +63,11 @@ def mean_gradient(
 ) -> list[Tensor]:
     """The gradient of the mean of the records' losses, in float32 or better.
 
-    Never touches `.grad`. A parameter that the loss does not reach gets zero, and so does
-    everything if the group has no record: a user whose texts leave no token to predict is drawn
-    like any other.
+    `.grad` is never touched. A parameter that the loss does not reach gets zero. If the group has
+    no record, the whole update is zero: a user whose texts leave no token to predict is drawn like
+    any other.
     """
-    # Not at the top: a plan names this rule, and must load without torch.
+    # Imported here, because a plan names this rule and must load without torch.
     import torch
 
     from userdp.losses import causal_lm_loss, wide_dtype

@@ -1,7 +1,7 @@
 """Refuse layers that compute their weights: DoRA, weight norm and other parametrizations.
 
-The rules of the fast path begin from the input of a layer and the gradient of its output. Where the
-weight is itself computed, from a direction and a length for instance, they would miss that step.
+The rules of the fast path start from the input of a layer and the gradient of its output. If the
+weight is itself computed, for instance from a direction and a length, they would miss that step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from userdp.errors import InputError
 def refuse_computed_weights(model: nn.Module) -> None:
     """Raise if a layer computes its weight from trainable parameters whenever it is called.
 
-    The fast path takes the gradients of layers that hold their weights; the plain path trains any.
+    The fast path needs layers that hold their weights. The plain path can train any layer.
     """
     for name, module in model.named_modules():
         kind = _computed_by(module)
@@ -31,7 +31,7 @@ def refuse_computed_weights(model: nn.Module) -> None:
 
 
 def _computed_by(module: nn.Module) -> str:
-    """What a layer's weight is computed with from trainable parameters; empty if it is its own."""
+    """How a layer computes its weight from trainable parameters; empty if it does not."""
     magnitude = getattr(module, "lora_magnitude_vector", None)
     if isinstance(magnitude, nn.Module) and _is_trained(magnitude):
         return "DoRA (use_dora=True)"
