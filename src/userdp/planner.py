@@ -120,11 +120,8 @@ class Planner:
         """sigma_ULS(M): the multiplier of user-level sampling with M expected users (Eq. 3)."""
         return self._searched(ULS, cohort_size, steps)
 
-    def els_noise(self, group_size: int, compute: int | None = None) -> float:
-        """sigma_ELS(G) at p = B / (G N), the expected share of the kept records (Eq. 2)."""
-        return self._els(group_size, compute or self.setting.compute, self.setting.steps)
-
     def _els(self, group_size: int, compute: int, steps: int) -> float:
+        """sigma_ELS(G) at p = B / (G N), the expected share of the kept records (Eq. 2)."""
         key = (f"{ELS} {group_size}", compute, steps)
         if key not in self._noise:
             rate = compute / (group_size * self.setting.num_users)

@@ -60,15 +60,6 @@ class Adjacency(StrEnum):
         return self in (Adjacency.FIXED_GRAPH_ZERO_OUT, Adjacency.FIXED_GRAPH_REPLACE)
 
     @property
-    def sensitivity_factor(self) -> float:
-        """How far neighbours differ in the clipped sum, in clip norms per contributed update.
-
-        >>> Adjacency.ADD_REMOVE.sensitivity_factor, Adjacency.REPLACE.sensitivity_factor
-        (1.0, 2.0)
-        """
-        return 2.0 if self in (Adjacency.REPLACE, Adjacency.FIXED_GRAPH_REPLACE) else 1.0
-
-    @property
     def meaning(self) -> str:
         """The neighbour relation in words, for statements and reports."""
         return {

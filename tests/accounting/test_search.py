@@ -14,7 +14,7 @@ from oracles import binomial, lower_epsilon, one_step_delta
 from shared import SHARED, needs_shared
 from userdp.accounting import certificate, compose, gaussian, search
 from userdp.accounting.least_noise import SMALLEST_NOISE, least_noise
-from userdp.accounting.pair import Direction, Pair
+from userdp.accounting.pair import Direction, MixturePair
 from userdp.accounting.prepared import Branch, Prepared
 from userdp.accounting.search import epsilon_bound
 from userdp.accounting.steps import Exchanged, Mixture, chance_of_moving
@@ -85,7 +85,7 @@ def test_fft_bound_of_a_gaussian_is_above_the_closed_form_and_close(mu: float, e
     exact = gaussian.log_delta(mu, epsilon)
     steps = 50
     one = np.array([1.0])
-    pair = Pair.of(math.sqrt(steps) / mu, one, one, tail=1e-130)
+    pair = MixturePair.of(math.sqrt(steps) / mu, one, one, tail=1e-130)
     branch = Branch(chance=1.0, pair=pair, quadrature=pair.quadrature(1e-130))
     prepared = [Prepared(branches=(branch,), count=steps)]
     for way in Direction:

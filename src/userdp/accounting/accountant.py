@@ -1,9 +1,9 @@
 """Epsilon of an event, and the noise multiplier that reaches a target epsilon.
 
-Every number is an upper bound, the worse of the two directions, certified as `certificate` says (or
-`mixed`, where a part has no privacy loss distribution). It is computed afresh each time, which
-takes some ten milliseconds: a remembered number could be that of a mistake since corrected. Reading
-an epsilon has no side effect on any budget.
+Every number is an upper bound, in the worse of the two directions. `certificate` computes it, or
+`rdp_and_pld` where a part has no privacy loss distribution. Each number is computed afresh, which
+takes some ten milliseconds. A stored number could outlive the correction of a mistake in it.
+Reading an epsilon spends nothing of any budget.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from userdp.accounting import certificate, least_noise, mixed, special, steps
+from userdp.accounting import certificate, least_noise, rdp_and_pld, special, steps
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.errors import InputError
@@ -58,13 +58,13 @@ def check_epsilon(target: float) -> None:
 
 def can_price(event: DpEvent, adjacency: Adjacency) -> bool:
     """Whether `evaluate` has a rule for the event; takes no evaluation to say."""
-    return certificate.can_price(event, adjacency) or mixed.can_price(event, adjacency)
+    return certificate.can_price(event, adjacency) or rdp_and_pld.can_price(event, adjacency)
 
 
 def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
     """The smallest certified epsilon at which `event` is (epsilon, delta)-DP, and who vouches."""
     check_delta(delta)
-    rule = certificate if certificate.can_price(event, adjacency) else mixed
+    rule = certificate if certificate.can_price(event, adjacency) else rdp_and_pld
     return rule.evaluate(event, delta=delta, adjacency=adjacency)
 
 
@@ -85,7 +85,7 @@ def deltas(
     """The delta that goes with each epsilon: the whole trade-off of a run accounted at `delta`."""
     if certificate.can_price(event, adjacency):
         return certificate.deltas(event, epsilons=epsilons, adjacency=adjacency)
-    return mixed.deltas(event, epsilons=epsilons, delta=delta, adjacency=adjacency)
+    return rdp_and_pld.deltas(event, epsilons=epsilons, delta=delta, adjacency=adjacency)
 
 
 def calibrate(

@@ -10,11 +10,11 @@
 | b | `bands` | bands of the matrix that correlates the noise |
 | T | `steps` | number of steps |
 
-The adjacency is not part of an event: the accountant takes it beside the event. Other accountings
-of the same events are in `renyi` (RDP, the moments accountant of 2018) and `group` (black-box group
-privacy); mechanisms without a closed event in `monte_carlo`, `filter`, `quantile` and `selection`.
+The adjacency is not part of an event. The accountant takes it as a separate argument. `renyi` (RDP,
+and the moments accountant of 2018) and `group` (black-box group privacy) price the same events in
+other ways. `filter`, `quantile` and `best_of_runs` make the events of other mechanisms.
 
-An event, once released, never changes its meaning: a new theorem is a new function.
+Once an event is released, its meaning never changes: a new theorem becomes a new function.
 """
 
 from __future__ import annotations

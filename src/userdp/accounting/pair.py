@@ -204,7 +204,7 @@ def evenly_spaced(low: float, high: float, noise: float) -> Floats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
+class MixturePair:
     """Q = N(0, noise^2) against P = sum_k weights[k] N(shifts[k], noise^2), P's mass `lost` aside.
 
     `lost` is mass of P that was put where the loss is infinite.
@@ -216,14 +216,14 @@ class Pair:
     lost: float = 0.0
 
     @staticmethod
-    def of(noise: float, shifts: Floats, weights: Floats, *, tail: float) -> Pair:
+    def of(noise: float, shifts: Floats, weights: Floats, *, tail: float) -> MixturePair:
         """The pair, worsened by the error of `weights` and with at most `tail` of P given up.
 
-        >>> Pair.of(1.0, np.array([0.0, 1.0]), np.array([0.99, 0.01]), tail=0.0).shifts
+        >>> MixturePair.of(1.0, np.array([0.0, 1.0]), np.array([0.99, 0.01]), tail=0.0).shifts
         array([0., 1.])
         """
         shifts, weights, lost = worsened(shifts, weights, tail)
-        return Pair(noise=noise, shifts=shifts, weights=weights, lost=lost)
+        return MixturePair(noise=noise, shifts=shifts, weights=weights, lost=lost)
 
     @property
     def least_loss(self) -> float:

@@ -17,7 +17,7 @@ from userdp.accounting import compose, gaussian, mild
 from userdp.accounting.compose import Composed
 from userdp.accounting.discretise import Focus, excess_of_spacing, tilted
 from userdp.accounting.exchange import Exchange
-from userdp.accounting.pair import Direction, Outputs, Pair
+from userdp.accounting.pair import Direction, MixturePair, Outputs
 from userdp.accounting.prepared import Prepared, directions, joined, prepare
 from userdp.accounting.special import Floats
 from userdp.accounting.steps import Mixture, Step, chance_of_moving
@@ -190,20 +190,6 @@ def epsilon_bound(
     return result
 
 
-def epsilon_in(
-    mechanism: Sequence[Step],
-    direction: Direction,
-    delta: float,
-    *,
-    tolerance: float = TOLERANCE,
-) -> float:
-    """An upper bound on epsilon in one direction only."""
-    exact = _gaussian_epsilon(mechanism, delta)
-    if exact is not None:
-        return exact
-    return _epsilon_of(prepare(mechanism, delta), direction, delta, tolerance)
-
-
 def renyi_epsilon(mechanism: Sequence[Step], delta: float) -> float:
     """Epsilon by the best single moment in the worse direction, integrated numerically."""
     prepared = prepare(mechanism, delta)
@@ -236,7 +222,7 @@ def interval_for(
 
 def _components(pair: Outputs) -> int:
     """How many Gaussians a pair mixes."""
-    return len(pair.shifts) if isinstance(pair, Pair | Exchange) else 1
+    return len(pair.shifts) if isinstance(pair, MixturePair | Exchange) else 1
 
 
 def _gaussian_epsilon(mechanism: Sequence[Step], delta: float) -> float | None:

@@ -22,7 +22,7 @@ from userdp.accounting.events import DpEvent
 from userdp.accounting.exchange import Exchange
 from userdp.accounting.laplace import Laplace
 from userdp.accounting.normal import UNIT_ROUNDOFF
-from userdp.accounting.pair import Outputs, Pair
+from userdp.accounting.pair import MixturePair, Outputs
 from userdp.accounting.special import Floats, binomial_tail
 from userdp.units import Adjacency
 
@@ -63,7 +63,7 @@ class Mixture:
 
     def branches(self, tail: float) -> Sequence[tuple[float, Outputs]]:
         """A single pair."""
-        return [(1.0, Pair.of(self.noise, self.shifts, self.weights, tail=tail))]
+        return [(1.0, MixturePair.of(self.noise, self.shifts, self.weights, tail=tail))]
 
 
 @dataclass(frozen=True, kw_only=True)

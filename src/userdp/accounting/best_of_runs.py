@@ -40,7 +40,7 @@ def randomly_stopped(run: DpEvent, *, mean_runs: float, shape: float = GEOMETRIC
 
     Each run draws its hyper-parameters at random; only the best run's result leaves. `shape` 1 is
     the geometric distribution, 0 the logarithmic, infinity the Poisson. `number_of_runs` draws it.
-    Priced by RDP, and together with other mechanisms as `mixed` says.
+    Priced by RDP, and together with other mechanisms as `rdp_and_pld` says.
     Reference: Papernot and Steinke 2022 (arXiv 2110.03620), Thm. 2 and 6.
 
     >>> randomly_stopped(dp_event.GaussianDpEvent(2.0), mean_runs=10.0).mean

@@ -1,6 +1,6 @@
 """Mechanisms that only RDP prices, beside others that have a privacy loss distribution.
 
-Tuning by random stopping (`selection.randomly_stopped`) has a bound on its Renyi divergences
+Tuning by random stopping (`best_of_runs.randomly_stopped`) has a bound on its Renyi divergences
 (Papernot and Steinke 2022) and no privacy loss distribution. Together with training it is priced in
 two ways, and the smaller bound is told; neither choice looks at data, so both are sound:
 
