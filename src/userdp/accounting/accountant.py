@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
-from userdp.accounting import certificate, least_noise, rdp_and_pld, special, steps
+from userdp.accounting import certificate, least_noise, rdp_and_pld, roots, steps
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.errors import InputError
@@ -30,8 +31,10 @@ LARGEST_NOISE_MULTIPLIER = 1e8
 # excess is `certificate.EXCESS`, does not exceed it.
 MARGIN = 2e-4
 
-# Without a fast search: calibrated noise is at most this much (relative) above the smallest.
+# Without a fast search, calibrated noise is at most this much (relative) above the least.
 CALIBRATION_TOLERANCE = 5e-5
+# Without a fast search, no noise multiplier below this is tried.
+LEAST_EVALUATED_NOISE = 1e-3
 
 
 def certified_by() -> str:
@@ -101,7 +104,13 @@ def calibrate(
     check_delta(delta)
     noise_multiplier = search_noise(event_of, target=target, delta=delta, adjacency=adjacency)
     if noise_multiplier is None:
-        return _calibrate_by_evaluation(event_of, target=target, delta=delta, adjacency=adjacency)
+        # Only RDP prices the event.
+        noise_multiplier = noise_by_evaluation(
+            lambda noise: epsilon(event_of(noise), delta=delta, adjacency=adjacency), target
+        )
+        if noise_multiplier is None:
+            raise _out_of_reach(event_of, target=target, delta=delta, adjacency=adjacency)
+        return noise_multiplier
     aim = target
     for _ in range(8):
         reached = epsilon(event_of(noise_multiplier), delta=delta, adjacency=adjacency)
@@ -159,35 +168,31 @@ def _search(
     return found.noise_multiplier
 
 
-def _calibrate_by_evaluation(
-    event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
-) -> float:
-    """The same for events that only RDP can price: a root search over its evaluations."""
+def noise_by_evaluation(epsilon_of: Callable[[float], float], target: float) -> float | None:
+    """The least noise multiplier with `epsilon_of` it at most `target`, by evaluating it.
+
+    It is at most `CALIBRATION_TOLERANCE` (relative) above the least, and never below
+    `LEAST_EVALUATED_NOISE`. None if `LARGEST_NOISE_MULTIPLIER` is not enough.
+
+    Guarantee: `epsilon_of(result) <= target`.
+    """
+
     # Log epsilon is close to linear in log noise, so the root is found in a handful of evaluations.
-    known: dict[float, float] = {}
-
+    @cache
     def excess(log_noise: float) -> float:
-        if log_noise not in known:
-            value = epsilon(event_of(math.exp(log_noise)), delta=delta, adjacency=adjacency)
-            known[log_noise] = math.log(max(value, 1e-300) / target)
-        return known[log_noise]
+        return math.log(max(epsilon_of(math.exp(log_noise)), 1e-300) / target)
 
-    # Walk down from much noise: evaluations get dearer as the noise gets smaller.
-    high = math.log(8.0)
-    while excess(high) > 0:
-        high += math.log(4.0)
-        if high > math.log(LARGEST_NOISE_MULTIPLIER):
-            raise _out_of_reach(event_of, target=target, delta=delta, adjacency=adjacency)
-    low = high
-    while excess(low) <= 0:
-        high, low = low, low - math.log(2.0)
-        if low < math.log(1e-3):
-            return math.exp(high)
-
-    root = special.root(excess, low, high, within=CALIBRATION_TOLERANCE / 4)
-    while excess(root) > 0:
-        root += CALIBRATION_TOLERANCE / 4
-    return math.exp(root)
+    # The walk begins at much noise: evaluations take longer as the noise gets smaller.
+    missed, met = roots.bracket(
+        excess,
+        math.log(8.0),
+        math.log(2.0),
+        least=math.log(LEAST_EVALUATED_NOISE),
+        most=math.log(LARGEST_NOISE_MULTIPLIER),
+    )
+    if math.isinf(met):
+        return None
+    return math.exp(roots.root(excess, missed, met, within=CALIBRATION_TOLERANCE))
 
 
 def _out_of_reach(

@@ -14,6 +14,7 @@ import math
 import numpy as np
 from dp_accounting import dp_event
 
+from userdp.accounting import roots
 from userdp.accounting.events import DpEvent, repeated
 from userdp.errors import InputError
 
@@ -87,11 +88,14 @@ def _mean_runs(gamma: float, shape: float) -> float:
 
 def _stopping_probability(mean_runs: float, shape: float) -> float:
     """The gamma with this mean, which falls as gamma grows; at most 1 - 1e-9."""
-    low, high = 1e-12, 1 - 1e-9
-    for _ in range(200):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if _mean_runs(middle, shape) > mean_runs else (low, middle)
-    return high
+    low, high = math.log(1e-12), math.log(1 - 1e-9)
+
+    def excess(log_gamma: float) -> float:
+        return math.log(_mean_runs(math.exp(log_gamma), shape) / mean_runs)
+
+    if excess(high) > 0:
+        return 1 - 1e-9
+    return math.exp(roots.root(excess, low, high, within=1e-14))
 
 
 def _check(mean_runs: float, shape: float) -> None:

@@ -17,7 +17,7 @@ the theorem is stated.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,19 +69,33 @@ def moments(parts: Sequence[Part], tilt: float) -> tuple[float, float, float]:
 
 def saddle_point(parts: Sequence[Part], epsilon: float, start: float = 1.0) -> float:
     """The tilt t > 0 at which S has mean epsilon, to a tenth of its deviation; or near 0."""
-    low, high, tilt = 0.0, math.inf, max(start, 1e-6)
+    return centred(lambda tilt: moments(parts, tilt), epsilon, max(start, 1e-6), within=0.1)
+
+
+def centred(
+    moments_at: Callable[[float], tuple[float, float, float]],
+    epsilon: float,
+    start: float,
+    *,
+    within: float,
+    most: float = math.inf,
+) -> float:
+    """The tilt at which the mean is epsilon, up to `within` deviations, by Newton's method.
+
+    `moments_at` gives a tilt's log moment, mean and variance. The variance is the derivative of the
+    mean, so no other evaluation is needed. The search ends near 0 and above `most`.
+    """
+    low, high, tilt = 0.0, math.inf, start
     for _ in range(80):
-        _, mean, variance = moments(parts, tilt)
+        _, mean, variance = moments_at(tilt)
         gap = mean - epsilon
-        if abs(gap) <= 0.1 * math.sqrt(variance):
+        if abs(gap) <= within * math.sqrt(variance) or high < 1e-9 or low > most:
             break
         low, high = (tilt, high) if gap < 0 else (low, tilt)
         step = tilt - gap / variance if variance > 0 else math.inf
         if not low < step < high or step > 8 * tilt + 1:
             step = 4 * tilt + 1e-3 if high == math.inf else (low + high) / 2
         tilt = step
-        if high < 1e-9:
-            break
     return tilt
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from userdp.accounting import roots
 from userdp.accounting.pair import Direction, Outputs, Quadrature
 from userdp.accounting.special import Floats
 
@@ -104,14 +105,14 @@ def _edges(quadrature: Quadrature, direction: Direction, count: int, focus: Focu
     widest = np.log(np.maximum(np.minimum(finest, 1 / (1 + tilt)) / spacing, 1.0))
     budget = focus.allowed / count * 12 / ((1 + tilt) * spacing**2)
     low, high = -float(shape.max()), -float(shape.min()) + float(widest.max())
-    for _ in range(50):
-        scale = (low + high) / 2
-        widths = np.exp(np.minimum(np.maximum(shape + scale, 0.0), widest))
-        if float(mass @ (widths**2 - 1)) > budget:
-            high = scale
-        else:
-            low = scale
-    widths = spacing * np.exp(np.minimum(np.maximum(shape + low, 0.0), widest))
+
+    def widths_at(scale: float) -> Floats:
+        return np.exp(np.minimum(np.maximum(shape + scale, 0.0), widest))
+
+    def excess(scale: float) -> float:
+        return math.log1p(float(mass @ (widths_at(scale) ** 2 - 1))) - math.log1p(budget)
+
+    widths = spacing * widths_at(roots.root(excess, high, low, within=1e-9))
     bins = np.concatenate([[0.0], np.cumsum(steps / widths)])
     bins *= min(1.0, _MOST_BINS / bins[-1])
     wanted: Floats = np.arange(math.floor(bins[-1]) + 1, dtype=np.float64)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
-from userdp.accounting import certificate, search, steps
+from userdp.accounting import certificate, roots, search, steps
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.errors import InputError
@@ -34,6 +35,7 @@ def group_epsilon(record_level: Sequence[steps.Step], *, group_size: int, delta:
     5.0
     """
 
+    @cache
     def excess(epsilon: float) -> float:
         factor = group_size * epsilon + math.log(-math.expm1(-group_size * epsilon))
         factor -= epsilon + math.log(-math.expm1(-epsilon))
@@ -52,10 +54,7 @@ def group_epsilon(record_level: Sequence[steps.Step], *, group_size: int, delta:
         low, high = high, 1.15 * high
         if high > _LARGEST_EPSILON:
             return math.inf
-    while high - low > 1e-5 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
-    return group_size * high
+    return group_size * roots.root(excess, low, high, relative=1e-5)
 
 
 def evaluation(

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-from userdp.accounting import normal
+from userdp.accounting import normal, roots
 from userdp.accounting.normal import BLOCK, UNIT_ROUNDOFF
 from userdp.accounting.special import Floats, ndtr, normal_quantile
 
@@ -186,14 +186,14 @@ def log_ratio(
 def reach_of(noise: float, shifts: Floats, weights: Floats, tail: float) -> float:
     """An output above which the mixture has at most `tail`."""
     reach = -normal_quantile(tail) * noise
-    low, high = float(shifts[0]) - reach, float(shifts[-1]) + reach
-    for _ in range(60):
-        middle = (low + high) / 2
-        if float(weights @ ndtr((shifts - middle) / noise)) > tail:
-            low = middle
-        else:
-            high = middle
-    return high
+    # The quantile has a rounding error, so the upper end lies a little higher.
+    low, high = float(shifts[0]) - reach, float(shifts[-1]) + reach + 1e-6 * noise
+
+    def excess(x: float) -> float:
+        above = float(weights @ ndtr((shifts - x) / noise))
+        return math.log(max(above, 1e-320) / tail)
+
+    return roots.root(excess, low, high, within=1e-9 * noise)
 
 
 def evenly_spaced(low: float, high: float, noise: float) -> Floats:

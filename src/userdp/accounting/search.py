@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from userdp.accounting import compose, gaussian, mild
+from userdp.accounting import compose, gaussian, mild, roots
 from userdp.accounting.compose import Composed
 from userdp.accounting.discretise import Focus, excess_of_spacing, tilted
 from userdp.accounting.exchange import Exchange
@@ -77,19 +77,14 @@ def saddle(
     if sum(one.largest_loss(direction) * one.count for one in prepared) <= epsilon:
         # This direction cannot reach epsilon at all: any tilt of a likely size will do.
         return 20 / epsilon, -math.inf
-    low, high, tilt = 0.0, math.inf, start
-    value = variance = 0.0
-    for _ in range(60):
+
+    def moments(tilt: float) -> tuple[float, float, float]:
         parts = [one.moments(direction, tilt) for one in prepared]
         value, mean, variance = (sum(column) for column in zip(*parts, strict=True))
-        gap = mean - epsilon
-        if abs(gap) <= 0.02 * math.sqrt(variance) or high < 1e-9 or low > 1e6:
-            break
-        low, high = (tilt, high) if gap < 0 else (low, tilt)
-        step = tilt - gap / variance if variance > 0 else math.inf
-        if not low < step < high or step > 8 * tilt + 1:
-            step = 4 * tilt + 1e-3 if high == math.inf else (low + high) / 2
-        tilt = step
+        return value, mean, variance
+
+    tilt = compose.centred(moments, epsilon, start, within=0.02, most=1e6)
+    value, _, variance = moments(tilt)
     return tilt, compose.saddle_estimate(value, variance, tilt, epsilon)
 
 
@@ -312,17 +307,10 @@ def _solve(composed: Composed, delta: float, guess: float) -> float:
     low = max(composed.valid_from, 0.0)
     if composed.delta(low) <= delta:
         return max(low, NOTHING)
-    high = max(guess, low)
-    width = 0.01 * high
-    while composed.delta(high) > delta:
-        low, high, width = high, high + width, 2 * width
-    width = 0.01 * high
-    while high - width > low and composed.delta(high - width) <= delta:
-        high, width = high - width, 2 * width
-    low = max(low, high - width)
-    for _ in range(80):
-        if high - low <= 1e-9 * high:
-            break
-        middle = (low + high) / 2
-        low, high = (middle, high) if composed.delta(middle) > delta else (low, middle)
-    return high
+
+    def excess(epsilon: float) -> float:
+        return math.log(max(composed.delta(epsilon), 1e-300) / delta)
+
+    start = max(guess, low)
+    missed, met = roots.bracket(excess, start, 0.01 * start, growth=2.0, least=low)
+    return roots.root(excess, missed, met, relative=1e-9)
