@@ -1,9 +1,9 @@
 """Our own epsilon and delta: upper bounds by their own proof, in milliseconds.
 
-A mechanism here is a list of steps, each repeated by its count and composed adaptively.
-`epsilon_bound` and `delta_bound` never fall below the truth (see `discretise` and `compose` for
-why); how far above they may be is chosen by `tolerance`. `least_noise` searches the noise that
-meets a target.
+A mechanism is a list of steps. Each step is repeated by its count, and all are composed adaptively.
+delta at epsilon is the hockey-stick divergence of Charles et al. 2024, Eq. 1. `epsilon_bound` and
+`delta_bound` never fall below the truth: `discretise` and `compose` say why. `tolerance` chooses
+how far above the truth they may be. `least_noise` searches for the noise that meets a target.
 """
 
 from __future__ import annotations

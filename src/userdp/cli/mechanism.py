@@ -227,6 +227,33 @@ class Mechanism:
         return words
 
 
+def of_options(
+    unit: SamplingUnit,
+    rate: float | None,
+    steps: int | None,
+    group_size: int,
+    adjacency: Adjacency,
+    accountant: AccountantName,
+    cap: int | None,
+    users: int | None,
+    noise: NoiseKind,
+    participations: int | None,
+) -> Mechanism:
+    """The mechanism that the options of `account` and `calibrate` describe."""
+    return Mechanism(
+        unit=unit,
+        rate=rate,
+        steps=steps,
+        group_size=group_size,
+        adjacency=adjacency,
+        accountant=accountant,
+        cap=cap,
+        num_users=users,
+        noise=noise,
+        participations=participations,
+    )
+
+
 def told(
     described: Mechanism, *, noise_multiplier: float, delta: float, words: str
 ) -> tuple[dict[str, Any], str]:
