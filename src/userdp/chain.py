@@ -1,8 +1,8 @@
-"""Rows that hold together: each hashed with all before it, and tagged with a key of its owner.
+"""Rows that hold together: each is hashed with all before it, and tagged with its owner's key.
 
-The hash needs no key: anyone can see that a row was edited, moved or taken from the middle, unless
-whoever did it hashed everything again. The tag needs the key: only its owner can make one. What no
-tag can show is whether the owner told the truth.
+The hash needs no key. It shows anyone that a row was edited, moved or taken from the middle, unless
+whoever did so computed all hashes again. The tag needs the key, so only the owner of the key can
+make one. No tag can show whether the owner told the truth.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ KEY_BYTES = 32
 
 
 def canonical(row: Row) -> str:
-    """The one way to write a row: any other byte in its place is found."""
+    """The one way to write a row, so that any changed byte is noticed."""
     return json.dumps(row, sort_keys=True, allow_nan=False)
 
 
 def chained(before: str, row: Row) -> str:
-    """The hash of a row (its tag included) that follows the hash `before`."""
+    """The hash of a row, tag included, that comes after the hash `before`."""
     return hashlib.sha256((before + canonical(row)).encode()).hexdigest()
 
 
 def tag(key: bytes, before: str, row: Row) -> str:
-    """The owner's mark on a row that follows the hash `before`."""
+    """The owner's mark on a row that comes after the hash `before`."""
     return hmac.digest(key, (before + canonical(row)).encode(), "sha256").hex()
 
 
@@ -45,7 +45,7 @@ def sealed(before: str, row: Row, key: bytes) -> Row:
 
 
 def read_rows(path: Path, key: bytes | None) -> list[Row]:
-    """The rows of a file, every byte of it checked; the tags only with the key."""
+    """The rows of a file. Every byte is checked; the tags are checked if the key is given."""
     if not path.is_file():
         raise LedgerError(f"{path} is not there: is this the directory of a run?")
     content = path.read_bytes()
@@ -76,12 +76,12 @@ def read_rows(path: Path, key: bytes | None) -> list[Row]:
 
 
 def key_path(path: Path) -> Path:
-    """Where the key of the rows in `path` lies: beside them, in a directory of its own."""
+    """Where the key of the rows in `path` is kept: in the directory `secret` beside them."""
     return path.parent / "secret" / f"{path.stem}.key"
 
 
 def write_key(path: Path, key: bytes) -> None:
-    """Leave the key where its owner alone can read it."""
+    """Write the key where only its owner can read it."""
     place = key_path(path)
     write_private(place, key.hex().encode() + b"\n")
 
@@ -101,7 +101,7 @@ def read_key(path: Path) -> bytes | None:
 
 
 def write_private(place: Path, content: bytes) -> None:
-    """Write a new file, and its directory, for their owner alone."""
+    """Write a new file and its directory, which only their owner can read."""
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -121,7 +121,8 @@ def lock(file: IO[str], path: Path) -> None:
             "ledger would not count each other's steps. Close the other one first."
         ) from None
     except OSError:
-        # A file system without locks. Rows of two writers then break the chain, which is found.
+        # This file system has no locks. The rows of two writers would break the chain, and that is
+        # noticed.
         return
 
 

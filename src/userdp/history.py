@@ -1,12 +1,12 @@
 """What a model carries: the private runs behind its weights, on disk and in memory.
 
-A run leaves `userdp_ancestry.json` in its model's directory; whoever loads the model gets it as the
-attribute `userdp_ancestry`, and so does a model that is trained in memory. Training on from such a
-model adds to what was spent. Weights that are copied by hand into another model carry nothing: then
-it is for the caller to say what was spent.
+A run leaves `userdp_ancestry.json` in its model's directory. A loaded model has its content as the
+attribute `userdp_ancestry`, and so has a model that is trained in memory. Further training of such
+a model adds to what was spent. Weights that are copied by hand into another model carry nothing.
+Then the caller has to say what was spent.
 
-The entries are plain data here; `earlier.py` reads them. Public: the entries. Private: where the
-earlier runs keep their own records, which is remembered in memory only.
+The entries are plain data here, and `earlier.py` reads them. Public: the entries. Private: where
+the earlier runs keep their own records, which is remembered in memory only.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Entry = dict[str, Any]
 
 
 class Record(Protocol):
-    """A ledger, as far as a model's history goes."""
+    """The part of a ledger that a model's history uses."""
 
     def as_entry(self) -> Entry | None:
-        """What this run has released so far; None for nothing."""
+        """What this run has released so far; None if nothing."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class History:
-    """Runs that ended (`entries`), and the one that may still go on (`record`).
+    """The runs that ended (`entries`), and the one that may still go on (`record`).
 
-    `homes` are the directories of those runs, where they are known.
+    `homes` are the directories of those runs, if known.
     """
 
     entries: tuple[Entry, ...] = ()
@@ -51,7 +51,7 @@ class History:
         return self.entries if latest is None else (*self.entries, latest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> History:
-        # A copy of the model stands where the model stands now; what comes later is not its own.
+        # A copy of the model has the history up to now, and none of what comes later.
         return History(entries=self.all_entries(), homes=self.homes)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -63,7 +63,7 @@ def _rebuilt(entries: tuple[Entry, ...], homes: tuple[Path, ...]) -> History:
 
 
 class Module(Protocol):
-    """A torch module, as far as this file goes."""
+    """The part of a torch module that this file uses."""
 
     def modules(self) -> Iterable[Any]:
         """The module itself and everything in it."""
@@ -71,7 +71,7 @@ class Module(Protocol):
 
 
 def history_of(model: Module) -> History:
-    """What the model and every part of it carry, each run once."""
+    """What the model and all its parts carry, with each run once."""
     found: dict[int, History] = {}
     for module in model.modules():
         carried = vars(module).get(ATTRIBUTE)
@@ -81,17 +81,18 @@ def history_of(model: Module) -> History:
 
 
 def merged(*histories: History) -> History:
-    """Several histories as one, each run once.
+    """Several histories as one, with each run once.
 
-    Who was declared to be other people than whom is numbered within one history: where none holds
-    all the runs, the numbers of two say nothing about each other, and all count as the same people.
+    The numbers of groups of people have a meaning within one history only. If no history holds all
+    the runs, the numbers of two histories cannot be compared, and all runs count as being on the
+    same people.
     """
     entries: dict[str, Entry] = {}
     homes: dict[Path, None] = {}
     for history in histories:
         homes.update(dict.fromkeys(history.homes))
         for entry in history.all_entries():
-            # The same run may be carried twice, by an adapter and its base: the longer one holds.
+            # An adapter and its base may both carry the same run. Then the longer entry counts.
             known = entries.get(entry["run"])
             if known is None or known["steps"] <= entry["steps"]:
                 entries[entry["run"]] = entry
@@ -112,15 +113,15 @@ def _people(histories: Sequence[tuple[Entry, ...]], runs: set[str]) -> dict[str,
 
 
 def carry(model: Module, history: History) -> None:
-    """Let the model and its parts carry `history`: a part may be taken out and trained on."""
+    """Let the model and its parts carry `history`: a part may be trained by itself later."""
     for module in model.modules():
         setattr(module, ATTRIBUTE, history)
 
 
 def read_history(directory: Path) -> History | None:
-    """What a saved model says about itself; None if it was not made by a run.
+    """The history that a saved model carries; None if it was not made by a run.
 
-    A model that lies in a run's directory and says nothing is refused.
+    A model in a run's directory that carries no history is refused.
     """
     path = directory / ANCESTRY_FILE
     home = directory.resolve().parent
@@ -148,7 +149,7 @@ def read_history(directory: Path) -> History | None:
 
 
 def write_history(directory: Path, history: History) -> None:
-    """Leave with a saved model what was spent on it."""
+    """Write beside a saved model what was spent on it."""
     data = {"format": FORMAT, "runs": list(history.all_entries())}
     (directory / ANCESTRY_FILE).write_text(
         json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8"

@@ -1,7 +1,7 @@
-"""How a run takes over what was spent before on the weights it starts from.
+"""How a run takes over what was spent before on the weights that it starts from.
 
-Every run on a model goes through here: the loop over a store, and a private step in a loop of the
-caller's own.
+Every run on a model goes through here: the loop over a store, and also a private step in the
+caller's own loop.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from userdp.run_files import check_homes
 def earlier_runs(model: Module, *, other_people: bool = False, data: str = "") -> list[Earlier]:
     """The runs behind the model's weights, as a new run on `data` sees them.
 
-    `other_people` declares that no person of the new run is in one of them. The same data shows the
-    contrary, and is refused. So is a model that its own run's ledger contradicts.
+    `other_people` declares that nobody in the new run was in one of them. Such a declaration is
+    refused if one of them was on the same data. A model is refused if its own run's ledger
+    contradicts it.
     """
     history = history_of(model)
     before = [Earlier.from_json(entry) for entry in history.entries]
@@ -31,9 +32,10 @@ def earlier_runs(model: Module, *, other_people: bool = False, data: str = "") -
 
 
 def begin_run(model: Module, ledger: Ledger) -> None:
-    """Compose what was spent on the model's weights into `ledger`, and let the model carry both.
+    """Add what was spent on the model's weights to `ledger`, and let the model carry both.
 
-    What the ledger has inherited already, and the very run it goes on with, are not counted again.
+    Runs that the ledger has inherited already are not counted again, nor is the run that it
+    continues.
     """
     ledger.check_open()
     history = history_of(model)
@@ -41,7 +43,7 @@ def begin_run(model: Module, ledger: Ledger) -> None:
     if ledger.steps:
         known[ledger.run_digest] = ledger.steps
     if any(known.get(entry["run"], -1) < entry["steps"] for entry in history.entries):
-        # Only then is anything new, and the model's files need to be looked at (again).
+        # Only if the model carries something new, its files have to be checked.
         before = earlier_runs(model)
         ledger.inherit([item for item in before if known.get(item.run, -1) < item.steps])
     entries = tuple(item.to_json() for item in ledger.earlier)
@@ -49,9 +51,9 @@ def begin_run(model: Module, ledger: Ledger) -> None:
 
 
 def check_current(model: Module, ledger: Ledger) -> None:
-    """Refuse a step of a run when another was begun on the same model since."""
+    """Refuse a step of a run if another run was begun on the same model since."""
     own = vars(model).get(ATTRIBUTE)
-    # A run on a part of the model is one on the model: every part is looked at.
+    # A run on a part of the model counts as a run on the model, so every part is checked.
     carried = (vars(module).get(ATTRIBUTE) for module in model.modules())
     others = any(isinstance(item, History) and item.record is not ledger for item in carried)
     if not isinstance(own, History) or others:

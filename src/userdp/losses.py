@@ -1,6 +1,6 @@
-"""The loss of each record, by itself: what every update is made from.
+"""The loss of each record by itself, from which every update is computed.
 
-A loss is taken per record and never over a batch: a mean over the batch would mix users.
+A loss is never taken over a batch, because a mean over the batch would mix users.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ RecordLoss = Callable[[nn.Module, Batch], Tensor]
 TokenMean = Callable[[Tensor, Tensor], Tensor]
 TokenSum = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# Of joined records (`joined_records`), by token: its position in its record, the record's number
-# in the row, and what the token's loss counts for.
+# For joined records (`joined_records`), each token has its position in its record, the number of
+# the record in the row, and the weight of the token's loss.
 JOINED_POSITION = "userdp_position"
 JOINED_RECORD = "userdp_record"
 JOINED_WEIGHT = "userdp_weight"
@@ -33,15 +33,15 @@ def causal_lm_loss(
 ) -> Tensor:
     """The loss of each record: mean negative log-likelihood of its own labelled tokens.
 
-    `batch` has `input_ids` and `labels`, one record a line; a label of -100 counts for nothing.
-    Works on Hugging Face models (whose own loss averages over the whole batch, hence over users)
-    and on any module that maps input ids to logits. Records are padded on the right: a causal model
-    never looks there, so no mask is needed.
+    `batch` has `input_ids` and `labels`, with one record a line. A label of -100 is ignored. The
+    model may be any module that maps input ids to logits, or a Hugging Face model, whose own loss
+    would average over the whole batch, hence over users. Records are padded on the right. A causal
+    model never looks there, so no mask is needed.
     """
     # A Hugging Face model would otherwise build a key-value cache that nobody reads.
     options = {"use_cache": False} if hasattr(model, "generation_config") else {}
     output = model(input_ids=batch["input_ids"], **options)
-    # The label of a position is the next token; the last one has none.
+    # The label of a position is the next token. The last position has none.
     labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
     return (token_mean or mean_token_loss)(_logits(output), labels)
 
@@ -49,7 +49,7 @@ def causal_lm_loss(
 def joined_lm_loss(model: nn.Module, batch: Batch, *, token_sum: TokenSum | None = None) -> Tensor:
     """The loss of each row of joined records: the sum of its tokens' losses times their weights.
 
-    `batch` as `joined_records` gives it. A token sees those before it in its own record only.
+    `batch` is what `joined_records` makes. A token sees only those before it in its own record.
     """
     output = model(
         input_ids=batch["input_ids"],
@@ -57,14 +57,14 @@ def joined_lm_loss(model: nn.Module, batch: Batch, *, token_sum: TokenSum | None
         attention_mask=record_mask(batch[JOINED_RECORD]),
         use_cache=False,
     )
-    # The first token of a record has no label: the last of the record before does not predict it.
+    # The first token of a record has no label, since the record before it must not predict it.
     labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
     weights = F.pad(batch[JOINED_WEIGHT][:, 1:], (0, 1))
     return (token_sum or weighted_token_loss)(_logits(output), labels, weights)
 
 
 def record_mask(record_in_row: Tensor) -> Tensor:
-    """Which tokens of a row see which: those before them, and themselves, of the same record."""
+    """Which tokens of a row each token sees: itself and those before it in the same record."""
     length = record_in_row.shape[1]
     same = record_in_row[:, :, None] == record_in_row[:, None, :]
     causal = torch.ones(length, length, dtype=torch.bool, device=record_in_row.device).tril()
@@ -76,8 +76,8 @@ def masked_lm_loss(
 ) -> Tensor:
     """The loss of each record for models that fill gaps (BERT): mean over its labelled tokens.
 
-    `batch` has `input_ids` with tokens already masked, `labels` (-100 where nothing is asked) and
-    `attention_mask`, without which padding would be read.
+    `batch` has `input_ids` with tokens already masked, `labels` (-100 at tokens that need not be
+    predicted) and `attention_mask`, without which the model would read padding.
     """
     output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
     return (token_mean or mean_token_loss)(_logits(output), batch["labels"])

@@ -4,8 +4,8 @@
     secret/ledger.key                        marks the ledger's rows as its owner's
     secret/users/RUN.bin                     pseudonyms of the training users, for the overlap check
 
-Everything in `secret/` is for the owner alone (mode 0600) and is no part of the model. Needs no
-torch.
+Everything in `secret/` is for the owner alone (mode 0600) and is not part of the model. This file
+needs no torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from userdp.errors import LedgerError
 from userdp.ledger import Ledger
 from userdp.statement import Statement
 
-# Written for people, and edited by them: it changes no weight.
+# People read and edit these files. They change no weight.
 FREE_FILES = frozenset({"README.md"})
 
 
 def model_files(directory: Path) -> dict[str, str]:
-    """The files of a saved model and the digest of each."""
+    """The files of a saved model, with the digest of each."""
     return {
         path.relative_to(directory).as_posix(): file_digest(path)
         for path in sorted(directory.rglob("*"))
@@ -37,20 +37,20 @@ def model_files(directory: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """A run's ledger, and what keeps it from being a finished record of the run's model."""
+    """A run's ledger, and the reasons why it is not a finished record of the run's model."""
 
     ledger: Ledger
     problems: tuple[str, ...]
 
     def statement(self) -> Statement:
-        """What may be said; nothing is promised where there is a problem."""
+        """What may be said. If there is a problem, nothing is promised."""
         return self.ledger.statement(unfinished=bool(self.problems))
 
 
 def read_run(run: Path, *, unfinished: bool = False) -> RecordedRun:
-    """The ledger of a run, closed and of the weights in `model/`; else refused.
+    """The ledger of a run. It must be closed, and name the weights in `model/`.
 
-    With `unfinished`, such a run is read all the same, and its statement says so.
+    With `unfinished`, other ledgers are read too, and the statement says so.
     """
     ledger = Ledger.read(run / "ledger.jsonl")
     problems = _problems(run, ledger)
@@ -65,8 +65,8 @@ def read_run(run: Path, *, unfinished: bool = False) -> RecordedRun:
 def check_homes(homes: Sequence[Path]) -> None:
     """Refuse a model whose past is not what the ledger of its own run says.
 
-    The model's directory says what was spent on it; where the run's ledger lies beside it, the
-    closing row must name just these files. A model that was taken out of its run has none.
+    The model's directory says what was spent on it. If the run's ledger lies beside it, the closing
+    row must name exactly these files. A model that was taken out of its run has no ledger.
     """
     for home in homes:
         if not (home / "ledger.jsonl").is_file():
@@ -96,7 +96,7 @@ def _problems(run: Path, ledger: Ledger) -> list[str]:
 
 
 def run_of(model: Path) -> Path | None:
-    """The run whose directory, or whose `model/`, is given; None if it is no run's."""
+    """The run to which a directory belongs, itself or as its `model/`; None if to no run."""
     if (model / "ledger.jsonl").is_file():
         return model
     home = model.resolve().parent
@@ -105,9 +105,9 @@ def run_of(model: Path) -> Path | None:
 
 
 def write_training_users(run: Path, digest: str, store: UserStore, homes: tuple[Path, ...]) -> None:
-    """Leave in the run's secret directory whom it was trained on, and the runs before it.
+    """Write to the run's secret directory who was trained on, in this run and those before it.
 
-    Pseudonyms are keyed hashes: they name nobody without the store's key.
+    Pseudonyms are keyed hashes. Without the store's key they name nobody.
     """
     content = store.manifest["key_name"].encode() + b"\n" + b"".join(store.pseudonyms.to_pylist())
     write_private(_users_file(run, digest), content)
@@ -120,7 +120,7 @@ def write_training_users(run: Path, digest: str, store: UserStore, homes: tuple[
 def shared_users(run: Path, held_out: UserStore) -> int | None:
     """How many users of `held_out` were trained on, in this run or one before it.
 
-    None if that cannot be known: a list is missing, or ids were hidden under different keys.
+    None if that is not known, because a list is missing or ids were hidden under different keys.
     """
     ledger = Ledger.read(run / "ledger.jsonl")
     digests = (ledger.run_digest, *(item.run for item in ledger.earlier))
@@ -130,17 +130,17 @@ def shared_users(run: Path, held_out: UserStore) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """How many users were found to be shared, and whether every list was there to look at."""
+    """How many users are known to be shared, and whether every list could be read."""
 
     shared: int
     is_known: bool
 
 
 def overlap(store: UserStore, people: Mapping[str, int], homes: Sequence[Path]) -> Overlap:
-    """The users who are in more than one group of people; those of `store` are group 0.
+    """The users who are in more than one group of people, where those of `store` are group 0.
 
-    `people` gives the group of each run, by the run's digest; `homes` are where the runs' lists of
-    users may lie.
+    `people` maps a run's digest to its group. `homes` are the directories in which the runs' lists
+    of users may be.
     """
     groups: dict[int, set[bytes]] = {0: set(store.pseudonyms.to_pylist())}
     is_known = True

@@ -1,6 +1,6 @@
-"""The private loop over a store; reads like the box of Charles et al. 2024, Alg. 1 and 2.
+"""The private loop over a store, written like the boxes of Charles et al. 2024, Alg. 1 and 2.
 
-`train` is the loop. `train_from_config` is what the command calls: it makes everything that the
+`train` is the loop. The command calls `train_from_config`, which makes everything that the
 configuration names, runs the loop, and leaves the run in a directory:
 
     config.toml  ledger.jsonl  statement.json  model/  report.html  MODEL_CARD.md
@@ -81,25 +81,25 @@ def train(
     secret: RunSecret | None = None,
     on_step: OnStep | None = None,
 ) -> Run:
-    """Train `model` on the store's users as `plan` says; the model is changed in place.
+    """Train `model` on the store's users as `plan` says. The model is changed in place.
 
-    Records of several owners need a `selection` that bounds what each of them contributes; a long
-    record is then cut to one row, so that the bound on records is one on rows.
+    Records with several owners need a `selection`, which bounds what each owner contributes. Then a
+    long record is cut to one row, so that the bound on records is also a bound on rows.
 
     `settings` say how sums are computed: in batches of many users, or one user at a time. The sums
     are the same.
 
-    With `out`, the run's directory gets the ledger (row by row, before each step's weights exist)
-    and at the end the model. Looks at the data that were `paid` for are charged before the first
-    step. `on_step` is told how many steps are done, and nothing else: losses,
-    norms and cohorts are secret.
+    With `out`, the ledger is written to the run's directory, each row before its step's weights
+    exist, and so is the model at the end. Looks at the data that were `paid` for are charged before
+    the first step. `on_step` is told how many steps are done, and nothing else: losses, norms and
+    cohorts are secret.
 
-    A model that was trained privately before carries what was spent on it, and that is composed
-    with this run. `other_people` declares that nobody in this store was in those runs: then each
-    person is in one of them, and the statement gives the largest epsilon. The users of the runs are
-    compared where their lists are there; where not, the statement says so.
+    A model that was trained privately before carries what was spent on it. That is composed with
+    this run. `other_people` declares that nobody in this store was in those runs. Then each person
+    is in one of the runs, and the statement gives the largest epsilon. The users of the runs are
+    compared if their lists are there. If not, the statement says so.
     """
-    # The ledger will name this data: make sure that it still is this data.
+    # The ledger will name this data, so make sure that the data was not changed.
     store.verify()
     before = earlier_runs(model, other_people=other_people, data=store.fingerprint)
     plan.check_paid(paid, earlier=before)
@@ -170,7 +170,7 @@ UNCHECKED_PEOPLE = (
 
 
 def _check_declared(model: nn.Module, store: UserStore, before: Sequence[Earlier]) -> list[str]:
-    """Refuse a declaration of other people that is wrong; what to say where that is not known."""
+    """Refuse a wrong declaration of other people; return what to say if it cannot be checked."""
     people = {item.run: item.people for item in before}
     if not any(people.values()):
         return []
@@ -185,7 +185,7 @@ def _check_declared(model: nn.Module, store: UserStore, before: Sequence[Earlier
 
 
 def _selection_name(store: UserStore, selection: Selection | None) -> str:
-    """A keyed name: who owns how much of what is private."""
+    """A keyed name of the selection, because who owns how much of what is private."""
     if selection is None:
         return ""
     return store.keyed_digest(f"selection {selection.sha256()}".encode())
@@ -285,7 +285,7 @@ def train_from_config(
 
 
 def load_configured_model(config: Config) -> tuple[nn.Module, Any]:
-    """The model to train, with its adapters if they are asked for, and its tokenizer."""
+    """The model to train, with adapters if the configuration asks for them, and its tokenizer."""
     return load_model(
         config.model.path,
         lora=Lora(**config.model.lora.model_dump()) if config.model.lora else None,
@@ -306,7 +306,7 @@ def step_settings(config: Config) -> StepSettings:
 
 
 def _clear_if_unbegun(out: Path) -> None:
-    """A run that was refused before its first step has released nothing: leave nothing of it."""
+    """Remove what a run left that was refused before its first step: it has released nothing."""
     ledger = out / "ledger.jsonl"
     rows = ledger.read_text().splitlines() if ledger.is_file() else []
     if any(json.loads(row)["kind"] == "step" for row in rows):
@@ -323,7 +323,7 @@ def write_statement(run: Run, out: Path) -> None:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, name: str, steps: int) -> Any:
-    """A constant rate, or one that stays for half of the run and then falls to zero in a line."""
+    """A constant rate, or one that is constant for half of the run and then falls to 0 linearly."""
     if name == "constant":
         return None
     return torch.optim.lr_scheduler.LambdaLR(
@@ -332,7 +332,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, name: str, steps: int) -> An
 
 
 def load_run(run: Path) -> tuple[nn.Module, Any, Config]:
-    """The model a run left, its tokenizer, and its configuration."""
+    """The model that a run left, its tokenizer, and its configuration."""
     config = load_config(run / "config.toml")
     saved = run / "model"
     if not saved.is_dir():
@@ -347,8 +347,8 @@ def load_run(run: Path) -> tuple[nn.Module, Any, Config]:
 def check_base(run: Path, ledger: Ledger, model: nn.Module, *, unfinished: bool) -> bool | None:
     """Whether the loaded base below the run's adapter is the one that its closing row names.
 
-    Another base is refused, unless `unfinished` runs are read too. None if there is nothing to
-    compare: the run left a whole model, or its ledger names no base.
+    Another base is refused, unless `unfinished` runs are read too. The result is None if there is
+    nothing to compare: the run left a whole model, or its ledger names no base.
     """
     published = adapter_tensors(run / "model")
     named = (ledger.end or {}).get("digests", {}).get("base_weights")

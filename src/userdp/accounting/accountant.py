@@ -20,17 +20,17 @@ from userdp.accounting.events import DpEvent
 from userdp.errors import InputError
 from userdp.units import Adjacency
 
-# Below this, tails would have to be cut off below what a double can hold.
+# Below this, a tail that may be cut off is smaller than any double.
 SMALLEST_DELTA = 1e-250
 
-# Targets below this would need grids finer than doubles can carry.
+# Smaller targets would need finer grids than doubles can represent.
 SMALLEST_EPSILON = 1e-4
 
-# Calibration searches noise multipliers up to here; beyond it no model would learn anything.
+# Calibration tries no larger noise multiplier. With more noise no model would learn anything.
 LARGEST_NOISE_MULTIPLIER = 1e8
 
-# The search aims this much (relative) below the target epsilon, so that the certificate, whose own
-# excess is `certificate.EXCESS`, does not exceed it.
+# The search aims this much (relative) below the target epsilon. The certificate may lie above the
+# search by `certificate.EXCESS`, and then still meets the target.
 MARGIN = 2e-4
 
 # Without a fast search, calibrated noise is at most this much (relative) above the least.
@@ -40,7 +40,7 @@ LEAST_EVALUATED_NOISE = 1e-3
 
 
 def certified_by() -> str:
-    """Who vouches for the numbers of this module, in general; `evaluate` says it for each."""
+    """Who vouches for the numbers of this module in general; `evaluate` says so for each one."""
     return f"{certificate.library()} and {certificate.own()}, the larger of two upper bounds"
 
 
@@ -62,12 +62,12 @@ def check_epsilon(target: float) -> None:
 
 
 def can_price(event: DpEvent, adjacency: Adjacency) -> bool:
-    """Whether `evaluate` has a rule for the event; takes no evaluation to say."""
+    """Whether `evaluate` has a rule for the event. Nothing is evaluated."""
     return certificate.can_price(event, adjacency) or rdp_and_pld.can_price(event, adjacency)
 
 
 def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
-    """The smallest certified epsilon at which `event` is (epsilon, delta)-DP, and who vouches."""
+    """The smallest certified epsilon at which `event` is (epsilon, delta)-DP, and who says so."""
     check_delta(delta)
     rule = certificate if certificate.can_price(event, adjacency) else rdp_and_pld
     return rule.evaluate(event, delta=delta, adjacency=adjacency)
@@ -87,7 +87,7 @@ def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency) -> float:
 def deltas(
     event: DpEvent, *, epsilons: list[float], delta: float, adjacency: Adjacency
 ) -> list[float]:
-    """The delta that goes with each epsilon: the whole trade-off of a run accounted at `delta`."""
+    """The delta that belongs to each epsilon: the trade-off of a run that is priced at `delta`."""
     if certificate.can_price(event, adjacency):
         return certificate.deltas(event, epsilons=epsilons, adjacency=adjacency)
     return rdp_and_pld.deltas(event, epsilons=epsilons, delta=delta, adjacency=adjacency)
@@ -118,8 +118,8 @@ def calibrate(
         reached = epsilon(event_of(noise_multiplier), delta=delta, adjacency=adjacency)
         if reached <= target:
             return noise_multiplier
-        # Aim lower by what the certificate is above the search: where a part has fixed noise, how
-        # much more of the free noise that takes is for the search to say.
+        # The certificate is above the search, so aim lower by as much. The search then says how
+        # much noise that takes: some parts may have a fixed noise.
         aim *= target / reached * (1 - 1e-5)
         searched = _search(event_of, target=aim, delta=delta, adjacency=adjacency)
         if searched is None:
@@ -131,9 +131,9 @@ def calibrate(
 def search_noise(
     event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
 ) -> float | None:
-    """The noise multiplier our own search proposes for `target`; None for events it cannot price.
+    """The noise multiplier that our own search proposes; None for events that it cannot price.
 
-    An upper bound by its own proof, not yet checked by `dp_accounting`.
+    By our own proof it meets the target. `dp_accounting` has not checked it yet.
     """
     if target < SMALLEST_EPSILON:
         raise InputError(
@@ -151,7 +151,7 @@ def search_noise(
 def _search(
     event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
 ) -> float | None:
-    """The noise multiplier the search proposes; None if none is large enough."""
+    """The noise multiplier that the search proposes; None if none is large enough."""
 
     def mechanism(noise_multiplier: float) -> list[steps.Step]:
         found = steps.of(event_of(noise_multiplier), adjacency)
@@ -160,7 +160,7 @@ def _search(
 
     parts = mechanism(1.0)
     if not parts:
-        # Nothing is ever released: the least noise there is will do.
+        # Nothing is ever released, so the least noise is enough.
         return least_noise.SMALLEST_NOISE
     sampled = any(not (isinstance(one, steps.Mixture) and one.is_gaussian) for one in parts)
     margin = MARGIN if sampled else 2 * certificate.GAUSSIAN_EXCESS
@@ -200,7 +200,7 @@ def noise_by_evaluation(epsilon_of: Callable[[float], float], target: float) -> 
 def _out_of_reach(
     event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
 ) -> InputError:
-    # Three digits to nearest are at most 0.5% low: what is named as feasible must be so.
+    # Rounding to three digits takes off at most 0.5%. The epsilon that is named must be feasible.
     feasible = 1.005 * epsilon(event_of(LARGEST_NOISE_MULTIPLIER), delta=delta, adjacency=adjacency)
     return InputError(
         f"epsilon={target} is out of reach at delta={delta}: even noise_multiplier="

@@ -1,11 +1,11 @@
 """The Gaussian mechanism in closed form: no sampling, any number of steps.
 
 Steps of noise multipliers sigma_i and sensitivity 1 compose to one Gaussian mechanism of
-sensitivity mu = sqrt(sum_i 1 / sigma_i^2), whose delta at epsilon is
+sensitivity mu = sqrt(sum_i 1 / sigma_i^2). In both directions its delta at epsilon is exactly
 
-    delta = Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu)
+    delta = Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu).
 
-exactly, in both directions. Reference: Balle and Wang 2018, Thm. 8.
+Reference: Balle and Wang 2018, Thm. 8.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from userdp.accounting.special import log_normal_cdf
 
 
 def log_delta(mu: float, epsilon: float) -> float:
-    """log of delta at `epsilon` for sensitivity `mu` in units of the noise.
+    """The log of delta at `epsilon`, for sensitivity `mu` in units of the noise.
 
     >>> round(math.exp(log_delta(1.0, 1.0)), 4)
     0.1269
@@ -26,7 +26,7 @@ def log_delta(mu: float, epsilon: float) -> float:
     second = epsilon + log_normal_cdf(-mu / 2 - epsilon / mu)
     if second >= first:
         return -math.inf
-    # The rounding of both logarithms, which the difference magnifies, is added.
+    # Both logarithms have rounding errors, which the difference magnifies. They are added.
     error = 1e-15 * (abs(first) + abs(second) + epsilon + 4) / -math.expm1(second - first)
     return first + math.log(-math.expm1(second - first)) + error
 

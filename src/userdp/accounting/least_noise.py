@@ -1,7 +1,7 @@
 """The least noise multiplier that meets a target epsilon, by our own bound.
 
-The search first solves the saddle-point approximation, which costs no FFT, and then corrects it by
-a few evaluations of the bound.
+The search first solves the saddle-point approximation, which needs no FFT. Then a few evaluations
+of the bound correct it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def least_noise(
     delta: float,
     tolerance: float = TOLERANCE,
 ) -> Found | None:
-    """The least noise multiplier (to 1e-5, above) whose delta bound at `epsilon` meets `delta`.
+    """The least noise multiplier whose delta bound at `epsilon` is at most `delta`.
 
-    None if no noise up to `LARGEST_NOISE` does.
+    It is at most 1e-5 (relative) above the least one. None if `LARGEST_NOISE` is not enough.
     """
     target = math.log(delta)
     tilts = dict.fromkeys(Direction, 1.0)
@@ -68,7 +68,7 @@ def least_noise(
     if exact is not None:
         return exact if exact.noise_multiplier <= LARGEST_NOISE else None
     if chance_of_moving(mechanism_of(1.0)) <= delta:
-        # Delta covers the chance that the user is ever there: any noise will do.
+        # Delta covers the chance that the user is ever there, so any noise is enough.
         return Found(noise_multiplier=SMALLEST_NOISE, evaluations=0)
     closed = mild.least_noise(mechanism_of, epsilon=epsilon, delta=delta)
     if closed is not None:
@@ -83,7 +83,7 @@ def least_noise(
     log_noise, slope = roots.near(
         lambda at: bound(at, COARSE_TOLERANCE, ways), log_noise, slope, within=2e-3, rise=0.0
     )
-    # One direction decides: only it is searched, and the other one is checked at the end.
+    # One direction decides. Only that one is searched, and the other one is checked at the end.
     worse = max(ways, key=lambda way: bound(log_noise, COARSE_TOLERANCE, [way]))
     log_noise, slope = roots.near(
         lambda at: bound(at, tolerance, [worse]), log_noise, slope, within=NOISE_TOLERANCE, rise=0.3
@@ -102,9 +102,9 @@ def least_noise(
 def _gaussian_noise(
     mechanism_of: Callable[[float], Sequence[Step]], epsilon: float, delta: float
 ) -> Found | None:
-    """The exact answer where no step samples and every noise is fixed or the multiplier's multiple.
+    """The exact answer where no step samples, and each noise is fixed or a multiple of the result.
 
-    Infinite where the fixed ones alone cost more than epsilon.
+    It is infinite where the steps of fixed noise alone cost more than epsilon.
     """
     fixed = scaled = 0.0
     for one, two in zip(mechanism_of(1.0), mechanism_of(2.0), strict=True):

@@ -22,32 +22,32 @@ from userdp.accounting.prepared import Prepared, directions, joined, prepare
 from userdp.accounting.special import Floats
 from userdp.accounting.steps import Mixture, Step, chance_of_moving
 
-# The excess of epsilon, relative to it, that the grid may cause.
+# The grid may add this much (relative) to epsilon.
 TOLERANCE = 4e-5
 COARSE_TOLERANCE = 1e-3
 
-# An epsilon that is not worth telling from 0: reported as this.
+# Smaller epsilons are not worth telling from 0. They are reported as this.
 NOTHING = 1e-6
 
-# exp(-tilt epsilon) is about delta, which is above exp of minus this.
+# exp(-tilt epsilon) is about delta, and delta is above exp(-600).
 _LARGEST_EXPONENT = 600.0
 
-# No epsilon above this is looked for.
+# No larger epsilon is searched for.
 _LARGEST_GUESS = 1e6
 
-# `dp_accounting` has closed forms for two Gaussians; more cost it this much more a grid point, and
-# of more than `_MANY` their number counts.
+# `dp_accounting` has closed forms for two Gaussians. More Gaussians make a grid point this many
+# times as expensive, and above `_MANY` the cost grows with their number.
 _PLAIN, _MIXTURE_WORK, _MANY = 2, 20.0, 64
 
-# Capping losses may add this much to delta, relative.
+# Capping losses may add this share to delta.
 _CAP_SHARE = 1e-7
 
 
 def _cap(prepared: Sequence[Prepared], direction: Direction, epsilon: float) -> float:
     """A loss of one step above which splitting it hardly changes delta at `epsilon`.
 
-    Splitting costs P(one loss > cap) P(the other losses < epsilon - cap) at most. The second
-    chance is at most that of one very negative loss, and, without those, Chernoff's bound.
+    Splitting costs at most P(one loss > cap) P(the other losses < epsilon - cap). The second
+    chance is at most that of a very negative loss, plus Chernoff's bound without such losses.
     """
     wanted = -math.log(_CAP_SHARE)
     steps = sum(one.count for one in prepared)
@@ -66,16 +66,16 @@ def _cap(prepared: Sequence[Prepared], direction: Direction, epsilon: float) -> 
             low = float(loss[0])
             value += count * (math.log(float(np.exp(-slope * (loss - low)) @ mass)) - slope * low)
         margin = min(margin, (max(value, 0.0) + wanted) / slope)
-    # A guess of epsilon that is a little too low shall still see its surroundings.
+    # If the guess of epsilon is a little too low, the true epsilon must still be below the cap.
     return 1.02 * epsilon + margin
 
 
 def saddle(
     prepared: Sequence[Prepared], direction: Direction, epsilon: float, start: float
 ) -> tuple[float, float]:
-    """The tilt that centres the loss on epsilon, and the estimate of log delta there."""
+    """The tilt that centres the loss on epsilon, and an estimate of log delta there."""
     if sum(one.largest_loss(direction) * one.count for one in prepared) <= epsilon:
-        # This direction cannot reach epsilon at all: any tilt of a likely size will do.
+        # This direction cannot reach epsilon at all, so any tilt of a likely size will do.
         return 20 / epsilon, -math.inf
 
     def moments(tilt: float) -> tuple[float, float, float]:
@@ -100,7 +100,7 @@ def _spacing(
 
     steps = sum(one.count for one in prepared)
     spacing = math.sqrt(12 * allowed / (steps * (1 + tilt)))
-    # Mass close to a grid point costs less than the rule says: then a wider grid will do.
+    # Mass close to a grid point costs less than the rule says. Then a wider grid is enough.
     for _ in range(20):
         if excess(2 * spacing) > allowed:
             break
@@ -117,12 +117,12 @@ def composed(
 ) -> Composed:
     """The loss of the whole mechanism near `epsilon`, on a grid that adds about `tolerance`.
 
-    `delta` is about what is expected there; it decides how much rounding may matter.
+    `delta` is roughly the delta that is expected there. It decides how much rounding may matter.
     """
     cap = _cap(prepared, direction, epsilon)
     shown = [one.capped(direction, cap) for one in prepared]
     tilt, _ = saddle(shown, direction, epsilon, 1.0)
-    # Larger tilts belong to an epsilon that this direction hardly reaches: no need to be fine.
+    # With a larger tilt this direction hardly reaches epsilon, and a coarse grid is enough.
     tilt = min(tilt, _LARGEST_EXPONENT / epsilon)
     allowed, resolution = tolerance * epsilon / 2, math.sqrt(tolerance / 2)
     focus = Focus(
@@ -140,10 +140,10 @@ def composed(
 def delta_bound(
     mechanism: Sequence[Step], epsilon: float, *, hint: float, tolerance: float = TOLERANCE
 ) -> float:
-    """An upper bound on delta at `epsilon`, the worse direction; `hint` is about its size."""
+    """An upper bound on delta at `epsilon` in the worse direction; `hint` is roughly its size."""
     prepared = prepare(mechanism, hint)
     return max(
-        # Grids in proportion to epsilon would be endless next to 0.
+        # The grid is in proportion to epsilon, so next to 0 it would have no end.
         composed(prepared, way, max(epsilon, _least_focus(prepared, way)), tolerance, hint).delta(
             epsilon
         )
@@ -186,7 +186,7 @@ def epsilon_bound(
 
 
 def renyi_epsilon(mechanism: Sequence[Step], delta: float) -> float:
-    """Epsilon by the best single moment in the worse direction, integrated numerically."""
+    """Epsilon in the worse direction by the best single moment, integrated numerically."""
     prepared = prepare(mechanism, delta)
     return max(_renyi_epsilon(prepared, way, delta) for way in directions(prepared))
 
@@ -196,11 +196,11 @@ def interval_for(
 ) -> tuple[float, float]:
     """The widest uniform grid that adds about `excess` (relative) to epsilon, and its work.
 
-    The work counts the points of one step's grid, which `dp_accounting` finds one by one for
-    mixtures, and a tenth of the points of all steps together.
+    The work counts the points of one step's grid, plus a tenth of the points of all steps together.
+    For mixtures, `dp_accounting` finds the points of a step one by one.
     """
     prepared = prepare(mechanism, delta)
-    # The worse direction decides epsilon, and the other one's grid is no harder.
+    # The worse direction decides epsilon, and the grid of the other one is no harder.
     ways = [(way, *saddle(prepared, way, epsilon, 1.0)) for way in directions(prepared)]
     way, tilt, _ = max(ways, key=lambda found: found[2])
     spacing = _spacing(prepared, way, tilt, excess * epsilon)
@@ -230,7 +230,7 @@ def _gaussian_epsilon(mechanism: Sequence[Step], delta: float) -> float | None:
 
 
 def _renyi_epsilon(prepared: Sequence[Prepared], direction: Direction, delta: float) -> float:
-    """Epsilon by the best single moment: a little too large, but never far off.
+    """Epsilon by the best single moment: a little too large, never by much.
 
     delta <= e^(K(t) - t epsilon) t^t / (1 + t)^(1 + t) for every t > 0 (Canonne et al. 2020, Prop.
     12).
@@ -258,10 +258,10 @@ def _renyi_epsilon(prepared: Sequence[Prepared], direction: Direction, delta: fl
 def _epsilon_of(
     prepared: Sequence[Prepared], direction: Direction, delta: float, tolerance: float
 ) -> float:
-    """The bound in one direction: composed where epsilon is thought to be, until it is there."""
+    """The bound in one direction: composed at a guess of epsilon, until the guess is right."""
     epsilon = _renyi_epsilon(prepared, direction, delta)
     if epsilon <= NOTHING:
-        # A bound already; of exactly zero the grids below would have no spacing.
+        # This is a bound already. At exactly zero the grids below would have no spacing.
         return NOTHING
     best, too_low, allowed = math.inf, 0.0, COARSE_TOLERANCE
     for _ in range(60):
@@ -269,7 +269,7 @@ def _epsilon_of(
         solved = _solve(found, delta, epsilon)
         best = min(best, solved)
         if math.isinf(solved):
-            # Too low a guess: what was split above it has an infinite part larger than delta.
+            # The guess was too low: losses above it were split, and infinity got more than delta.
             too_low = max(too_low, epsilon)
             epsilon = (too_low + best) / 2 if math.isfinite(best) else 1.5 * epsilon
             if epsilon > _LARGEST_GUESS:
@@ -277,7 +277,7 @@ def _epsilon_of(
         elif solved <= NOTHING:
             break
         elif solved <= found.valid_from:
-            # Epsilon is below the window, which only says that it is not above.
+            # Epsilon is below the window. All that is known is that it is not above.
             epsilon = max(0.9 * solved, (too_low + solved) / 2)
         elif allowed <= tolerance and abs(solved - epsilon) <= 0.02 * epsilon:
             break
@@ -296,7 +296,7 @@ def delta_at(
     tolerance: float,
     hint: float,
 ) -> float:
-    """An upper bound on delta at `epsilon` in one direction; `hint` is about its size."""
+    """An upper bound on delta at `epsilon` in one direction; `hint` is roughly its size."""
     return composed(prepared, direction, epsilon, tolerance, hint).delta(epsilon)
 
 

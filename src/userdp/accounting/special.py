@@ -1,5 +1,5 @@
 # pyright: basic
-"""The special functions we use from scipy, with types: scipy has none."""
+"""The functions that we use from scipy, with types, which scipy does not have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ndtr(x: Floats) -> Floats:
 
 
 def log_ndtr(x: Floats) -> Floats:
-    """Its logarithm, accurate far out."""
+    """The log of `ndtr`, accurate far out."""
     return special.log_ndtr(x)
 
 
