@@ -24,7 +24,7 @@ from userdp.sampling import PoissonRecords, PoissonUsers, Sampler
 from userdp.statement import epsilon_text
 from userdp.units import Adjacency
 
-# From a sampler, a noise and t to the event of the first t steps.
+# A price maps a sampler, a noise and t to the event of the first t steps.
 Price = Callable[[Any, Any, int], events.DpEvent]
 
 

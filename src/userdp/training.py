@@ -137,8 +137,8 @@ def train(
             record.ledger.charge(item.event, what=item.what)
         if record.path is not None:
             write_training_users(record.path, record.ledger.run_digest, store, homes)
-        # Dropout off: the noise regularises enough, and a group's update is then a function of its
-        # rows.
+        # Dropout is off. The noise regularises enough, and without dropout a group's update is a
+        # function of its rows.
         model.eval()
         step = PrivateStep(
             model,
@@ -149,7 +149,7 @@ def train(
             sequence_length=sequence_length,
             record=record,
         )
-        # A model that does not tell its vocabulary reads the tokenizer's.
+        # If the model does not say how large its vocabulary is, the tokenizer's size counts.
         tokens = torch.arange(len(tokenizer))[None]
         step.check_model({"input_ids": tokens, "labels": tokens})
         for cohort in step.cohorts():
@@ -215,7 +215,7 @@ def _rows(
     edges = Edges.load(store.path)
     selection.check(edges)
     if not plan.adjacency.fixed_graph:
-        # Rows keep their owners: the sampler limits what each contributes, as without a selection.
+        # Rows keep their owners. The sampler limits what each contributes, as without a selection.
         selection.check_user_by_user(edges)
         return tokenise_selected(
             store,
