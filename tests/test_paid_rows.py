@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tiny import make_model, make_store
 from userdp import chain
-from userdp.accounting import gaussian, selection
+from userdp.accounting import best_of_runs, gaussian
 from userdp.cli import app
 from userdp.cli.quantile import answers
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
@@ -160,7 +160,7 @@ def test_numbers_no_mechanism_has_are_refused(event):
 
 
 def tuned(plan: Plan, mean_runs: float = 5.0, **others) -> dp_event.DpEvent:
-    return selection.randomly_stopped(plan.event(), mean_runs=mean_runs, **others)
+    return best_of_runs.randomly_stopped(plan.event(), mean_runs=mean_runs, **others)
 
 
 def test_tuning_that_nothing_prices_is_refused_before_training():
@@ -177,7 +177,7 @@ def test_tuning_that_nothing_prices_is_refused_before_training():
         charged(the_plan(), steps=0).charge(tuned(records), what="learning rate")
 
 
-@pytest.mark.parametrize("shape", [selection.GEOMETRIC, selection.POISSON])
+@pytest.mark.parametrize("shape", [best_of_runs.GEOMETRIC, best_of_runs.POISSON])
 def test_paid_tuning_enters_the_ledger_and_the_statement_says_how_it_is_priced(tmp_path, shape):
     plan, path = the_plan(noise_multiplier=3.0), tmp_path / "ledger.jsonl"
     tuning = tuned(the_plan(noise_multiplier=6.0, steps=10), shape=shape)

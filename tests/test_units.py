@@ -1,4 +1,4 @@
-"""Who is protected: the words and the factor each neighbour relation stands for."""
+"""Who is protected: the words each neighbour relation stands for."""
 
 from __future__ import annotations
 
@@ -9,25 +9,15 @@ from userdp.units import Adjacency
 
 
 @pytest.mark.parametrize(
-    ("adjacency", "factor", "word"),
+    ("adjacency", "word"),
     [
-        (Adjacency.ADD_REMOVE, 1.0, "absent"),
-        (Adjacency.ZERO_OUT, 1.0, "nothing"),
-        (Adjacency.REPLACE, 2.0, "exchanged"),
+        (Adjacency.ADD_REMOVE, "absent"),
+        (Adjacency.ZERO_OUT, "nothing"),
+        (Adjacency.REPLACE, "exchanged"),
     ],
 )
-def test_each_adjacency_has_its_factor_and_its_words(
-    adjacency: Adjacency, factor: float, word: str
-) -> None:
-    assert adjacency.sensitivity_factor == factor
+def test_each_adjacency_has_its_words(adjacency: Adjacency, word: str) -> None:
     assert word in adjacency.meaning
-
-
-def test_fixed_graph_moves_the_sum_like_its_plain_counterpart() -> None:
-    assert (
-        Adjacency.FIXED_GRAPH_ZERO_OUT.sensitivity_factor == Adjacency.ZERO_OUT.sensitivity_factor
-    )
-    assert Adjacency.FIXED_GRAPH_REPLACE.sensitivity_factor == Adjacency.REPLACE.sensitivity_factor
 
 
 @pytest.mark.parametrize("adjacency", list(Adjacency))

@@ -30,12 +30,12 @@ def canonical(row: Row) -> str:
 
 
 def chained(before: str, row: Row) -> str:
-    """The hash of a row (its tag included) that follows the hash `before`."""
+    """The hash of a row, tag included, that comes after the hash `before`."""
     return hashlib.sha256((before + canonical(row)).encode()).hexdigest()
 
 
 def tag(key: bytes, before: str, row: Row) -> str:
-    """The owner's mark on a row that follows the hash `before`."""
+    """The owner's mark on a row that comes after the hash `before`."""
     return hmac.digest(key, (before + canonical(row)).encode(), "sha256").hex()
 
 

@@ -1,6 +1,6 @@
-"""Everything one person's data was used for, together: steps, paid looks, earlier runs.
+"""Everything that one person's data was used for, together: steps, paid looks, earlier runs.
 
-What is composed is events, never epsilons.
+Events are composed, never epsilons.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def check_inherited(item: Earlier, adjacency: Adjacency, *, non_private: bool) -
 def total_events(
     steps: Sequence[events.DpEvent], paid: Sequence[Paid], earlier: Sequence[Earlier]
 ) -> list[events.DpEvent]:
-    """Everything the data of each group of people was used for; nothing for unused data.
+    """What the data of each group of people was used for. Unused data has no event.
 
-    One group, unless earlier runs were declared to be on other people: then each person is in one
-    group, and the dearest group is what a statement must cover.
+    There is one group, unless earlier runs were declared to be on other people. Then each person is
+    in one group, and a statement must cover the group with the highest price.
     """
     groups = by_people(earlier)
     groups[0] += [*all_events(paid), *steps]
@@ -88,13 +88,13 @@ def curve(
 
 
 def paid_in_words(item: Paid, delta: float, adjacency: Adjacency) -> str:
-    """A look at the data and what it would cost alone."""
+    """A look at the data, with its price alone."""
     alone = accountant.epsilon(item.event, delta=delta, adjacency=adjacency)
     return f"{item.what}: alone epsilon={epsilon_text(alone)}, included in the total"
 
 
 def earlier_in_words(item: Earlier, delta: float, adjacency: Adjacency) -> str:
-    """An earlier run behind the weights and what it would cost alone."""
+    """An earlier run behind the weights, with its price alone."""
     alone = math.inf if item.non_private else 0.0
     if item.events() and not item.non_private:
         event = events.combined(item.events())

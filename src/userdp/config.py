@@ -1,7 +1,7 @@
-"""A training run as a TOML file: typed, closed, and nothing beyond validation.
+"""A training run as a TOML file: typed, and without keys that nobody knows.
 
-Paths are taken as they stand, relative to where the command runs. An unknown key is an error with a
-suggestion: a misspelt privacy setting must not fall back to a default.
+Paths are relative to where the command runs. An unknown key is an error with a suggestion, because
+a misspelt privacy setting must not fall back to a default.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Section(BaseModel):
 
 
 class _WithParts(BaseModel):
-    """A section that names parts: it takes their own keys beside those listed here."""
+    """A section that names parts. Beside the keys listed here, it takes the keys of those parts."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -121,7 +121,7 @@ class PrivacySettings(_WithParts):
 
 
 class TrainingSettings(_WithParts):
-    """How the noised gradients are used: post-processing, free to choose."""
+    """How the noised gradients are used. This is post-processing, so every choice is free."""
 
     steps: int
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
@@ -162,7 +162,7 @@ class TrainingSettings(_WithParts):
 
     @property
     def autocast_dtype(self) -> Literal["bfloat16"] | None:
-        """The dtype of products where it is another than the weights' own."""
+        """The dtype of products; None if it is that of the weights."""
         chosen = self.compute_dtype or ("bfloat16" if self.on_cuda else "float32")
         return "bfloat16" if chosen == "bfloat16" else None
 
@@ -176,9 +176,9 @@ class Config(_Section):
     training: TrainingSettings
 
     def plan(self) -> Plan:
-        """The plan these settings describe; calibrates the noise if epsilon is given.
+        """The plan that these settings describe, with the noise calibrated if epsilon is given.
 
-        Epsilon is the target of the whole: the looks listed under `paid`, and the steps.
+        Epsilon is the target of everything together: the looks listed under `paid`, and the steps.
         """
         if self.data.selection is not None:
             return self._bounded().plan()
@@ -310,7 +310,7 @@ class Config(_Section):
         return selection
 
     def _refuse(self, *names: str, other: SamplingUnit) -> None:
-        """Raise if a key is given that means something only where `other` is sampled."""
+        """Raise if a key is given that has a meaning only where `other` is sampled."""
         for name in names:
             if getattr(self.privacy, name) is not None:
                 raise InputError(

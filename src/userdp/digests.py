@@ -1,7 +1,8 @@
-"""Names for everything that changes what a run releases: weights, optimizer, schedule, code.
+"""Digests of everything that changes what a run releases: weights, optimizer, schedule, code.
 
-Noise is bound to these names. Two runs that share a secret and differ in any of them draw other
-noise; were it the same, the difference of the two models would show the data without any.
+Noise is bound to these digests. Two runs that share a secret and differ in any of them draw
+different noise. With the same noise, the difference of the two models would show the data without
+noise.
 
 Public: a digest of weights, settings or code. The digest of an index is secret, like the index.
 """
@@ -27,7 +28,7 @@ from userdp.index import UserIndex
 from userdp.models.checks import extra_state_bytes
 from userdp.parts import Part, is_our_own
 
-# Bytes that are hashed at a time: what is on a GPU need not fit beside itself in memory.
+# Bytes that are hashed at a time, so that a tensor on a GPU need not fit into host memory.
 PIECE = 2**26
 # Hashing releases the interpreter's lock, so threads use several cores.
 THREADS = 4
@@ -35,7 +36,7 @@ DEEPEST = 8
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Names every parameter and buffer: names, dtypes, shapes and all bytes.
+    """A digest of every parameter and buffer: names, dtypes, shapes and all bytes.
 
     >>> first, second = nn.Linear(2, 1), nn.Linear(2, 1)
     >>> weights_digest(first) == weights_digest(second)
@@ -45,7 +46,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def trained_digest(model: nn.Module) -> str:
-    """Names the trainable parameters alone: all that a run can have changed."""
+    """A digest of the trainable parameters alone: all that a run can have changed."""
     return _named_digest((n, p) for n, p in model.named_parameters() if p.requires_grad)
 
 
@@ -68,11 +69,11 @@ def frozen_digests(model: nn.Module) -> dict[str, str]:
 
 
 def base_digest(model: nn.Module, published: Collection[str], *, precision: str = "") -> str:
-    """Names the saved tensors of an adapted model that its adapter's files do not hold.
+    """A digest of the saved tensors of an adapted model that its adapter's files do not hold.
 
-    `published` are the adapter's tensor names, as `peft` writes them. Numbers are compared in one
-    `precision`, which begins the digest: by default the narrowest one in the model. So a base that
-    was trained on in bfloat16 and is loaded in float32 later keeps its name.
+    `published` are the adapter's tensor names, as `peft` writes them. All numbers are converted to
+    one `precision`, by default the narrowest one in the model. The digest begins with its name. So
+    a base has the same digest whether it is loaded in bfloat16 for training or in float32 later.
     """
     own = {_base_name(name) for name in published}
     tensors = {
@@ -89,12 +90,12 @@ def base_digest(model: nn.Module, published: Collection[str], *, precision: str 
 
 
 def digest_precision(digest: str) -> str:
-    """The precision that a digest of a base was taken in."""
+    """The precision in which the digest of a base was computed."""
     return digest.partition(" ")[0]
 
 
 def _base_name(name: str) -> str:
-    """The name of a tensor without what `peft` puts into it when it wraps a layer."""
+    """The name of a tensor without the parts that `peft` adds when it wraps a layer."""
     name = name.removeprefix("base_model.model.")
     for part in (".base_layer", ".original_module", ".modules_to_save", ".default"):
         name = name.replace(f"{part}.", ".")
@@ -105,7 +106,7 @@ def _named_digest(named: Iterable[tuple[str, Tensor]], precision: torch.dtype | 
     pairs = sorted(named, key=lambda pair: pair[0])
 
     def digest_of(tensor: Tensor) -> str:
-        # Converted one at a time: a second copy of all weights need not fit in memory.
+        # Tensors are converted one at a time, so a second copy of all weights need not fit.
         convert = precision is not None and tensor.is_floating_point()
         return _tensor_digest(tensor.to(precision) if convert else tensor)
 
@@ -126,24 +127,24 @@ def _tensor_digest(tensor: Tensor) -> str:
 
 
 def optimizer_digest(optimizer: torch.optim.Optimizer) -> str:
-    """Names the optimizer's class, hyper-parameters and state."""
+    """A digest of the optimizer's class, hyper-parameters and state."""
     return _digest([_kind(optimizer), _described(optimizer.state_dict(), DEEPEST)])
 
 
 def scheduler_digest(scheduler: Any) -> str:
-    """Names a schedule by its class and everything it holds, functions by their code."""
+    """A digest of a schedule's class and all that it holds; functions count by their code."""
     return _digest(_described(scheduler, DEEPEST))
 
 
 def model_digest(model: nn.Module) -> str:
-    """Names a model's class and configuration, but not where it was read from."""
+    """A digest of a model's class and configuration, but not of where it was read from."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
     plain = {name: value for name, value in to_dict().items() if name != "_name_or_path"}
     return _digest([_kind(model), str(model), _described(plain, DEEPEST)])
 
 
 def index_digest(index: UserIndex) -> str:
-    """Names who owns which row. Secret."""
+    """A digest of who owns which row. It is secret."""
     hashed = hashlib.sha256()
     for array in (index.indptr, index.rows):
         hashed.update(np.ascontiguousarray(array, "<i8").data)
@@ -162,7 +163,7 @@ def code_version() -> str:
 
 
 def parts_version(parts: Iterable[Part]) -> str:
-    """Names the source of every part that comes from another package; empty if none does."""
+    """A digest of the source of every part from another package; empty if there is none."""
     files = {type(part).__module__: part for part in parts if not is_our_own(part)}
     named = {
         name: inspect.getsource(inspect.getmodule(type(p)) or type(p)) for name, p in files.items()
@@ -179,7 +180,7 @@ def _kind(value: Any) -> str:
 
 
 def _described(value: Any, depth: int) -> Any:
-    """Plain data that changes with the value; what cannot be looked into is its type alone."""
+    """Plain data that changes with the value. An opaque value counts by its type alone."""
     if depth == 0:
         return _kind(value)
     if value is None or isinstance(value, bool | int | str):

@@ -1,12 +1,12 @@
 """A run behind the weights that this run starts from, and what it cost.
 
-A model that was trained privately carries what it cost; training on from it adds to that. What is
-composed is the events of all runs, never their epsilons. People are taken to be the same in every
-run unless the caller declares that they are others: then each person is in one of the runs, and the
-statement gives the largest epsilon of any of them.
+A model that was trained privately carries its cost, and further training adds to it. The events of
+all runs are composed, never their epsilons. Every run is taken to be on the same people, unless the
+caller declares that they are others. Then each person is in one of the runs, and the statement
+gives the largest epsilon of any run.
 
-Public: everything here. `data` is a keyed digest: it names the data and cannot be computed from it
-without the store's key.
+Public: everything here. `data` is a keyed digest: it names the data, and cannot be computed without
+the store's key.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Earlier:
         return self.event is None and self.steps > 0
 
     def events(self) -> list[events.DpEvent]:
-        """Everything the run used its people's data for."""
+        """Everything that the run used its people's data for."""
         parts = all_events(self.paid)
         if self.event is not None and self.steps > 0:
             parts.append(self.event)
@@ -104,8 +104,8 @@ class Earlier:
 def inherited(before: Sequence[Earlier], *, other_people: bool) -> tuple[Earlier, ...]:
     """The runs behind some weights, as a run that starts from them sees them.
 
-    Undeclared, all of them were on the people of this run. Declared, none was; who was whom among
-    them stays as it was declared then.
+    Without a declaration, all of them were on the people of this run. With it, none of them was;
+    what was declared among them before stays as it was.
     """
     return tuple(
         dataclasses.replace(item, people=item.people + 1 if other_people else 0) for item in before
@@ -113,7 +113,7 @@ def inherited(before: Sequence[Earlier], *, other_people: bool) -> tuple[Earlier
 
 
 def by_people(earlier: Sequence[Earlier]) -> dict[int, list[events.DpEvent]]:
-    """The events of each group of people; those of this run are group 0, always there."""
+    """The events of each group of people. Group 0 is that of this run, and is always there."""
     groups: dict[int, list[events.DpEvent]] = {0: []}
     for item in earlier:
         groups.setdefault(item.people, []).extend(item.events())

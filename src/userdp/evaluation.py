@@ -1,7 +1,7 @@
 """Held-out loss, perplexity and next-token accuracy of a causal language model.
 
-Measure on other users than those trained on. No guarantee covers these numbers: measured on
-training users, they would reveal more than the run's guarantee allows.
+Measure on users who were not trained on. No guarantee covers these numbers: measured on training
+users, they would reveal more than the run's guarantee allows.
 """
 
 from __future__ import annotations

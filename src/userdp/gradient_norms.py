@@ -1,4 +1,4 @@
-"""The norm of a user's mean gradient by group size, which the planner needs to know of a model.
+"""The norm of a user's mean gradient by group size, which the planner needs for a model.
 
 L(G) is the median over users of the norm of the mean gradient over at most G of a user's records.
 If it falls like 1 / sqrt(G), large groups are worth their compute. If it does not fall, more users

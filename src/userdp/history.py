@@ -36,7 +36,7 @@ class Record(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class History:
-    """Runs that ended (`entries`), and the one that may still go on (`record`).
+    """The runs that ended (`entries`), and the one that may still go on (`record`).
 
     `homes` are the directories of those runs, as far as they are known.
     """
@@ -123,7 +123,7 @@ def carry(model: Module, history: History) -> None:
 def read_history(directory: Path) -> History | None:
     """What a saved model says about its past; None if no run made it.
 
-    A model that lies in a run's directory and says nothing is refused.
+    A model in a run's directory that carries no history is refused.
     """
     path = directory / ANCESTRY_FILE
     home = directory.resolve().parent

@@ -41,7 +41,7 @@ def causal_lm_loss(
     # A Hugging Face model would otherwise build a key-value cache that nobody reads.
     options = {"use_cache": False} if hasattr(model, "generation_config") else {}
     output = model(input_ids=batch["input_ids"], **options)
-    # The label of a position is the next token; the last one has none.
+    # The label of a position is the next token. The last position has none.
     labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
     return (token_mean or mean_token_loss)(_logits(output), labels)
 

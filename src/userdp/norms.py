@@ -1,4 +1,4 @@
-"""L(G): how large the mean gradient of G records of one user is, as the planner assumes it.
+"""L(G), the norm of the mean gradient over G records of one user, as the planner assumes it.
 
 Reference: Charles et al. 2024, Eq. 8 and App. B.
 """
@@ -16,17 +16,17 @@ Norms = Callable[[int], float]
 
 
 def same_direction(norm: float = 1.0) -> Norms:
-    """L(G) = L(1): all of a user's gradients agree; the worst case for ULS (App. B)."""
+    """L(G) = L(1): all of a user's gradients are equal. The worst case for ULS (App. B)."""
     return lambda group_size: norm
 
 
 def orthogonal(norm: float = 1.0) -> Norms:
-    """L(G) = L(1) / sqrt(G): a user's gradients are orthogonal; the best case for ULS (App. B)."""
+    """L(G) = L(1) / sqrt(G): a user's gradients are orthogonal. The best case for ULS (App. B)."""
     return lambda group_size: norm / math.sqrt(group_size)
 
 
 def estimated(norms: Mapping[int, float]) -> Norms:
-    """L(G) from median norms at some group sizes, log-log between and flat outside them.
+    """L(G) from median norms at some group sizes: interpolated in logs, constant outside them.
 
     >>> round(estimated({1: 4.0, 4: 2.0})(2), 6)
     2.828427

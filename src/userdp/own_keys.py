@@ -1,4 +1,4 @@
-"""Configuration keys that belong to parts, and what is said where they mean nothing.
+"""Configuration keys that belong to parts, and the message for keys that have no meaning.
 
 A part lists its own keys (`Part.keys`). They stand in the section that names the part, beside the
 section's own keys.

@@ -1,8 +1,9 @@
-"""A look at the users' data beside the steps, and its price: a phrase and an event.
+"""A look at the users' data that is not a step, and its price: a phrase and an event.
 
-Group size by a private quantile, a sweep, a count: each look is written down as what was learnt
-(public, a short phrase) and the event that prices it. A ledger is charged for them before the first
-step, and the statement's epsilon is that of all of them and the steps together.
+A look may be a private quantile for the group size, a sweep, or a count. Each is written down as
+what was learnt, in a short public phrase, and the event that prices it. The ledger is charged for
+all looks before the first step. The statement's epsilon is that of the looks and the steps
+together.
 
 Public: everything here. The event's noise hides what the look read.
 """
@@ -24,10 +25,10 @@ FORMAT = 1
 # Fields of events that count something.
 _WHOLE = ("count", "dataset_size", "truncated_batch_size")
 
-# Chances that were rounded when they were written sum to 1 up to this.
+# Chances were rounded when they were written, so their sum may differ from 1 by this.
 _SUM_ERROR = 1e-9
 
-# A phrase for a table, not a place to leave data.
+# The phrase is for a table. It is not a place to leave data.
 LONGEST_PHRASE = 120
 
 
@@ -73,7 +74,7 @@ class Paid:
 
 
 def write_paid(path: Path, paid: Paid, *, value: float) -> None:
-    """Write a paid item and the value it bought; refuses to overwrite: each look is paid."""
+    """Write a paid item and the value it bought. An old file is kept, since each look costs."""
     data = {"format": FORMAT, **paid.to_json(), "value": value}
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -88,7 +89,7 @@ def write_paid(path: Path, paid: Paid, *, value: float) -> None:
 
 
 def read_paid(path: Path) -> Paid:
-    """The item that `write_paid` left."""
+    """The item that `write_paid` wrote."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
@@ -109,7 +110,7 @@ def all_events(paid: Sequence[Paid]) -> list[events.DpEvent]:
 
 
 def check_numbers(data: Any) -> None:
-    """Refuse numbers no mechanism has: the accountants would take them, and price too little."""
+    """Refuse numbers that no mechanism has. The accountants would take them and ask too little."""
     if isinstance(data, list):
         for entry in cast("list[Any]", data):
             check_numbers(entry)
@@ -137,7 +138,7 @@ def check_numbers(data: Any) -> None:
 
 
 def _check_lists(data: dict[str, Any]) -> None:
-    """Refuse a mixture whose chances are not those of its moves, all of them together."""
+    """Refuse a mixture unless each move has a chance, and the chances sum to 1."""
     if data.get("type") != "MixtureOfGaussiansDpEvent":
         return
     moves, chances = data.get("sensitivities"), data.get("sampling_probs")

@@ -55,8 +55,8 @@ class Registry(Generic[AnyPart]):
 
     def register(self, part: type[ThisPart]) -> type[ThisPart]:
         """Add a part; used as a decorator above `@dataclass(frozen=True, kw_only=True)`."""
-        # The class's own: one that only inherits from a dataclass has attributes that are not
-        # frozen, and that JSON would leave out.
+        # The class itself must be a dataclass. If it only inherits from one, its attributes are not
+        # frozen, and JSON would leave them out.
         params = vars(part).get("__dataclass_params__")
         if params is None or not params.frozen:
             # A plan is priced once, when it is made.

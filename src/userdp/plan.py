@@ -1,9 +1,9 @@
-"""The one place that joins parts and states the joint guarantee.
+"""The one place that joins parts and states their guarantee.
 
-A plan is a choice of sampler, clip and noise, a number of steps, and the public numbers. The event
-that prices it is looked up by sampler, noise and adjacency (`prices.py`) and made from the
-sampler's own public parameters, so sampler and accountant cannot disagree. A choice without a price
-cannot be built.
+A plan is a choice of sampler, clip rule and noise, a number of steps, and the public numbers. The
+sampler, the noise and the adjacency decide which event prices it (`prices.py`). The event is made
+from the sampler's own public parameters, so sampler and accountant cannot disagree. A choice
+without a price cannot be built.
 
 Public: everything in a plan. `num_users` and the divisor are declared, never counted from the data.
 """
@@ -49,9 +49,10 @@ from userdp.wording import (
 
 
 class Chosen(TypedDict, total=False):
-    """What is chosen whoever is sampled; exactly one of `epsilon` and `noise_multiplier`.
+    """The choices that are the same for all samplers.
 
-    `epsilon` is the target of the steps, what was `paid` before them and `earlier` runs together.
+    Exactly one of `epsilon` and `noise_multiplier` is given. `epsilon` is the target of everything
+    together: the steps, what was `paid` before them, and `earlier` runs.
     """
 
     delta: Required[float]
@@ -117,7 +118,7 @@ class Plan:
                 f"prices it together with {self.noise.name} noise. Use gaussian noise, or another "
                 "clipping."
             )
-        # Raises here, not at the first step, if a count leaves no noise for the updates.
+        # If a noisy count leaves no noise for the updates, this raises now, before the first step.
         _ = self.noise_stddev
 
     @staticmethod
@@ -160,9 +161,9 @@ class Plan:
     ) -> Plan:
         """Example-level sampling (ELS): one clipped gradient per sampled record.
 
-        Every user keeps at most `group_size` records; each takes part with probability
-        expected_batch_size / num_records, where `num_records` is a public estimate of how many are
-        kept (by default num_users * group_size, the most there can be).
+        Every user keeps at most `group_size` records. Each of them takes part with probability
+        expected_batch_size / num_records. Here `num_records` is a public estimate of how many
+        records are kept. By default it is num_users * group_size, the most that there can be.
         Reference: Charles et al. 2024, Alg. 1.
         """
         public = PublicNumbers(
@@ -193,7 +194,7 @@ class Plan:
     ) -> Plan:
         """The plan of any sampler and noise, with the least noise that meets `epsilon`.
 
-        `own` are the values of the sampler's own keys. `noise` (by default Gaussian) gets the
+        `own` holds the values of the sampler's own keys. `noise`, by default Gaussian, gets the
         multiplier that is given or found.
         """
         public.check(kind.unit)
@@ -231,12 +232,12 @@ class Plan:
     @property
     def noise_stddev(self) -> float:
         """The noise on each coordinate of the clipped sum, before the division."""
-        # The multiplier counts clip norms under every adjacency: how often a neighbour's updates
-        # come and go (C24 Thm. 2 and 3), and that replace exchanges +C for -C, is in the event.
+        # The multiplier counts clip norms under every adjacency. The event covers how many updates
+        # of a neighbour come and go (C24 Thm. 2 and 3), and that replace exchanges +C for -C.
         return self.noise_stddev_of(self.clip)
 
     def noise_stddev_of(self, clip: ClipRule) -> float:
-        """The noise on the clipped sum of a step whose rule is `clip`: adaptive ones change.
+        """The noise on the clipped sum of a step whose rule is `clip`. Adaptive rules change.
 
         The noisy count of an adaptive rule takes a part of the step's price, so the sum gets more
         noise (Andrew et al. 2021, Thm. 1).
@@ -262,8 +263,8 @@ class Plan:
     ) -> float:
         """Epsilon after `steps` steps, by default all of them; infinite if nothing is promised.
 
-        The price of the steps alone, or with what else was `paid` for on the same users, and with
-        the `earlier` runs behind the weights.
+        It is the price of the steps, together with what was `paid` on the same users and with the
+        `earlier` runs behind the weights.
         """
         return self._evaluation(self.steps if steps is None else steps, paid, earlier).epsilon
 

@@ -1,18 +1,18 @@
-"""Group size, cohort size, and sampling records or users, under a compute budget.
+"""The choice of group size and cohort size, and of records or users, under a compute budget.
 
-A step may compute B gradients. Example-level sampling (ELS) clips each of B records; user-level
-sampling (ULS) clips the mean of G records for each of M users, B = G M. Each choice needs its own
-noise multiplier for the same guarantee, and averages differently, so the noise left on the mean
-gradient differs (Charles et al. 2024, Sec. 3):
+A step may compute B gradients. Example-level sampling (ELS) clips each of B records. User-level
+sampling (ULS) clips the mean of G records for each of M users, with B = G M. For the same guarantee
+each choice needs its own noise multiplier, and each averages differently. So the noise that is left
+on the mean gradient differs (Charles et al. 2024, Sec. 3):
 
     ELS: sigma_ELS(G_ELS) L(1) / B        ULS: sigma_ULS(M) L(G) / M
 
-with L(G) the norm of a mean gradient over G records of one user. L is an argument: estimated from
+L(G) is the norm of a mean gradient over G records of one user. It is an argument: estimated from
 the model (Eq. 8), or one of the two extremes of App. B. The planner needs no torch, and reads no
 data.
 
-Public: everything given and everything returned, provided the norms and the record counts were
-public or paid for. The caller says which; see docs/accounting.md.
+Public: everything given and everything returned, if the norms and the record counts were public or
+paid for. The caller says which; see docs/accounting.md.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ Split = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is given: all public.
+    """What is given. All of it is public.
 
-    N = `num_users`, B = `compute` gradients a step in expectation, T = `steps`. `group_size_els` is
-    what the median rule gave; `largest_group` the most records worth asking of a user.
+    N = `num_users`, B = `compute` (the expected number of gradients in a step), T = `steps`.
+    `group_size_els` is what the median rule gave. `largest_group` is the most records that may be
+    asked of a user.
     """
 
     num_users: int
@@ -85,7 +86,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One way to spend the budget. For ELS the cohort is of records, one per group."""
+    """One way to spend the budget. For ELS the cohort is of records."""
 
     method: str
     group_size: int
@@ -98,7 +99,7 @@ class Candidate:
 
     @property
     def noise_of_run(self) -> float:
-        """Noise on the mean of all steps' gradients: to compare runs of different length."""
+        """The noise on the mean of all steps' gradients, to compare runs of different length."""
         return self.noise_stddev / math.sqrt(self.steps)
 
     def to_json(self) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class Candidate:
 
 @dataclass
 class Planner:
-    """Noise multipliers for one setting, each searched once."""
+    """The noise multipliers for one setting. Each is searched for once."""
 
     setting: Setting
     norms: Norms
@@ -117,14 +118,11 @@ class Planner:
     )
 
     def uls_noise(self, cohort_size: int, steps: int | None = None) -> float:
-        """sigma_ULS(M): the multiplier of user-level sampling with M expected users (Eq. 3)."""
+        """sigma_ULS(M), the multiplier of user-level sampling with M expected users (Eq. 3)."""
         return self._searched(ULS, cohort_size, steps)
 
-    def els_noise(self, group_size: int, compute: int | None = None) -> float:
-        """sigma_ELS(G) at p = B / (G N), the expected share of the kept records (Eq. 2)."""
-        return self._els(group_size, compute or self.setting.compute, self.setting.steps)
-
     def _els(self, group_size: int, compute: int, steps: int) -> float:
+        """sigma_ELS(G) at p = B / (G N), the expected share of the kept records (Eq. 2)."""
         key = (f"{ELS} {group_size}", compute, steps)
         if key not in self._noise:
             rate = compute / (group_size * self.setting.num_users)
@@ -158,7 +156,7 @@ class Planner:
         return found
 
     def splits(self, compute: int | None = None) -> list[Split]:
-        """Every (G, M) with G M = B, G a power of two, that users and records allow."""
+        """Every (G, M) with G M = B and G a power of two that the users and records allow."""
         compute = compute or self.setting.compute
         sizes = [1 << power for power in range(compute.bit_length())]
         return [
@@ -186,7 +184,7 @@ class Planner:
         )
 
     def els(self, compute: int | None = None, steps: int | None = None) -> Candidate | None:
-        """Example-level sampling with the median rule's group size; None if too few records."""
+        """Example-level sampling with the median rule's group size; None if records are too few."""
         compute, steps = compute or self.setting.compute, steps or self.setting.steps
         group_size = self.setting.group_size_els
         rate = compute / (group_size * self.setting.num_users)
@@ -211,10 +209,11 @@ class Planner:
     def estimate_and_double(self, compute: int | None = None, *, first_cohort: int = 1) -> Split:
         """Alg. 3: double whichever of G and M lowers the noise more, until the budget is spent.
 
-        Compares tau_G = L(2G) / L(G) with tau_M = s(2M) / s(M), where s(M) = sigma_ULS(M) / M is
-        the noise left on a mean over M users: the paper's v = L(G) sigma(M), Eq. 9, with the sigma
-        of Eq. 6 (the noise multiplier alone grows with M, and could never favour a larger cohort).
-        The paper starts from `first_cohort` = 32 users; 1 leaves every split within reach.
+        It compares tau_G = L(2G) / L(G) with tau_M = s(2M) / s(M), where s(M) = sigma_ULS(M) / M is
+        the noise left on a mean over M users. This is the paper's v = L(G) sigma(M), Eq. 9, with
+        the sigma of Eq. 6. (The noise multiplier alone grows with M, and could never favour a
+        larger cohort.) The paper starts from `first_cohort` = 32 users. From 1, every split can be
+        reached.
         """
         compute = compute or self.setting.compute
         allowed = self.splits(compute)
@@ -238,11 +237,11 @@ class Planner:
                 cohort_size *= 2
             else:
                 break
-        # What doubling left over goes to the cohort, which is never worse.
+        # What is left of the budget goes to the cohort, which is never worse.
         return min(allowed, key=lambda split: abs(math.log(split[0] / group_size)))
 
     def _noise_per_user(self, cohort_size: int) -> float:
-        """sigma(M) / M: what M users' average leaves of the noise."""
+        """sigma(M) / M, the noise that is left on the average of M users."""
         return self.uls_noise(cohort_size) / cohort_size
 
 
@@ -290,7 +289,7 @@ def max_group(splits: Sequence[Split]) -> Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """One plan, why, and what else there was."""
+    """The best plan, the reasons for it, and the alternatives."""
 
     best: Candidate
     reasons: tuple[str, ...]
@@ -305,9 +304,9 @@ def recommend(
 ) -> Recommendation:
     """The plan with the least noise on the mean gradient, with reasons and alternatives.
 
-    ULS takes the best split of a full search, beside Estimate-and-Double's; ELS or ULS is decided
-    by comparison (7). `user_factors` asks what 10 or 100 times the users would change: those
-    candidates are marked hypothetical.
+    For ULS it takes the best split of a full search, and also gives that of Estimate-and-Double.
+    Comparison (7) decides between ELS and ULS. `user_factors` asks what, for example, 10 times the
+    users would change. Those candidates are marked hypothetical.
 
     >>> setting = Setting(
     ...     num_users=1024, group_size_els=32, epsilon=1.0, delta=1e-6, steps=1000, compute=64,
@@ -373,7 +372,7 @@ def _reasons(
 
 
 def _other_steps(planner: Planner) -> list[Candidate]:
-    """The same total compute in fewer or more steps: the best candidate of each length."""
+    """The best candidate of each length, for the same total compute in fewer or more steps."""
     found: list[Candidate] = []
     setting = planner.setting
     for factor in (4, 2, 1):

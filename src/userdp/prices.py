@@ -1,11 +1,12 @@
 """The table of prices: what the first t steps of a sampler and a noise cost under an adjacency.
 
-The table is keyed by all three: the same sampler that draws one update of a user where a record has
-one owner can draw several where owners share records. What is not in the table cannot be planned.
+The table is keyed by all three. The adjacency matters, because a sampler that draws one update of a
+user where each record has one owner can draw several where owners share records. What is not in the
+table cannot be planned.
 
-An entry prices the first t steps as a whole. For independent steps that is one step's event t times
-(`each_step`). Noise that is correlated over steps, or a sampler that spreads a user's records over
-the whole run, has no price by step.
+An entry prices the first t steps as a whole. For independent steps that is the event of one step, t
+times (`each_step`). Some runs have no price for a single step: noise may be correlated over steps,
+or a sampler may spread a user's records over the whole run.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from userdp.sampling import PoissonRecords, PoissonUsers, Sampler
 from userdp.statement import epsilon_text
 from userdp.units import Adjacency
 
-# From a sampler, a noise and t to the event of the first t steps.
+# A price maps a sampler, a noise and t to the event of the first t steps.
 Price = Callable[[Any, Any, int], events.DpEvent]
 
 
 def each_step(step: Callable[[Any, Any], events.DpEvent]) -> Price:
-    """The price of independent steps: `step` gives the event of one."""
+    """The price of independent steps, where `step` gives the event of one step."""
     return lambda sampler, noise, steps: events.repeated(step(sampler, noise), steps)
 
 
@@ -46,8 +47,8 @@ def _records(sampler: PoissonRecords, noise: Gaussian) -> events.DpEvent:
     )
 
 
-# Under fixed-graph adjacency a row stands alone and has a coin of its own, so a user who owns k of
-# them can enter a step k times: sampling "users" there has no rule (Ganesh et al. 2025, Def. 2.1).
+# Under fixed-graph adjacency each row has a coin of its own, so a user who owns k rows can enter a
+# step k times. So there is no rule for sampling "users" there (Ganesh et al. 2025, Def. 2.1).
 ONE_OWNER = (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT, Adjacency.REPLACE)
 
 _PRICES: dict[tuple[type[Sampler], type[Noise], Adjacency], Price] = {}
@@ -56,7 +57,7 @@ _PRICES: dict[tuple[type[Sampler], type[Noise], Adjacency], Price] = {}
 def set_price(
     sampler: type[Sampler], noise: type[Noise], adjacencies: Sequence[Adjacency], price: Price
 ) -> None:
-    """Put a line into the table; a price that is there stays."""
+    """Add a line to the table. A price that is already there cannot be changed."""
     for adjacency in adjacencies:
         if _PRICES.get((sampler, noise, adjacency), price) is not price:
             raise UnaccountedPlanError(
@@ -108,9 +109,9 @@ def calibrate(
 ) -> float:
     """The least noise multiplier at which everything together costs at most `epsilon`.
 
-    Everything: `steps` steps, what was `paid`, and `earlier` runs on the same people. Only the
-    noise of the steps is free: the rest has been released already. The multiplier that `noise`
-    itself has does not count; without a noise it is Gaussian.
+    Everything is `steps` steps, what was `paid`, and `earlier` runs on the same people. Only the
+    noise of the steps can be chosen, since the rest has been released already. `noise` is Gaussian
+    by default, and its own multiplier is ignored.
     """
     kind = noise or Gaussian(noise_multiplier=0.0)
     fixed = [*all_events(paid), *by_people(earlier)[0]]

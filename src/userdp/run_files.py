@@ -27,7 +27,7 @@ FREE_FILES = frozenset({"README.md"})
 
 
 def model_files(directory: Path) -> dict[str, str]:
-    """The files of a saved model and the digest of each."""
+    """The files of a saved model, with the digest of each."""
     return {
         path.relative_to(directory).as_posix(): file_digest(path)
         for path in sorted(directory.rglob("*"))
@@ -37,7 +37,7 @@ def model_files(directory: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """A run's ledger, and what keeps it from being a finished record of the run's model."""
+    """A run's ledger, and the reasons why it is not a finished record of the run's model."""
 
     ledger: Ledger
     problems: tuple[str, ...]
@@ -122,7 +122,7 @@ def write_training_users(run: Path, digest: str, store: UserStore, homes: tuple[
 def shared_users(run: Path, held_out: UserStore) -> int | None:
     """How many users of `held_out` were trained on, in this run or an earlier one.
 
-    None if that cannot be known: a list is missing, or ids were hidden under different keys.
+    None if that is not known, because a list is missing or ids were hidden under different keys.
     """
     ledger = Ledger.read(run / "ledger.jsonl")
     digests = (ledger.run_digest, *(item.run for item in ledger.earlier))

@@ -1,6 +1,6 @@
 """The privacy statement: what is promised, to whom, under which assumptions, and what is not.
 
-A statement is made by a plan from what a ledger says was done; nothing else prints an epsilon.
+A plan makes a statement from what the ledger says was done. Nothing else prints an epsilon.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 
 def round_up(epsilon: float) -> float:
-    """Epsilon as printed: two decimals, three to six significant digits, never less.
+    """Epsilon as it is printed: two decimals, three to six significant digits, rounded up.
 
-    Six digits are what the format `g` keeps: with more, printing would round again, to nearest.
+    The format `g` keeps six digits. With more, printing would round again, to nearest.
 
     >>> round_up(7.991), round_up(0.01234), round_up(8.0), round_up(0.0), round_up(12345.62)
     (8.0, 0.0124, 8.0, 0.0, 12345.7)
@@ -29,7 +29,7 @@ def round_up(epsilon: float) -> float:
 
 
 def epsilon_text(epsilon: float) -> str:
-    """Epsilon as a person reads it: the one way to print it anywhere, so it never reads lower.
+    """Epsilon as text. It is printed this way everywhere, so that it never reads lower.
 
     >>> epsilon_text(3.000157), epsilon_text(8.0)
     ('3.01', '8')
@@ -39,7 +39,7 @@ def epsilon_text(epsilon: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """What may be said about a model. `epsilon` is infinite when nothing was protected.
+    """What may be said about a model. `epsilon` is infinite if nothing was protected.
 
     `paid` lists every look at the users' data beside the steps, and `earlier` every run behind the
     weights this one started from; `epsilon` includes both. `unit` is who is protected, `sampling`
@@ -73,7 +73,7 @@ class Statement:
 
     @property
     def is_private(self) -> bool:
-        """Whether what is recorded has a finite price."""
+        """Whether everything that was recorded has a finite price."""
         return math.isfinite(self.epsilon)
 
     @property
@@ -86,7 +86,7 @@ class Statement:
 
     @property
     def sentence(self) -> str:
-        """The guarantee in one sentence, or that there is none and why."""
+        """The guarantee in one sentence, or the reason why there is none."""
         priced = (
             f"(epsilon={epsilon_text(self.epsilon)}, delta={self.delta:g}) differential privacy at "
             f"{self.unit} level, {self.adjacency}: {self.neighbours}."
@@ -102,7 +102,7 @@ class Statement:
         return f"No privacy guarantee: {'; '.join(reasons)}. Only planned: {priced}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; `epsilon` is null when nothing is promised, `planned_epsilon` what is priced.
+        """Plain data. `epsilon` is null if nothing is promised, `planned_epsilon` is the price.
 
         Both are rounded up.
         """

@@ -1,4 +1,4 @@
-"""Where randomness comes from: one 256-bit secret a run, one stream per purpose, step and piece.
+"""Where randomness comes from: a 256-bit secret a run, a stream for each purpose, step and piece.
 
 The guarantee rests on nobody being able to guess or subtract the noise. So the secret comes from
 the operating system. Every stream is keyed by a hash of the secret, the run that it is bound to,
@@ -40,23 +40,23 @@ class RunSecret:
         )
 
     def bound_to(self, context: str) -> RunSecret:
-        """The secret for one run: what it trains, how, on which data.
+        """The secret for one run, bound to what the run trains, how, and on which data.
 
-        A copy of the run with anything changed then draws other noise; were it the same, the
-        difference of the two models would show the data without any.
+        So a copy of the run in which anything differs draws different noise. With the same noise,
+        the difference of the two models would show the data without noise.
         """
         key = hashlib.blake2b(context.encode(), key=self.key, digest_size=32).digest()
         return replace(self, key=key)
 
     def streams(self, purpose: str) -> Streams:
-        """The streams of one purpose: all that a part gets to see of the secret."""
+        """The streams of one purpose. A part sees nothing else of the secret."""
         if ":" in purpose:
             # "noise:1" at step 2 would be "noise" at step 1, piece 2.
             raise ValueError(f"purpose {purpose!r}: leave out the colon, which ends a purpose.")
         return Streams(secret=self, purpose=purpose)
 
     def ledger_key(self) -> bytes:
-        """256 bits that mark a ledger's rows: nothing about any stream follows from them."""
+        """256 bits that mark a ledger's rows. They say nothing about any stream."""
         return hashlib.blake2b(b"userdp ledger key", key=self.key, digest_size=32).digest()
 
 
@@ -80,6 +80,6 @@ class Streams:
         return hashlib.blake2b(name.encode(), key=self.secret.key, digest_size=16).digest()
 
     def rng(self, step: int, piece: int = 0) -> np.random.Generator:
-        """One stream; whoever asks again gets the same numbers again."""
+        """One stream. Asked for again, it gives the same numbers again."""
         key = int.from_bytes(self.key(step, piece), "little")
         return np.random.Generator(np.random.Philox(key=key))

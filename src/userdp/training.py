@@ -274,7 +274,7 @@ def train_from_config(
 
 
 def load_configured_model(config: Config) -> tuple[nn.Module, Any]:
-    """The model to train, with its adapters if they are asked for, and its tokenizer."""
+    """The model to train, with adapters if the configuration asks for them, and its tokenizer."""
     return load_model(
         config.model.path,
         lora=Lora(**config.model.lora.model_dump()) if config.model.lora else None,

@@ -1,8 +1,8 @@
 """Who is protected, and which datasets count as neighbours.
 
-`userdp` protects a *user*: everything one person contributed. What a neighbouring dataset is has
-three readings (McMahan et al. 2018, Def. 2; Charles et al. 2024, App. A; Ganesh et al. 2025,
-Def. 2.1), and the reading fixes how far one user can move the clipped sum.
+`userdp` protects a *user*: everything that one person contributed. The papers define a neighbouring
+dataset in three ways (McMahan et al. 2018, Def. 2; Charles et al. 2024, App. A; Ganesh et al. 2025,
+Def. 2.1). The definition decides how far one user can move the clipped sum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from userdp.errors import InputError
 class SamplingUnit(StrEnum):
     """What one Poisson coin decides: a whole user (ULS) or a single record (ELS).
 
-    Both give a user-level guarantee; they differ in what it costs.
+    Both give a user-level guarantee. They differ in what it costs.
     """
 
     USER = "user"
@@ -23,14 +23,15 @@ class SamplingUnit(StrEnum):
 
 
 class Adjacency(StrEnum):
-    """Which datasets are neighbours: the guarantee compares a model trained on either.
+    """Which datasets are neighbours. The guarantee compares models trained on one and the other.
 
     add-remove: all of one user's records are present, or absent.
     zero-out:   the user's records stay in place but contribute nothing.
     replace:    the user's records are exchanged for any others.
 
-    For records with several owners, the same two with who owns what held fixed (Ganesh et al. 2025,
-    Def. 2.1): every record that the user owns, alone or with others, changes its content only.
+    For records with several owners there are two more, in which who owns what is held fixed (Ganesh
+    et al. 2025, Def. 2.1). Every record that the user owns, alone or with others, changes only its
+    content:
 
     fixed-graph-zero-out: those records contribute nothing.
     fixed-graph-replace:  their content is exchanged for any other.
@@ -56,17 +57,8 @@ class Adjacency(StrEnum):
 
     @property
     def fixed_graph(self) -> bool:
-        """Whether who owns which record is the same in both datasets, hence treated as public."""
+        """Whether both datasets have the same owners of records. Then who owns what is public."""
         return self in (Adjacency.FIXED_GRAPH_ZERO_OUT, Adjacency.FIXED_GRAPH_REPLACE)
-
-    @property
-    def sensitivity_factor(self) -> float:
-        """How far neighbours differ in the clipped sum, in clip norms per contributed update.
-
-        >>> Adjacency.ADD_REMOVE.sensitivity_factor, Adjacency.REPLACE.sensitivity_factor
-        (1.0, 2.0)
-        """
-        return 2.0 if self in (Adjacency.REPLACE, Adjacency.FIXED_GRAPH_REPLACE) else 1.0
 
     @property
     def meaning(self) -> str:
@@ -87,11 +79,11 @@ class Adjacency(StrEnum):
 
     @property
     def promise(self) -> str:
-        """The guarantee as a curator may put it to the users where epsilon is small."""
+        """The guarantee as a curator may tell it to the users if epsilon is small."""
         return self.promised("is protected", "would learn nearly the same")
 
     def promised(self, degree: str, learns: str) -> str:
-        """The promise in words: the information `degree`, whoever has the model `learns` if ...
+        """The promise in words. `degree` says how protected a user is, `learns` what others learn.
 
         Reference: Ganesh et al. 2025, Sec. 1.1, for records with several owners.
         """

@@ -1,6 +1,6 @@
-"""The words of a statement: what epsilon lets one promise, what is assumed and what not covered.
+"""The words of a statement: what may be promised, what is assumed, and what is not covered.
 
-A part has its own `words`. Words follow numbers; nothing ever reads a number back from words.
+A part has its own `words`. Words follow from numbers. No number is ever read back from words.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from userdp.earlier import Earlier
 from userdp.parts import Part, is_our_own
 from userdp.units import Adjacency
 
-# Up to this epsilon: how the information fares, and what whoever has the model can learn. At
-# epsilon 1 an attacker's odds change by a factor of at most 2.7, at 4 by 55, at 10 by 22,000.
+# Each row holds up to its epsilon. It says how well a user is protected, and what somebody who has
+# the model can learn. An attacker's odds change by a factor of at most 2.7 at epsilon 1, 55 at 4,
+# and 22,000 at 10.
 _DEGREES = (
     (1.0, "is protected", "would learn nearly the same"),
     (4.0, "is protected to a moderate degree", "would learn much the same"),
@@ -21,7 +22,7 @@ _DEGREES = (
 
 
 def promise_in_words(adjacency: Adjacency, epsilon: float) -> str:
-    """What a curator may tell the users; empty above epsilon 10, where nothing reassuring is true.
+    """What a curator may tell the users. Above epsilon 10 nothing reassuring is true: it is empty.
 
     >>> promise_in_words(Adjacency.ADD_REMOVE, 59.7)
     ''

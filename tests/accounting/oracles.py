@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
 import numpy as np
 from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy import integrate, optimize, stats
@@ -100,3 +103,14 @@ def _floored_epsilon(loss, mass, count, delta, spacing, near) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if delta_at(middle) > delta else (low, middle)
     return low
+
+
+def hockey_stick(one, other, epsilon: float, points=()) -> float:
+    """The mean of (one - e^epsilon other)+, integrated."""
+
+    def gap(x: float) -> float:
+        return max(0.0, one(x) - math.exp(epsilon) * other(x))
+
+    ends = [-40.0, *sorted(points), 40.0]
+    parts = [integrate.quad(gap, *pair, limit=400)[0] for pair in pairwise(ends)]
+    return sum(parts)

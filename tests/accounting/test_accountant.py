@@ -10,7 +10,7 @@ from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
 from test_search import random_setting
 
-from userdp.accounting import accountant, certificate, events, search
+from userdp.accounting import accountant, best_of_runs, certificate, events, search
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.units import Adjacency
 
@@ -157,10 +157,9 @@ def test_an_event_without_a_rule_is_refused():
 
 
 def test_a_sweep_of_ten_runs_costs_the_composition():
-    from userdp.accounting import selection
 
     run = records(1, 0.01, 100)(1.0)
-    swept = accountant.epsilon(selection.swept(run, 10), delta=1e-6, adjacency=ADD_REMOVE)
+    swept = accountant.epsilon(best_of_runs.swept(run, 10), delta=1e-6, adjacency=ADD_REMOVE)
     longer = accountant.epsilon(records(1, 0.01, 1000)(1.0), delta=1e-6, adjacency=ADD_REMOVE)
     assert swept == pytest.approx(longer, rel=1e-3)
 
@@ -169,3 +168,13 @@ def test_reading_an_epsilon_twice_gives_the_same_number():
     event = records(2, 0.05, 50)(1.0)
     first = accountant.evaluate(event, delta=1e-6, adjacency=ADD_REMOVE)
     assert accountant.evaluate(event, delta=1e-6, adjacency=ADD_REMOVE) == first
+
+
+def test_paid_planning_and_training_compose_exactly():
+    training = events.repeated(
+        events.poisson_users_gaussian(user_sampling_prob=0.01, noise_multiplier=1.0), 200
+    )
+    both = events.combined([training, dp_event.GaussianDpEvent(20.0)])
+    alone = accountant.epsilon(training, delta=1e-6, adjacency=Adjacency.ADD_REMOVE)
+    together = accountant.epsilon(both, delta=1e-6, adjacency=Adjacency.ADD_REMOVE)
+    assert alone < together < alone + 0.3

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import fft
 
-from userdp.accounting import compose
+from userdp.accounting import compose, gaussian
 from userdp.accounting.discretise import Atoms
 
 
@@ -133,3 +133,12 @@ def test_epsilon_beyond_every_loss_leaves_only_infinite_mass():
         spacing=0.1, index=np.array([0, 1]), mass=np.array([0.5, 0.4]), infinite=0.1, slack=0.0
     )
     assert compose.compose([(one, 1)], 5.0).delta(5.0) == pytest.approx(0.1)
+
+
+def test_saddle_estimate_is_exact_for_a_gaussian():
+    mu, epsilon = 1.3, 2.0
+    tilt = epsilon / mu**2 - 0.5
+    value = mu**2 * tilt * (tilt + 1) / 2
+    assert compose.saddle_estimate(value, mu**2, tilt, epsilon) == pytest.approx(
+        gaussian.log_delta(mu, epsilon), abs=1e-9
+    )

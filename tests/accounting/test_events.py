@@ -1,3 +1,5 @@
+"""Events: how many of each part there are, and that a ledger gives back what it was given."""
+
 from __future__ import annotations
 
 import json
@@ -19,6 +21,14 @@ EVENTS = [
     events.fixed_size_users_gaussian(num_users=20, cohort_size=2, noise_multiplier=2.0),
     events.combined([dp_event.GaussianDpEvent(3.0), dp_event.GaussianDpEvent(2.0)]),
     dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(3.0), 10.0, 1.0),
+    events.repeated(events.poisson_users_gaussian(user_sampling_prob=0.1, noise_multiplier=2.0), 7),
+    events.repeated(
+        events.poisson_records_gaussian(
+            record_sampling_prob=0.1, group_size=4, noise_multiplier=2.0
+        ),
+        7,
+    ),
+    dp_event.NonPrivateDpEvent(),
 ]
 
 
@@ -27,13 +37,23 @@ def test_events_survive_the_ledger(event: events.DpEvent):
     assert events.from_json(json.loads(json.dumps(events.to_json(event)))) == event
 
 
-def test_unknown_event_types_are_refused():
-    with pytest.raises(LedgerError, match="price"):
-        events.from_json({"type": "os.system"})
-
-
 def test_cyclic_poisson_takes_each_part_once_per_cycle():
     event = events.cyclic_poisson_banded(
         user_sampling_prob=0.2, steps=10, bands=3, noise_multiplier=2.0
     )
     assert event.count == 4
+
+
+def test_ledger_cannot_name_an_event_we_do_not_know() -> None:
+    with pytest.raises(LedgerError, match=r"os\.system.*price"):
+        events.from_json({"type": "os.system", "command": "true"})
+
+
+def test_probabilities_of_the_mixture_sum_to_one_even_when_they_underflow() -> None:
+    event = events.poisson_records_gaussian(
+        record_sampling_prob=1e-4, group_size=512, noise_multiplier=1.0
+    )
+    assert isinstance(event, dp_event.MixtureOfGaussiansDpEvent)
+    assert sum(event.sampling_probs) == pytest.approx(1.0, abs=1e-12)
+    assert min(event.sampling_probs) > 0
+    assert len(event.sampling_probs) < 513

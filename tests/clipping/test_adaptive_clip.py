@@ -231,3 +231,9 @@ def test_adaptive_rule_without_noise_trains_and_promises_nothing() -> None:
 def test_adaptive_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(InputError):
         AdaptiveClip(**settings)
+
+
+def test_clip_norm_shrinks_when_too_few_are_clipped():
+    rule = AdaptiveClip(clip_norm=1.0, count_noise=5.0, target_quantile=0.5)
+    assert rule.following(noisy_share_within=0.9).clip_norm < 1.0
+    assert rule.following(noisy_share_within=0.1).clip_norm > 1.0

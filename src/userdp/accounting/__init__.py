@@ -1,1 +1,1 @@
-"""What a run costs: events (one function per theorem) and their evaluation."""
+"""What a run costs: events, with one function for each theorem, and how they are priced."""

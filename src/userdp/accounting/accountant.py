@@ -1,41 +1,46 @@
 """Epsilon of an event, and the noise multiplier that reaches a target epsilon.
 
-Every number is an upper bound, the worse of the two directions, certified as `certificate` says (or
-`mixed`, where a part has no privacy loss distribution). It is computed afresh each time, which
-takes some ten milliseconds: a remembered number could be that of a mistake since corrected. Reading
-an epsilon has no side effect on any budget.
+Every number is an upper bound, in the worse of the two directions. `certificate` computes it, or
+`rdp_and_pld` where a part has no privacy loss distribution. Each number is computed afresh, which
+takes some ten milliseconds. A stored number could outlive the correction of a mistake in it.
+Reading an epsilon spends nothing of any budget.
+
+Reference: Charles et al. 2024, App. A.1.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
-from userdp.accounting import certificate, least_noise, mixed, special, steps
+from userdp.accounting import certificate, least_noise, rdp_and_pld, roots, steps
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.errors import InputError
 from userdp.units import Adjacency
 
-# Below this, tails would have to be cut off below what a double can hold.
+# Below this, a tail that may be cut off is smaller than any double.
 SMALLEST_DELTA = 1e-250
 
-# Targets below this would need grids finer than doubles can carry.
+# Smaller targets would need finer grids than doubles can represent.
 SMALLEST_EPSILON = 1e-4
 
-# Calibration searches noise multipliers up to here; beyond it no model would learn anything.
+# Calibration tries no larger noise multiplier. With more noise no model would learn anything.
 LARGEST_NOISE_MULTIPLIER = 1e8
 
-# The search aims this much (relative) below the target epsilon, so that the certificate, whose own
-# excess is `certificate.EXCESS`, does not exceed it.
+# The search aims this much (relative) below the target epsilon. The certificate may lie above the
+# search by `certificate.EXCESS`, and then still meets the target.
 MARGIN = 2e-4
 
-# Without a fast search: calibrated noise is at most this much (relative) above the smallest.
+# Without a fast search, calibrated noise is at most this much (relative) above the least.
 CALIBRATION_TOLERANCE = 5e-5
+# Without a fast search, no noise multiplier below this is tried.
+LEAST_EVALUATED_NOISE = 1e-3
 
 
 def certified_by() -> str:
-    """Who vouches for the numbers of this module, in general; `evaluate` says it for each."""
+    """Who vouches for the numbers of this module in general; `evaluate` says so for each one."""
     return f"{certificate.library()} and {certificate.own()}, the larger of two upper bounds"
 
 
@@ -57,14 +62,14 @@ def check_epsilon(target: float) -> None:
 
 
 def can_price(event: DpEvent, adjacency: Adjacency) -> bool:
-    """Whether `evaluate` has a rule for the event; takes no evaluation to say."""
-    return certificate.can_price(event, adjacency) or mixed.can_price(event, adjacency)
+    """Whether `evaluate` has a rule for the event. Nothing is evaluated."""
+    return certificate.can_price(event, adjacency) or rdp_and_pld.can_price(event, adjacency)
 
 
 def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
-    """The smallest certified epsilon at which `event` is (epsilon, delta)-DP, and who vouches."""
+    """The smallest certified epsilon at which `event` is (epsilon, delta)-DP, and who says so."""
     check_delta(delta)
-    rule = certificate if certificate.can_price(event, adjacency) else mixed
+    rule = certificate if certificate.can_price(event, adjacency) else rdp_and_pld
     return rule.evaluate(event, delta=delta, adjacency=adjacency)
 
 
@@ -82,10 +87,10 @@ def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency) -> float:
 def deltas(
     event: DpEvent, *, epsilons: list[float], delta: float, adjacency: Adjacency
 ) -> list[float]:
-    """The delta that goes with each epsilon: the whole trade-off of a run accounted at `delta`."""
+    """The delta that belongs to each epsilon: the trade-off of a run that is priced at `delta`."""
     if certificate.can_price(event, adjacency):
         return certificate.deltas(event, epsilons=epsilons, adjacency=adjacency)
-    return mixed.deltas(event, epsilons=epsilons, delta=delta, adjacency=adjacency)
+    return rdp_and_pld.deltas(event, epsilons=epsilons, delta=delta, adjacency=adjacency)
 
 
 def calibrate(
@@ -101,14 +106,20 @@ def calibrate(
     check_delta(delta)
     noise_multiplier = search_noise(event_of, target=target, delta=delta, adjacency=adjacency)
     if noise_multiplier is None:
-        return _calibrate_by_evaluation(event_of, target=target, delta=delta, adjacency=adjacency)
+        # Only RDP prices the event.
+        noise_multiplier = noise_by_evaluation(
+            lambda noise: epsilon(event_of(noise), delta=delta, adjacency=adjacency), target
+        )
+        if noise_multiplier is None:
+            raise _out_of_reach(event_of, target=target, delta=delta, adjacency=adjacency)
+        return noise_multiplier
     aim = target
     for _ in range(8):
         reached = epsilon(event_of(noise_multiplier), delta=delta, adjacency=adjacency)
         if reached <= target:
             return noise_multiplier
-        # Aim lower by what the certificate is above the search: where a part has fixed noise, how
-        # much more of the free noise that takes is for the search to say.
+        # The certificate is above the search, so aim lower by as much. The search then says how
+        # much noise that takes: some parts may have a fixed noise.
         aim *= target / reached * (1 - 1e-5)
         searched = _search(event_of, target=aim, delta=delta, adjacency=adjacency)
         if searched is None:
@@ -120,9 +131,9 @@ def calibrate(
 def search_noise(
     event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
 ) -> float | None:
-    """The noise multiplier our own search proposes for `target`; None for events it cannot price.
+    """The noise multiplier that our own search proposes; None for events that it cannot price.
 
-    An upper bound by its own proof, not yet checked by `dp_accounting`.
+    By our own proof it meets the target. `dp_accounting` has not checked it yet.
     """
     if target < SMALLEST_EPSILON:
         raise InputError(
@@ -140,7 +151,7 @@ def search_noise(
 def _search(
     event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
 ) -> float | None:
-    """The noise multiplier the search proposes; None if none is large enough."""
+    """The noise multiplier that the search proposes; None if none is large enough."""
 
     def mechanism(noise_multiplier: float) -> list[steps.Step]:
         found = steps.of(event_of(noise_multiplier), adjacency)
@@ -149,7 +160,7 @@ def _search(
 
     parts = mechanism(1.0)
     if not parts:
-        # Nothing is ever released: the least noise there is will do.
+        # Nothing is ever released, so the least noise is enough.
         return least_noise.SMALLEST_NOISE
     sampled = any(not (isinstance(one, steps.Mixture) and one.is_gaussian) for one in parts)
     margin = MARGIN if sampled else 2 * certificate.GAUSSIAN_EXCESS
@@ -159,41 +170,37 @@ def _search(
     return found.noise_multiplier
 
 
-def _calibrate_by_evaluation(
-    event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
-) -> float:
-    """The same for events that only RDP can price: a root search over its evaluations."""
+def noise_by_evaluation(epsilon_of: Callable[[float], float], target: float) -> float | None:
+    """The least noise multiplier with `epsilon_of` it at most `target`, by evaluating it.
+
+    It is at most `CALIBRATION_TOLERANCE` (relative) above the least, and never below
+    `LEAST_EVALUATED_NOISE`. None if `LARGEST_NOISE_MULTIPLIER` is not enough.
+
+    Guarantee: `epsilon_of(result) <= target`.
+    """
+
     # Log epsilon is close to linear in log noise, so the root is found in a handful of evaluations.
-    known: dict[float, float] = {}
-
+    @cache
     def excess(log_noise: float) -> float:
-        if log_noise not in known:
-            value = epsilon(event_of(math.exp(log_noise)), delta=delta, adjacency=adjacency)
-            known[log_noise] = math.log(max(value, 1e-300) / target)
-        return known[log_noise]
+        return math.log(max(epsilon_of(math.exp(log_noise)), 1e-300) / target)
 
-    # Walk down from much noise: evaluations get dearer as the noise gets smaller.
-    high = math.log(8.0)
-    while excess(high) > 0:
-        high += math.log(4.0)
-        if high > math.log(LARGEST_NOISE_MULTIPLIER):
-            raise _out_of_reach(event_of, target=target, delta=delta, adjacency=adjacency)
-    low = high
-    while excess(low) <= 0:
-        high, low = low, low - math.log(2.0)
-        if low < math.log(1e-3):
-            return math.exp(high)
-
-    root = special.root(excess, low, high, within=CALIBRATION_TOLERANCE / 4)
-    while excess(root) > 0:
-        root += CALIBRATION_TOLERANCE / 4
-    return math.exp(root)
+    # The walk begins at much noise: evaluations take longer as the noise gets smaller.
+    missed, met = roots.bracket(
+        excess,
+        math.log(8.0),
+        math.log(2.0),
+        least=math.log(LEAST_EVALUATED_NOISE),
+        most=math.log(LARGEST_NOISE_MULTIPLIER),
+    )
+    if math.isinf(met):
+        return None
+    return math.exp(roots.root(excess, missed, met, within=CALIBRATION_TOLERANCE))
 
 
 def _out_of_reach(
     event_of: Callable[[float], DpEvent], *, target: float, delta: float, adjacency: Adjacency
 ) -> InputError:
-    # Three digits to nearest are at most 0.5% low: what is named as feasible must be so.
+    # Rounding to three digits takes off at most 0.5%. The epsilon that is named must be feasible.
     feasible = 1.005 * epsilon(event_of(LARGEST_NOISE_MULTIPLIER), delta=delta, adjacency=adjacency)
     return InputError(
         f"epsilon={target} is out of reach at delta={delta}: even noise_multiplier="

@@ -1,9 +1,9 @@
 """The number that is printed: our own proven bound, checked by `dp_accounting` where that helps.
 
-Our own bound is an upper bound by its proof (`docs/accounting.md`), at every delta and for every
-event that has a price here. The library is independent code, so a mistake of ours would show; but
-its transforms lose digits, and at small deltas its values fall below the truth. So it never lowers
-what is told: where it is asked, the larger of the two numbers is printed.
+Our own bound is an upper bound at every delta, for every event that has a price here; the proof is
+in `docs/accounting.md`. The library is independent code, so it would show a mistake of ours. But
+its transforms lose digits, and at small deltas its values fall below the truth. So the library
+never lowers the printed number: where it is asked, the larger of the two numbers is printed.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from userdp.accounting.prepared import joined
 from userdp.errors import UnaccountedPlanError
 from userdp.units import Adjacency
 
-# Zero-out moves one user's clipped updates between "there" and "zero": the pair of output
-# distributions, hence the privacy loss, is that of add/remove. Under replace `dp_accounting`
-# compares a user at +C with one at -C, so the noise multiplier counts clip norms under every
-# adjacency.
+# Under zero-out, one user's clipped updates are there or are zero. So the two output distributions,
+# and the privacy loss, are those of add/remove. Under replace, `dp_accounting` compares a user at
+# +C with one at -C. So under every adjacency the noise multiplier counts clip norms.
 _RELATION = {
     Adjacency.ADD_REMOVE: NeighboringRelation.ADD_OR_REMOVE_ONE,
     Adjacency.ZERO_OUT: NeighboringRelation.REPLACE_SPECIAL,
     Adjacency.REPLACE: NeighboringRelation.REPLACE_ONE,
-    # Zero-out again: who owns what is the same in both datasets, so the bounded records are too.
+    # This is zero-out too: both datasets have the same owners, hence the same bounded records.
     Adjacency.FIXED_GRAPH_ZERO_OUT: NeighboringRelation.REPLACE_SPECIAL,
 }
 
-# Below this delta the library's digits are lost in its transforms, upwards or downwards.
+# At smaller deltas the library's transforms lose its digits, upwards or downwards.
 SMALLEST_LIBRARY_DELTA = 1e-10
-# Above this, exp(-loss) underflows there and epsilon reads about 1 too high.
+# At larger epsilons exp(-loss) underflows in the library, and its epsilon is about 1 too high.
 LARGEST_LIBRARY_EPSILON = 700.0
-# Work (`search.interval_for`) that takes it about half a second.
+# With this much work (`search.interval_for`) the library takes about half a second.
 LARGEST_LIBRARY_WORK = 30_000
 
-# How far our own bound is above the truth, relative, in every setting that was measured: up to so
-# many steps and this epsilon. Measured, not proven; the grid is chosen for a tenth of it.
+# Our own bound is at most this much (relative) above the truth in every setting that was measured.
+# Those settings have at most so many steps, and at most this epsilon. This is measured, not proven.
+# The grid is chosen for a tenth of it.
 ERROR_BOUND = 5e-4
 MOST_MEASURED_STEPS = 100_000
 LARGEST_MEASURED_EPSILON = 2000.0
 
-# The excess of epsilon, relative, that the library's discretisation may cause.
+# The library's grid may add this much (relative) to epsilon.
 EXCESS = 1e-4
 # Without sampling a fine grid costs nothing.
 GAUSSIAN_EXCESS = 1e-6
 
-# A curve of deltas is accurate down to far below this.
+# The grids of a curve are chosen for about this delta; it is accurate far below it.
 CURVE_DELTA = 1e-12
 
 
@@ -62,8 +62,8 @@ CURVE_DELTA = 1e-12
 class Evaluation:
     """An epsilon, who vouches for it, and how far above the truth it may be (relative).
 
-    `error_bound` says how close epsilon is, by measurement; infinite where nobody measured it. That
-    epsilon is not below the truth does not depend on it.
+    `error_bound` says how close epsilon is. It was measured, and is infinite where nobody measured
+    it. The proof that epsilon is not below the truth does not use it.
     """
 
     epsilon: float
@@ -92,7 +92,7 @@ def relation(adjacency: Adjacency) -> NeighboringRelation:
 
 
 def can_price(event: DpEvent, adjacency: Adjacency) -> bool:
-    """Whether `evaluate` has a rule for the event; takes no evaluation to say.
+    """Whether `evaluate` has a rule for the event. Nothing is evaluated.
 
     >>> can_price(dp_event.GaussianDpEvent(1.0), Adjacency.ADD_REMOVE)
     True
@@ -115,7 +115,7 @@ def _steps(event: DpEvent, adjacency: Adjacency) -> list[steps.Step]:
 
 
 def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
-    """The epsilon to be told: an upper bound, with who vouches for it."""
+    """The epsilon to print, which is an upper bound, and who vouches for it."""
     if steps.has_no_privacy(event):
         return Evaluation(epsilon=math.inf, certified_by=own(), error_bound=0.0)
     mechanism = joined(_steps(event, adjacency))
@@ -129,7 +129,7 @@ def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluatio
             certified_by=f"{own()} (a proven upper bound; {library()} cannot check it here)",
             error_bound=_error_bound(mechanism, bound),
         )
-    # The larger of the two: ours is proven, the library's is free of our mistakes.
+    # Ours is proven, and the library's is free of our mistakes.
     epsilon = max(bound, told)
     return Evaluation(
         epsilon=epsilon,
@@ -140,7 +140,7 @@ def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluatio
 
 
 def _error_bound(mechanism: Sequence[steps.Step], bound: float) -> float:
-    """How far our own bound is above the truth (relative); infinite where that was not measured."""
+    """How far our own bound is above the truth (relative); infinite where nobody measured it."""
     is_measured = (
         search.NOTHING < bound <= LARGEST_MEASURED_EPSILON
         and sum(step.count for step in mechanism) <= MOST_MEASURED_STEPS
@@ -149,7 +149,7 @@ def _error_bound(mechanism: Sequence[steps.Step], bound: float) -> float:
 
 
 def deltas(event: DpEvent, *, epsilons: list[float], adjacency: Adjacency) -> list[float]:
-    """An upper bound on the delta that goes with each epsilon: the whole trade-off."""
+    """An upper bound on the delta that belongs to each epsilon: the whole trade-off."""
     if steps.has_no_privacy(event):
         return [1.0] * len(epsilons)
     mechanism = _steps(event, adjacency)
@@ -164,7 +164,7 @@ def _library_epsilon(
     delta: float,
     adjacency: Adjacency,
 ) -> float | None:
-    """The library's epsilon, on a grid that adds `EXCESS`; None where it is no help."""
+    """The library's epsilon on a grid that adds `EXCESS`; None where the library cannot help."""
     if (
         delta < SMALLEST_LIBRARY_DELTA
         or not search.NOTHING < bound <= LARGEST_LIBRARY_EPSILON
@@ -174,7 +174,7 @@ def _library_epsilon(
     excess = EXCESS
     match mechanism:
         case [steps.Mixture(is_gaussian=True, noise=noise)]:
-            # In the library's own words: rate 1 is no sampling, which it would convolve.
+            # Without sampling the library has a closed form. It would convolve steps of rate 1.
             event, adjacency = dp_event.GaussianDpEvent(noise), Adjacency.ADD_REMOVE
             excess = GAUSSIAN_EXCESS
         case _:
@@ -185,8 +185,8 @@ def _library_epsilon(
     try:
         return _one_evaluation(event, delta=delta, adjacency=adjacency, interval=interval)
     except (ArithmeticError, ValueError):
-        # It divides by the count of a part that never happens, and finds no bracket for a root
-        # where a large group is almost surely there. Our own bound needs no second opinion to hold.
+        # The library divides by the count of a part that never happens. It finds no bracket for a
+        # root where a large group is almost surely there. Our own bound holds without it.
         return None
 
 

@@ -1,23 +1,24 @@
 """delta at an epsilon for many steps: one tilted FFT, with a bound on everything it leaves out.
 
-For the sum S of the steps' losses, delta(epsilon) = E[(1 - e^(epsilon - S))+] + P(S = inf). With
-log moment K(t) = sum_i T_i log sum_j f_i(j) e^(t l_j), the tilted masses f(j) e^(t l_j - K) are
-convolved by FFT instead of f: at the t where S is centred on epsilon they are of order one, so the
-rounding of the FFT is small beside delta however small delta is (the saddle point).
+Let S be the sum of the steps' losses. Then delta(epsilon) = E[(1 - e^(epsilon - S))+] + P(S = inf).
+The log moment of S is K(t) = sum_i T_i log sum_j f_i(j) e^(t l_j). The FFT convolves the tilted
+masses f(j) e^(t l_j - K) instead of the masses f. At the saddle point, the t where S is centred on
+epsilon, the tilted masses are of order one. So the rounding of the FFT is small beside delta,
+however small delta is.
 
-What is added to the sum, so that the result is an upper bound:
+To make the result an upper bound, three things are added to the sum:
   * the mass above the window, by Chernoff's bound;
   * the FFT's rounding, by the normwise bound of Higham 2002, Thm. 24.2, carried through the power
     and the inverse transform, then Cauchy-Schwarz against the weights;
   * the relative rounding of masses, tilts and powers, which grows with the number of steps.
-Mass below the window wraps around into it, which can only add. Windows are powers of two, for which
-the theorem is stated.
+Mass below the window wraps around into it, which can only add. Windows are powers of two, because
+the theorem is stated for those.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,20 +28,21 @@ from userdp.accounting.discretise import Atoms
 from userdp.accounting.normal import UNIT_ROUNDOFF
 from userdp.accounting.special import Floats, erfcx
 
-# Per level of the FFT: Higham 2002, Thm. 24.2 has eta = u + gamma_4 (sqrt(2) + u) < 7 u for exact
-# twiddles; ours are rounded once more, and real transforms take one more pass.
+# The error of each level of the FFT. For exact twiddles, Higham 2002, Thm. 24.2 has
+# eta = u + gamma_4 (sqrt(2) + u) < 7 u. Ours are rounded once more, and real transforms take one
+# more pass.
 _FFT_LEVEL = 9 * UNIT_ROUNDOFF
 
-# What may be lost to the finite window, relative to delta.
+# The finite window may lose this share of delta.
 _WINDOW_LOSS = 1e-7
 LARGEST_WINDOW = 1 << 23
 
-# Windows longer than this are worth a search for a better tilt.
+# For windows longer than this, it pays to look for a better tilt.
 _LONG_WINDOW = 1 << 16
-# What rounding may add to epsilon, relative, for such a tilt.
+# With such a tilt, rounding may add this much (relative) to epsilon.
 _SMALL_ROUNDING = 1e-5
 
-# The window begins at this part of epsilon at the latest, so that a lower one can be found in it.
+# The window begins at this part of epsilon or below, so that it also holds a smaller epsilon.
 _BELOW = 0.95
 
 # Entries of a spectrum below this are set to 0.
@@ -51,7 +53,7 @@ Spectrum = NDArray[np.complex128]
 
 
 def moments(parts: Sequence[Part], tilt: float) -> tuple[float, float, float]:
-    """K(t) of the finite part of S, its mean and its variance under the tilt."""
+    """The log moment K(t) of the finite part of S, and the mean and variance under the tilt."""
     value = mean = variance = 0.0
     for atoms, count in parts:
         loss = atoms.spacing * atoms.index
@@ -69,24 +71,38 @@ def moments(parts: Sequence[Part], tilt: float) -> tuple[float, float, float]:
 
 def saddle_point(parts: Sequence[Part], epsilon: float, start: float = 1.0) -> float:
     """The tilt t > 0 at which S has mean epsilon, to a tenth of its deviation; or near 0."""
-    low, high, tilt = 0.0, math.inf, max(start, 1e-6)
+    return centred(lambda tilt: moments(parts, tilt), epsilon, max(start, 1e-6), within=0.1)
+
+
+def centred(
+    moments_at: Callable[[float], tuple[float, float, float]],
+    epsilon: float,
+    start: float,
+    *,
+    within: float,
+    most: float = math.inf,
+) -> float:
+    """The tilt at which the mean is epsilon, up to `within` deviations, by Newton's method.
+
+    `moments_at` gives a tilt's log moment, mean and variance. The variance is the derivative of the
+    mean, so no other evaluation is needed. The search ends near 0 and above `most`.
+    """
+    low, high, tilt = 0.0, math.inf, start
     for _ in range(80):
-        _, mean, variance = moments(parts, tilt)
+        _, mean, variance = moments_at(tilt)
         gap = mean - epsilon
-        if abs(gap) <= 0.1 * math.sqrt(variance):
+        if abs(gap) <= within * math.sqrt(variance) or high < 1e-9 or low > most:
             break
         low, high = (tilt, high) if gap < 0 else (low, tilt)
         step = tilt - gap / variance if variance > 0 else math.inf
         if not low < step < high or step > 8 * tilt + 1:
             step = 4 * tilt + 1e-3 if high == math.inf else (low + high) / 2
         tilt = step
-        if high < 1e-9:
-            break
     return tilt
 
 
 def saddle_estimate(value: float, variance: float, tilt: float, epsilon: float) -> float:
-    """log delta by the saddle-point approximation; exact when S is Gaussian. An estimate only."""
+    """log delta by the saddle-point approximation: an estimate, exact when S is Gaussian."""
     deviation = math.sqrt(max(variance, 1e-300))
     outer, inner = tilt * deviation, (tilt + 1) * deviation
     factor = (erfcx(outer / math.sqrt(2)) - erfcx(inner / math.sqrt(2))) / 2
@@ -95,7 +111,7 @@ def saddle_estimate(value: float, variance: float, tilt: float, epsilon: float) 
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """The composed loss near one epsilon: bounds delta there and nearby, from `valid_from` on."""
+    """The composed loss near one epsilon. It bounds delta from `valid_from` on."""
 
     valid_from: float
     loss: Floats
@@ -118,7 +134,7 @@ class Composed:
         with np.errstate(under="ignore", over="ignore", invalid="ignore"):
             weight = np.exp(self.log_scale - self.tilt * (loss - self.loss[0]))
             if not np.isfinite(weight).all():
-                return 1.0  # too little noise to compute with: promise nothing
+                return 1.0  # with so little noise the numbers overflow: promise nothing
             weight *= -np.expm1(epsilon - loss)
             inside = float(weight @ self.mass[first:]) * (1 + self.relative)
             noise = self.rounding * math.sqrt(float(weight @ weight))
@@ -130,7 +146,7 @@ def compose(
 ) -> Composed:
     """The loss of all parts together, each repeated by its count, in a window around `epsilon`.
 
-    `delta` is about what is expected there: rounding far below it does no harm.
+    `delta` is roughly the delta that is expected there. Rounding far below it does no harm.
     """
     spacing = parts[0][0].spacing
     offset = sum(count * atoms.slack for atoms, count in parts)
@@ -173,18 +189,20 @@ def compose(
 def _lower_tilt(parts: Sequence[Part], tilt: float, at: float, delta: float) -> float:
     """The least tilt up to `tilt` at which rounding stays small beside `delta`.
 
-    Where one rare loss decides, the saddle point makes several of them likely: a long window for
-    sums that hardly matter. Any tilt is sound, and a lower one makes them rare again.
+    Where one rare loss decides, the saddle point makes several of them likely. Then the window is
+    long, and most of its sums hardly matter. Any tilt is sound, and a lower one makes those sums
+    rare again.
     """
     spacing = parts[0][0].spacing
     for factor in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
         lower = factor * tilt
         value, _, _ = moments(parts, lower)
-        # As `_convolve` and `Composed.delta` will find, with weights u e^(-t u) at u above epsilon.
+        # `_convolve` and `Composed.delta` will find this rounding. The weights are u e^(-t u) at
+        # a distance u above epsilon.
         norm = sum(count * _norm(atoms, lower) for atoms, count in parts)
         rounding = norm * math.log2(LARGEST_WINDOW) * _FFT_LEVEL
         rounding *= math.exp(min(value - lower * at, 0.0)) / math.sqrt(4 * lower**3 * spacing)
-        # A share of delta moves epsilon by that share over the tilt.
+        # If delta changes by a share, epsilon moves by that share divided by the tilt.
         if rounding <= min(_SMALL_ROUNDING * lower * at, 0.01) * delta:
             return lower
     return tilt
@@ -200,7 +218,7 @@ def _norm(atoms: Atoms, tilt: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class _Window:
-    """Sums are wanted from `first` to `last`; `length` keeps others from wrapping into them."""
+    """The sums from `first` to `last` are wanted. `length` keeps other sums from wrapping there."""
 
     first: float
     last: float
@@ -208,10 +226,10 @@ class _Window:
 
 
 def _window(parts: Sequence[Part], tilt: float, at: float, delta: float) -> _Window:
-    """Where the tilted S may fall, up to what may be lost, around `at`."""
+    """Where the tilted S may fall around `at`, except for the share that may be lost."""
     value, mean, variance = moments(parts, tilt)
     deviation = math.sqrt(max(variance, 1e-300))
-    # log of exp(K - tilt epsilon) over delta, which is estimated if nothing is known.
+    # The log of exp(K - tilt epsilon) / delta. If delta is not known, it is estimated.
     over = math.log1p(2.5 * tilt * (1 + tilt) * deviation)
     if delta > 0:
         over = max(0.0, value - tilt * at - math.log(delta))
@@ -231,13 +249,13 @@ def _window(parts: Sequence[Part], tilt: float, at: float, delta: float) -> _Win
     return _Window(
         first=min(mean - below, _BELOW * at),
         last=last,
-        # Sums above wrap to below `at`, sums below wrap to above `last`.
+        # Sums above the window wrap to below `at`. Sums below it wrap to above `last`.
         length=max(mean + above - at, last - mean + below),
     )
 
 
 def _without_window(valid_from: float, beyond: float, infinite: float) -> Composed:
-    """From `valid_from` on, S has at most the mass `beyond`, and is infinite with `infinite`."""
+    """S is above `valid_from` with chance at most `beyond`, and is infinite with `infinite`."""
     empty = np.empty(0)
     return Composed(
         valid_from=valid_from, loss=empty, mass=empty, log_scale=0.0, tilt=0.0,
@@ -246,7 +264,7 @@ def _without_window(valid_from: float, beyond: float, infinite: float) -> Compos
 
 
 def _tail_above(parts: Sequence[Part], loss: float) -> float:
-    """log of a bound on P(S >= loss) by Chernoff, at a tilt that suits it."""
+    """log of Chernoff's bound on P(S >= loss), at a tilt that suits this loss."""
     return _log_chernoff(parts, loss, saddle_point(parts, loss))
 
 
@@ -259,7 +277,7 @@ def _log_chernoff(parts: Sequence[Part], loss: float, tilt: float) -> float:
 def _convolve(
     parts: Sequence[Part], tilt: float, length: int, shift: int, wanted: int
 ) -> tuple[Floats, float, float]:
-    """The tilted, wrapped convolution; its 2-norm rounding error; its relative error."""
+    """The tilted convolution, wrapped; its rounding error in the 2-norm; its relative error."""
     levels = math.log2(length)
     forward = levels * _FFT_LEVEL
     spectrum: Spectrum | None = None
@@ -278,7 +296,7 @@ def _convolve(
         norm += count * forward * float(np.sqrt(wrapped @ wrapped))
         power = _power(np.fft.rfft(wrapped), count)
         spectrum = power if spectrum is None else spectrum * power
-        # Each complex product has relative error sqrt(5) u; z^T takes T - 1 of them, in effect.
+        # A complex product has relative error sqrt(5) u, and z^T has the errors of T - 1 products.
         norm += count * math.sqrt(5) * UNIT_ROUNDOFF * float(np.sqrt(wrapped @ wrapped))
     assert spectrum is not None
     result = np.fft.irfft(spectrum, length)
@@ -288,7 +306,7 @@ def _convolve(
 
 
 def _power(base: Spectrum, exponent: int) -> Spectrum:
-    """base ** exponent by repeated squaring: the rounding of each product is known."""
+    """base ** exponent by repeated squaring, in which the rounding of each product is known."""
     result: Spectrum | None = None
     while exponent:
         if exponent & 1:
@@ -296,7 +314,8 @@ def _power(base: Spectrum, exponent: int) -> Spectrum:
         exponent >>= 1
         if exponent:
             base = base * base
-            # Numbers next to underflow are slow, and far below the rounding that is accounted for.
+            # Numbers next to underflow are slow to compute with. They are far below the rounding
+            # that is counted.
             base[np.abs(base) < _VANISHED] = 0.0
     assert result is not None
     return result

@@ -1,13 +1,14 @@
 """One step's privacy loss on a grid, by connect-the-dots, never below the truth.
 
-Outputs between two edges x_a < x_b have losses between l(x_a) and l(x_b). Replacing them by two
-atoms at those losses that keep the mass of P and of Q spreads the likelihood ratio, so the pair
-becomes easier to tell apart: its hockey-stick divergence grows at every epsilon, alone and in any
-composition (Doroshenko et al. 2022, Thm. 3.1; Zhu, Dong and Wang 2022, Thm. 10). The edges are
-multiples of a spacing h, close together only where the mass is: that is what makes the search fast.
+Outputs between two edges x_a < x_b have losses between l(x_a) and l(x_b). They are replaced by two
+atoms at those losses, which keep the mass of P and of Q. This spreads the likelihood ratio, so the
+pair becomes easier to tell apart: its hockey-stick divergence grows at every epsilon, alone and in
+any composition (Doroshenko et al. 2022, Thm. 3.1; Zhu, Dong and Wang 2022, Thm. 10). The edges are
+multiples of a spacing h. They are close together only where the mass is, which makes the search
+fast.
 
-Rounding is covered, not ignored: an edge's loss is off by at most `slack`, so bins are widened by
-it and every atom is moved up by it; masses carry an error bound, which is added on the bad side.
+Rounding is covered. An edge's loss is wrong by at most `slack`, so bins are widened by `slack` and
+every atom is moved up by it. Masses have an error bound, which is added on the bad side.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from userdp.accounting import roots
 from userdp.accounting.pair import Direction, Outputs, Quadrature
 from userdp.accounting.special import Floats
 
@@ -26,21 +28,21 @@ Indices = NDArray[np.int64]
 
 _MOST_BINS = 50_000
 
-# Losses far smaller than epsilon need no better relative resolution than this part of epsilon has.
+# Losses below this part of epsilon are resolved as if they were this part of epsilon.
 _SMALL_LOSS = 1 / 50
 
-# exp of more than this is left alone: such bins are sent to their worse end instead.
+# Exponents above this would overflow. Such bins are sent to their worse end instead.
 _LARGEST_EXPONENT = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Focus:
-    """Where a discretisation shall be accurate: it is an upper bound whatever these are.
+    """Where a grid should be accurate. It gives an upper bound whatever these numbers are.
 
-    `tilt` is the saddle point of all steps at `epsilon`; `allowed` is how much the epsilon of all
-    steps may grow by merging bins of width `spacing`; `resolution` is the widest bin relative to
-    its loss, for steps of which a single one may decide. Losses above `cap` are split between `cap`
-    and infinity.
+    `tilt` is the saddle point of all steps at `epsilon`. `allowed` is how much the epsilon of all
+    steps may grow by merging bins of width `spacing`. `resolution` is the widest bin relative to
+    its loss, in case a single step decides. Losses above `cap` are split between `cap` and
+    infinity.
     """
 
     epsilon: float
@@ -53,7 +55,7 @@ class Focus:
 
 @dataclass(frozen=True, kw_only=True)
 class Atoms:
-    """Losses `spacing * index + slack` with masses; `infinite` has an infinite loss."""
+    """Losses `spacing * index + slack` with their masses; `infinite` is the mass at infinity."""
 
     spacing: float
     index: Indices
@@ -63,7 +65,7 @@ class Atoms:
 
 
 def tilted(loss: Floats, log_q: Floats, direction: Direction, tilt: float) -> tuple[Floats, Floats]:
-    """Losses of `direction` and log masses, tilted by exp(tilt * loss); not normalised."""
+    """The losses of `direction`, and log masses tilted by exp(tilt * loss), not normalised."""
     if direction is Direction.REMOVE:
         return loss, log_q + (1 + tilt) * loss
     return -loss, log_q - tilt * loss
@@ -72,10 +74,11 @@ def tilted(loss: Floats, log_q: Floats, direction: Direction, tilt: float) -> tu
 def excess_of_spacing(
     loss: Floats, log_q: Floats, direction: Direction, tilt: float, spacing: float
 ) -> float:
-    """How much a grid of this spacing adds to the log moment at `tilt`, per step, over the tilt.
+    """How much a grid of this spacing adds to the log moment of one step, divided by the tilt.
 
-    Times the number of steps this is the excess of epsilon: the chord of r^(1 + tilt) over a bin,
-    r = e^loss, lies above the curve by tilt (1 + tilt) (loss - a)(b - loss) / 2.
+    Times the number of steps, this is what the grid adds to epsilon. With r = e^loss, the chord of
+    r^(1 + tilt) over a bin from a to b lies above the curve by
+    tilt (1 + tilt) (loss - a)(b - loss) / 2.
     """
     loss, log_mass = tilted(loss, log_q, direction, tilt)
     mass = np.exp(log_mass - log_mass.max())
@@ -85,7 +88,7 @@ def excess_of_spacing(
 
 
 def _edges(quadrature: Quadrature, direction: Direction, count: int, focus: Focus) -> Indices:
-    """Multiples of the spacing that bound the bins: dense where the tilted mass is."""
+    """The edges of the bins, as multiples of the spacing: dense where the tilted mass is."""
     tilt, spacing = focus.tilt, focus.spacing
     _, log_mass = tilted(quadrature.loss, quadrature.log_q, direction, tilt)
     mass = np.exp(log_mass - log_mass.max())
@@ -93,25 +96,25 @@ def _edges(quadrature: Quadrature, direction: Direction, count: int, focus: Focu
     mass /= mass.sum()
     loss = quadrature.loss
     steps = np.maximum(np.diff(loss), 1e-300)
-    # A bin of width v holding density d adds d v^3: for a number of bins, v = d^(-1/3) is best. The
-    # constant is bisected, from "every bin has width 1" up.
+    # A bin of width v and density d adds d v^3. So for a given number of bins, widths in proportion
+    # to d^(-1/3) are best. `scale` is the log of the constant; at `low` every bin has width 1.
     shape = (np.log(steps) - np.log(np.maximum(mass, 1e-300))) / 3 - math.log(spacing)
-    # Much wider than 1 / (1 + tilt) the cost of a bin grows exponentially, not as v^2. And where
-    # one large loss among many steps decides, the tilted mass does not show it.
+    # Bins much wider than 1 / (1 + tilt) cost exponentially more, not as v^2. And where one large
+    # loss among many steps decides, the tilted mass does not show it.
     size = np.abs(loss[1:])
     finest = focus.resolution * np.maximum(size, _SMALL_LOSS * focus.epsilon)
     finest = np.where(size > 2 * focus.epsilon, np.inf, finest)
     widest = np.log(np.maximum(np.minimum(finest, 1 / (1 + tilt)) / spacing, 1.0))
     budget = focus.allowed / count * 12 / ((1 + tilt) * spacing**2)
     low, high = -float(shape.max()), -float(shape.min()) + float(widest.max())
-    for _ in range(50):
-        scale = (low + high) / 2
-        widths = np.exp(np.minimum(np.maximum(shape + scale, 0.0), widest))
-        if float(mass @ (widths**2 - 1)) > budget:
-            high = scale
-        else:
-            low = scale
-    widths = spacing * np.exp(np.minimum(np.maximum(shape + low, 0.0), widest))
+
+    def widths_at(scale: float) -> Floats:
+        return np.exp(np.minimum(np.maximum(shape + scale, 0.0), widest))
+
+    def excess(scale: float) -> float:
+        return math.log1p(float(mass @ (widths_at(scale) ** 2 - 1))) - math.log1p(budget)
+
+    widths = spacing * widths_at(roots.root(excess, high, low, within=1e-9))
     bins = np.concatenate([[0.0], np.cumsum(steps / widths)])
     bins *= min(1.0, _MOST_BINS / bins[-1])
     wanted: Floats = np.arange(math.floor(bins[-1]) + 1, dtype=np.float64)
@@ -125,12 +128,12 @@ def _edges(quadrature: Quadrature, direction: Direction, count: int, focus: Focu
 def discretise(
     pair: Outputs, quadrature: Quadrature, direction: Direction, *, count: int, focus: Focus
 ) -> Atoms:
-    """The loss of one of `count` steps in `direction`, on a grid: dominates the pair's own.
+    """The loss of one of `count` steps in `direction`, on a grid; it dominates the pair's loss.
 
-    Above the last edge, losses are split between that edge and infinity. This is connect-the-dots
-    with the other end at infinity, and it costs nothing where the sum of all steps exceeds epsilon
-    anyway: there (1 - e^(epsilon - loss)) is linear in e^-loss. So the grid need not reach further
-    than epsilon and what the other steps may take away from it.
+    Losses above the last edge are split between that edge and infinity. This is connect-the-dots
+    with the other end at infinity. It costs nothing where the sum of all steps exceeds epsilon
+    anyway, because (1 - e^(epsilon - loss)) is linear in e^-loss there. So the grid need not reach
+    further than epsilon and what the other steps may take away from it.
     """
     spacing = focus.spacing
     shown = quadrature.capped(direction, focus.cap)
@@ -138,7 +141,7 @@ def discretise(
     x, slack = pair.outputs_at(quadrature, spacing * edges.astype(np.float64))
     edges, x = _with_bounds(pair, direction, edges, x, focus)
     worst = x[-1] if direction is Direction.REMOVE else x[0]
-    # Neither a cap nor a bound ends the losses: then the quadrature does, up to a negligible tail.
+    # If neither a cap nor a bound ends the losses, the quadrature does, up to a negligible tail.
     has_tail = shown is quadrature and math.isfinite(worst)
     if has_tail:
         edges, x = _up_to_tail(pair, quadrature, direction, edges, x, spacing)
@@ -152,7 +155,7 @@ def discretise(
         scale = spacing * edges - slack
         with np.errstate(over="ignore", under="ignore"):
             kept, error = np.exp(scale + log_q), np.exp(scale + log_q_error)
-        # Where rounding overflows, everything goes to the worse end.
+        # Where a number overflows, everything goes to the worse end.
         known = np.isfinite(kept) & np.isfinite(error)
         kept, error = np.where(known, kept, 0.0), np.where(known, error, 0.0)
         to_upper = (p_up[1:] - kept + error) / np.append(spread, 1.0)
@@ -163,7 +166,7 @@ def discretise(
         mass = [to_upper[:-1], p_up[1:] - to_upper, p_up[:1]]
         infinite = float(to_upper[-1])
     else:
-        # The same with P and Q exchanged: the loss is -l, so the lower edge is the worse end.
+        # P and Q are exchanged here. The loss is -l, so the lower edge is the worse end.
         q, q_error = pair.mass_of_q(x)
         q_up = q + q_error
         scale = -spacing * edges - slack
@@ -188,7 +191,7 @@ def discretise(
 def _with_bounds(
     pair: Outputs, direction: Direction, edges: Indices, x: Floats, focus: Focus
 ) -> tuple[Indices, Floats]:
-    """One more edge on a side where losses are bounded: all outputs on that side lie before it."""
+    """One more edge on each side where losses are bounded: no output lies beyond it."""
     if pair.least_loss > (-focus.cap if direction is Direction.ADD else -math.inf):
         begin = min(math.floor(pair.least_loss / focus.spacing), int(edges[0]) - 1)
         edges, x = np.append(begin, edges), np.append(-math.inf, x)
@@ -208,9 +211,9 @@ def _up_to_tail(
 ) -> tuple[Indices, Floats]:
     """One more edge at the quadrature's worst output, its loss rounded up to the grid.
 
-    Without it, a step whose losses are all smaller than the spacing would have no edge above 0, and
-    everything above 0 would be split to infinity. The outputs beyond the new edge may have smaller
-    losses than the edge says, so they must not be split: all of them count as infinite.
+    Without it, a step whose losses are all smaller than the spacing would have no edge above 0.
+    Then everything above 0 would be split to infinity. The outputs beyond the new edge may have
+    smaller losses than the edge says, so they must not be split: all of them count as infinite.
     """
     if direction is Direction.REMOVE:
         end = max(quadrature.x[-1], x[-1])
@@ -234,7 +237,7 @@ def sorted_atoms(
 
 
 def revealed(branches: Sequence[tuple[float, Atoms]]) -> Atoms:
-    """The loss of a step that first tells which of several pairs it is, each with its chance."""
+    """The loss of a step that first reveals which of several pairs it is, each with its chance."""
     first = branches[0][1]
     return sorted_atoms(
         spacing=first.spacing,

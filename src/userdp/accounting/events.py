@@ -10,11 +10,11 @@
 | b | `bands` | bands of the matrix that correlates the noise |
 | T | `steps` | number of steps |
 
-The adjacency is not part of an event: the accountant takes it beside the event. Other accountings
-of the same events are in `renyi` (RDP, the moments accountant of 2018) and `group` (black-box group
-privacy); mechanisms without a closed event in `monte_carlo`, `filter`, `quantile` and `selection`.
+The adjacency is not part of an event. The accountant takes it as a separate argument. `renyi` (RDP,
+and the moments accountant of 2018) and `group` (black-box group privacy) price the same events in
+other ways. `filter`, `quantile` and `best_of_runs` make the events of other mechanisms.
 
-An event, once released, never changes its meaning: a new theorem is a new function.
+Once an event is released, its meaning never changes: a new theorem becomes a new function.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ DpEvent = dp_event.DpEvent
 def poisson_users_gaussian(*, user_sampling_prob: float, noise_multiplier: float) -> DpEvent:
     """One step of user-level sampling: the Poisson-sampled Gaussian mechanism.
 
-    The user's clipped update is present with probability q, so the step's outputs on neighbours are
-    N(0, sigma^2) and N(Bernoulli(q), sigma^2) at worst.
+    The user's clipped update is present with probability q. So at worst the step's outputs on
+    neighbours are N(0, sigma^2) and N(Bernoulli(q), sigma^2).
     Reference: Charles et al. 2024, Thm. 2 and Eq. 3; McMahan et al. 2018, Thm. 1.
     """
     return dp_event.PoissonSampledDpEvent(
@@ -50,11 +50,12 @@ def poisson_records_gaussian(
 ) -> DpEvent:
     """One step of example-level sampling: a Mixture of Gaussians with Binomial(G, p) means.
 
-    Each of the user's at most G records enters by its own coin, so the user moves the sum by
-    Binomial(G, p) clip norms at worst.
+    The user has at most G records, and a coin is tossed for each. So at worst the user moves the
+    sum by Binomial(G, p) clip norms.
     Reference: Charles et al. 2024, Thm. 3 and Eq. 2.
 
-    One record a user is exactly Thm. 2, and `dp_accounting` evaluates that event ten times faster.
+    With one record a user this is exactly Thm. 2, whose event `dp_accounting` evaluates ten times
+    faster.
 
     >>> poisson_records_gaussian(record_sampling_prob=0.1, group_size=1, noise_multiplier=2.0)
     PoissonSampledDpEvent(sampling_probability=0.1, event=GaussianDpEvent(noise_multiplier=2.0))
@@ -69,11 +70,11 @@ def poisson_records_gaussian(
 
 @lru_cache(maxsize=8)
 def _binomial(trials: int, probability: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The values Binomial(`trials`, `probability`) may have, and their probabilities.
+    """The values that Binomial(`trials`, `probability`) may have, and their probabilities.
 
-    A search asks for the same ones at every noise multiplier.
+    A search for noise asks for the same ones at every noise multiplier.
     """
-    # A probability that underflows to zero is not a mean the mixture can have.
+    # A probability that underflows to zero is left out: the mixture never has that mean.
     support = [
         (float(count), prob)
         for count, prob in enumerate(binomial_pmf(trials, probability))
@@ -91,7 +92,7 @@ def capped_poisson_users_gaussian(
 ) -> DpEvent:
     """One step of user-level sampling where a cohort above `cap` is cut to `cap` users at random.
 
-    A user who pushes the cohort above the cap also pushes another user out, which costs a little
+    A user who pushes the cohort above the cap also pushes another user out. This costs a little
     more than plain Poisson sampling.
     Reference: Ganesh 2025 (arXiv 2508.15089), as implemented in `dp_accounting`.
 
@@ -111,9 +112,10 @@ def capped_poisson_users_gaussian(
 def min_separated_gaussian(*, participations: int, noise_multiplier: float) -> DpEvent:
     """A whole run of matrix-factorisation noise, a user's steps at least b apart: one Gaussian.
 
-    With a b-banded strategy matrix of column norm 1 and at most k steps per user, every two of them
-    at least b apart, the user's contributions are orthogonal: the run is a Gaussian mechanism with
-    multiplier sigma / sqrt(k). No sampling, no amplification.
+    The strategy matrix has b bands and columns of norm 1. A user takes part in at most k steps, and
+    every two of them are at least b apart. Then the user's contributions are orthogonal, and the
+    run is a Gaussian mechanism with multiplier sigma / sqrt(k). Nothing is sampled, so nothing is
+    amplified.
     Reference: Ganesh et al. 2025, Sec. 3; Choquette-Choo et al. 2024.
 
     >>> min_separated_gaussian(participations=4, noise_multiplier=4.0)
@@ -127,9 +129,9 @@ def cyclic_poisson_banded(
 ) -> DpEvent:
     """A whole run of b-banded noise where step t samples from part t mod b of the users.
 
-    A user can only take part every b steps, ceil(T / b) times, each time with probability q among
-    the users of its part (so q is b times what it would be over all users); the noise seen by those
-    steps is independent.
+    A user can take part only every b steps, so ceil(T / b) times. Each time it is sampled with
+    probability q among the users of its part, so q is b times what it would be over all users. The
+    noise of those steps is independent.
     Reference: Choquette-Choo et al. 2024, Thm. 4; Ganesh et al. 2025, App. A.
 
     >>> cyclic_poisson_banded(
@@ -150,7 +152,7 @@ def fixed_size_users_gaussian(
 ) -> DpEvent:
     """One step whose cohort is exactly `cohort_size` users, drawn without replacement.
 
-    Priced by RDP under replace adjacency only (`renyi.evaluation`): adding a user changes
+    RDP prices it, under replace adjacency only (`renyi.evaluation`). Adding a user changes
     everybody's chances, and `dp_accounting` has no other rule.
     Reference: Wang, Balle and Kasiviswanathan 2019, Thm. 27.
     """
@@ -160,7 +162,7 @@ def fixed_size_users_gaussian(
 
 
 def combined(parts: Sequence[DpEvent]) -> DpEvent:
-    """Several mechanisms on the same users: planning, tuning and training add up.
+    """Several mechanisms on the same users, such as planning, tuning and training, as one event.
 
     >>> combined([dp_event.GaussianDpEvent(2.0)])
     GaussianDpEvent(noise_multiplier=2.0)
@@ -169,11 +171,11 @@ def combined(parts: Sequence[DpEvent]) -> DpEvent:
 
 
 def repeated(step_event: DpEvent, count: int) -> DpEvent:
-    """`count` adaptive repetitions of a step."""
+    """A step that is repeated `count` times, adaptively."""
     return dp_event.SelfComposedDpEvent(step_event, count)
 
 
-# The events a ledger may hold. Closed: a ledger names a type, it never loads one.
+# The events that a ledger may hold. The list is closed: a ledger names a type and never loads one.
 _KNOWN: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
@@ -207,7 +209,7 @@ def _plain(value: Any) -> Any:
         return to_json(value)
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in cast("list[Any]", value)]
-    # JSON has no infinity; a Poisson number of runs is that shape.
+    # JSON has no infinity, which is the shape of a Poisson number of runs.
     return "inf" if value == math.inf else value
 
 

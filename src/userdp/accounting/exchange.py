@@ -1,16 +1,17 @@
-"""Replacing a user: both neighbours hold somebody, and pull in opposite directions at worst.
+"""Replacing a user: the neighbours hold different users, who at worst pull in opposite directions.
 
-The outputs on neighbours are at worst P = sum_k w_k N(c_k, sigma^2), Q = sum_k w_k N(-c_k, sigma^2)
-with the same weights: a step adds K update vectors of the user, K drawn by coins that do not look
-at what the records say, and each vector has norm at most 1.
+At worst the outputs on neighbours are P = sum_k w_k N(c_k, sigma^2) and
+Q = sum_k w_k N(-c_k, sigma^2), with the same weights. A step adds K update vectors of the user,
+each of norm at most 1. K is drawn by coins that do not look at what the records say.
 
-Proof, for any step, any test phi with values in [0, 1] and any vectors. Let f(u) be the mean of phi
-under N(u, sigma^2 I), and f(0) = Phi(a). By Neyman and Pearson, Phi(a - |u|/sigma) <= f(u) <=
-Phi(a + |u|/sigma). The sum of K vectors has |u| <= K, so the test accepts with probability at most
-E Phi(a + K/sigma) on one neighbour and at least E Phi(a - K/sigma) on the other. Those are exactly
-the probabilities that the output exceeds -a sigma under P and under Q. So no test tells the
-neighbours apart better than one of P and Q: this pair dominates, hence also in adaptive composition
-(Zhu, Dong and Wang 2022, Thm. 10). One record a group is the rule of `dp_accounting`.
+The proof holds for any step, any test phi with values in [0, 1] and any vectors. Let f(u) be the
+mean of phi under N(u, sigma^2 I), and f(0) = Phi(a). By Neyman and Pearson, Phi(a - |u|/sigma) <=
+f(u) <= Phi(a + |u|/sigma). The sum of K vectors has |u| <= K, so the test accepts with probability
+at most E Phi(a + K/sigma) on one neighbour and at least E Phi(a - K/sigma) on the other. Those are
+exactly the probabilities that the output exceeds -a sigma under P and under Q. So no test of the
+neighbours is better than a test of P and Q. This pair therefore dominates, also in adaptive
+composition (Zhu, Dong and Wang 2022, Thm. 10). With one record in a group it is the rule of
+`dp_accounting`.
 
 Symbols: sigma = `noise`, c = `shifts`, w = `weights`. Everything here is public.
 """
@@ -39,7 +40,7 @@ class Exchange:
 
     @staticmethod
     def of(noise: float, shifts: Floats, weights: Floats, *, tail: float) -> Exchange:
-        """The pair, worsened by the error of `weights` and with at most `tail` of P given up."""
+        """The pair, made worse by the error of `weights`, with at most `tail` of P given up."""
         shifts, weights, lost = pair.worsened(shifts, weights, tail)
         return Exchange(noise=noise, shifts=shifts, weights=weights, lost=lost)
 
@@ -76,7 +77,7 @@ class Exchange:
         return Quadrature(x=x, guide=loss, loss=loss, log_q=density + down)
 
     def outputs_at(self, quadrature: Quadrature, losses: Floats) -> tuple[Floats, float]:
-        """By Newton's method, never further than the neighbouring points of the quadrature."""
+        """By Newton's method, kept between the neighbouring points of the quadrature."""
         x = np.interp(losses, quadrature.guide, quadrature.x)
         place = np.searchsorted(quadrature.guide, losses)
         last = len(quadrature.x) - 1
@@ -84,7 +85,7 @@ class Exchange:
         for _ in range(8):
             value, slope, _ = self._loss(x)
             gap = value - losses
-            # Little noise makes the loss flat in the middle: there the slope underflows.
+            # With little noise the loss is flat in the middle, and the slope underflows there.
             with np.errstate(over="ignore"):
                 x = np.clip(x - gap / np.maximum(slope, 1e-300), low, high)
             if float(np.abs(gap).max()) <= 1e-9:
@@ -100,13 +101,13 @@ class Exchange:
         return loss, rounding + 8 * UNIT_ROUNDOFF * float(np.abs(loss).max())
 
     def mass_of_p(self, x: Floats) -> tuple[Floats, Floats]:
-        """The mixture's."""
+        """The mass of the mixture."""
         return normal.mixture_masses(x, self.shifts, self.weights, self.noise)
 
     def mass_of_q(self, x: Floats) -> tuple[Floats, Floats]:
-        """Its mirror image's."""
+        """The mass of the mirror image."""
         return normal.mixture_masses(x, -self.shifts, self.weights, self.noise)
 
     def log_mass_of_q(self, x: Floats) -> tuple[Floats, Floats]:
-        """Its mirror image's, accurate where it underflows."""
+        """The log of the mirror image's mass, accurate where the mass underflows."""
         return normal.log_mixture_masses(x, -self.shifts, self.weights, self.noise)

@@ -1,9 +1,11 @@
 """The filter of Asi & Liu: half the budget watches for concentration, half pays for training.
 
-Before each step AboveThreshold checks that users' gradients lie close together; only then are
-outliers removed and less noise added, and the first failed check ends the run. Training gets
-(epsilon/2, delta/2), the threshold test epsilon/2 for the whole run, delta/2 covers the outlier
-removal.
+Before each step, AboveThreshold checks that the users' gradients lie close together. Only then
+outliers are removed and less noise is added. The first failed check ends the run. Training gets
+(epsilon/2, delta/2). The threshold test gets epsilon/2 for the whole run, and the removal of
+outliers gets delta/2.
+
+The filter is priced here. The training step that uses it is not part of this version.
 Reference: Chua et al. 2024 (Mind the privacy unit), App. A, Alg. 3; Asi and Liu 2024, Alg. 1.
 """
 
@@ -21,8 +23,8 @@ from userdp.units import Adjacency
 class FilterPlan:
     """How a run with the filter spends (epsilon, delta).
 
-    sigma = `noise_multiplier`, tau = `concentration`; `noise_stddev` is on each coordinate of the
-    mean gradient, nu in Alg. 3, line 14.
+    sigma = `noise_multiplier`, tau = `concentration`. `noise_stddev` is the standard deviation on
+    each coordinate of the mean gradient, nu in Alg. 3, line 14.
     """
 
     epsilon: float
@@ -67,7 +69,7 @@ def filter_plan(
 
 
 def above_threshold_noise(*, epsilon: float, sensitivity: float) -> tuple[float, float]:
-    """Laplace scales of AboveThreshold: on the threshold, and on each query. epsilon-DP in total.
+    """The Laplace scales of AboveThreshold, on the threshold and on each query: epsilon-DP in all.
 
     Reference: Dwork and Roth 2014, Alg. 1.
 

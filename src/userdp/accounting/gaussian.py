@@ -1,22 +1,23 @@
 """The Gaussian mechanism in closed form: no sampling, any number of steps.
 
 Steps of noise multipliers sigma_i and sensitivity 1 compose to one Gaussian mechanism of
-sensitivity mu = sqrt(sum_i 1 / sigma_i^2), whose delta at epsilon is
+sensitivity mu = sqrt(sum_i 1 / sigma_i^2). In both directions its delta at epsilon is exactly
 
-    delta = Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu)
+    delta = Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu).
 
-exactly, in both directions. Reference: Balle and Wang 2018, Thm. 8.
+Reference: Balle and Wang 2018, Thm. 8.
 """
 
 from __future__ import annotations
 
 import math
 
+from userdp.accounting import roots
 from userdp.accounting.special import log_normal_cdf
 
 
 def log_delta(mu: float, epsilon: float) -> float:
-    """log of delta at `epsilon` for sensitivity `mu` in units of the noise.
+    """The log of delta at `epsilon`, for sensitivity `mu` in units of the noise.
 
     >>> round(math.exp(log_delta(1.0, 1.0)), 4)
     0.1269
@@ -25,7 +26,7 @@ def log_delta(mu: float, epsilon: float) -> float:
     second = epsilon + log_normal_cdf(-mu / 2 - epsilon / mu)
     if second >= first:
         return -math.inf
-    # The rounding of both logarithms, which the difference magnifies, is added.
+    # Both logarithms have rounding errors, which the difference magnifies. They are added.
     error = 1e-15 * (abs(first) + abs(second) + epsilon + 4) / -math.expm1(second - first)
     return first + math.log(-math.expm1(second - first)) + error
 
@@ -39,15 +40,13 @@ def epsilon(mu: float, delta: float) -> float:
     target = math.log(delta)
     if mu == 0 or log_delta(mu, 0.0) <= target:
         return 0.0
-    low, high = 0.0, 1.0
-    while log_delta(mu, high) > target:
-        low, high = high, 2 * high
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        low, high = (middle, high) if log_delta(mu, middle) > target else (low, middle)
-    return high
+
+    def excess(epsilon_: float) -> float:
+        return log_delta(mu, epsilon_) - target
+
+    return roots.root(
+        excess, *roots.bracket(excess, 1.0, 1.0, growth=2.0, least=0.0), relative=1e-12
+    )
 
 
 def sensitivity(epsilon_: float, delta: float) -> float:
@@ -57,12 +56,10 @@ def sensitivity(epsilon_: float, delta: float) -> float:
     4.2247
     """
     target = math.log(delta)
-    low, high = 0.0, 1.0
-    while log_delta(high, epsilon_) <= target:
-        low, high = high, 2 * high
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        low, high = (middle, high) if log_delta(middle, epsilon_) <= target else (low, middle)
-    return low
+
+    # Delta grows with mu, so the safe side is the lower one: the search runs over -log(mu).
+    def excess(minus_log: float) -> float:
+        return log_delta(math.exp(-minus_log), epsilon_) - target
+
+    missed, met = roots.bracket(excess, 0.0, math.log(2.0))
+    return math.exp(-roots.root(excess, missed, met, within=1e-12))

@@ -1,24 +1,26 @@
 """Black-box group privacy: the baseline that exact accounting replaces.
 
 If a mechanism is (e, d)-DP for one record, it is (G e, d (e^(G e) - 1) / (e^e - 1))-DP for G
-records (Vadhan 2017, Lemma 2.2). It knows nothing of the mechanism, so it grows exponentially in G
-where the mixture of Gaussians grows about linearly (Charles et al. 2024, Fig. 1).
+records (Vadhan 2017, Lemma 2.2). This rule knows nothing of the mechanism. So it grows
+exponentially in G, where the mixture of Gaussians grows about linearly (Charles et al. 2024, Fig.
+1).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
-from userdp.accounting import certificate, search, steps
+from userdp.accounting import certificate, roots, search, steps
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.errors import InputError
 from userdp.units import Adjacency
 
-# Record-level epsilons above this are not tried: the paper calls it "diverged".
+# Larger record-level epsilons are not tried: the paper calls these runs "diverged".
 _LARGEST_EPSILON = 2000.0
-# And deltas below this, which no double can tell from 0 after composition.
+# Smaller deltas are not tried: after composition no double can tell them from 0.
 _SMALLEST_LOG_DELTA = -640.0
 
 
@@ -34,6 +36,7 @@ def group_epsilon(record_level: Sequence[steps.Step], *, group_size: int, delta:
     5.0
     """
 
+    @cache
     def excess(epsilon: float) -> float:
         factor = group_size * epsilon + math.log(-math.expm1(-group_size * epsilon))
         factor -= epsilon + math.log(-math.expm1(-epsilon))
@@ -43,7 +46,7 @@ def group_epsilon(record_level: Sequence[steps.Step], *, group_size: int, delta:
         reached = search.delta_bound(record_level, epsilon, hint=math.exp(target))
         return math.log(max(reached, 1e-300)) - target
 
-    # The excess may rise before it falls, so the first crossing is looked for from below.
+    # The excess may rise before it falls, so the first crossing is searched for from below.
     low = max(search.epsilon_bound(record_level, delta), 1e-6)
     if group_size == 1 or excess(low) <= 0:
         return group_size * low
@@ -52,10 +55,7 @@ def group_epsilon(record_level: Sequence[steps.Step], *, group_size: int, delta:
         low, high = high, 1.15 * high
         if high > _LARGEST_EPSILON:
             return math.inf
-    while high - low > 1e-5 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
-    return group_size * high
+    return group_size * roots.root(excess, low, high, relative=1e-5)
 
 
 def evaluation(
@@ -63,7 +63,7 @@ def evaluation(
 ) -> Evaluation:
     """`group_epsilon` of an event that prices the run for one record, under this adjacency.
 
-    Under replace the records of a user are exchanged one after the other.
+    Under replace, the records of a user are replaced one after the other.
     """
     mechanism = steps.of(record_level, adjacency)
     if mechanism is None:

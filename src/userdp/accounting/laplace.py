@@ -1,7 +1,7 @@
 """Laplace noise: P = (1 - q) Q + q Laplace(1, b) against Q = Laplace(0, b).
 
 Without sampling (q = 1) the loss is -1/b for x <= 0, (2x - 1)/b between 0 and 1, and 1/b for
-x >= 1; with it, log(1 - q + q e^loss). Every loss is finite.
+x >= 1. With sampling it is log(1 - q + q e^loss). Every loss is finite.
 
 Symbols: b = `noise`, q = `rate`. Everything here is public.
 """
@@ -23,7 +23,7 @@ _POINTS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class Laplace:
-    """Laplace(0, noise) against the same with a user at distance 1, present with chance `rate`."""
+    """Laplace(0, noise), against the same with a user at distance 1 who is there at `rate`."""
 
     noise: float
     rate: float
@@ -35,29 +35,29 @@ class Laplace:
 
     @property
     def least_loss(self) -> float:
-        """The loss of every output below 0, a little less for rounding."""
+        """The loss of every output below 0, lowered a little to cover rounding."""
         value = float(self._sampled(np.array([-1 / self.noise]))[0])
         return value - 64 * UNIT_ROUNDOFF * (1 + 1 / self.noise)
 
     @property
     def largest_loss(self) -> float:
-        """The loss of every output above 1, a little more for rounding."""
+        """The loss of every output above 1, raised a little to cover rounding."""
         value = float(self._sampled(np.array([1 / self.noise]))[0])
         return value + 64 * UNIT_ROUNDOFF * (1 + 1 / self.noise)
 
     @property
     def is_symmetric(self) -> bool:
-        """Without sampling the neighbours can be exchanged."""
+        """Whether the neighbours can be exchanged: only without sampling."""
         return self.rate == 1
 
     def _sampled(self, loss: Floats) -> Floats:
-        """The loss when the user is there with probability `rate` only."""
+        """The loss when the user is there with probability `rate`."""
         if self.rate == 1:
             return loss
         return np.logaddexp(math.log1p(-self.rate), math.log(self.rate) + loss)
 
     def quadrature(self, tail: float) -> Quadrature:
-        """The two ends, each with all its mass, and points between."""
+        """The two ends, each with all the mass beyond it, and points between them."""
         del tail  # no output is left out
         x = (np.arange(_POINTS) + 0.5) / _POINTS
         x = np.concatenate([[0.0], x, [1.0]])
@@ -67,7 +67,7 @@ class Laplace:
         return Quadrature(x=x, guide=x, loss=loss, log_q=log_q)
 
     def outputs_at(self, quadrature: Quadrature, losses: Floats) -> tuple[Floats, float]:
-        """In closed form; the residual tells the rounding."""
+        """In closed form; the residual shows the rounding."""
         del quadrature
         unsampled = losses
         if self.rate < 1:
@@ -86,25 +86,25 @@ class Laplace:
         return loss, 64 * UNIT_ROUNDOFF * (1 + 1 / self.noise - math.log(self.rate))
 
     def mass_of_p(self, x: Floats) -> tuple[Floats, Floats]:
-        """The mixture of both Laplace distributions'."""
+        """The mass of the mixture of both Laplace distributions."""
         with_user, with_error = _masses((x - 1) / self.noise)
         without, error = _masses(x / self.noise)
         mass = self.rate * with_user + (1 - self.rate) * without
         return mass, self.rate * with_error + (1 - self.rate) * error + SPECIAL * mass
 
     def mass_of_q(self, x: Floats) -> tuple[Floats, Floats]:
-        """Laplace(0, noise)'s."""
+        """The mass of Laplace(0, noise)."""
         return _masses(x / self.noise)
 
     def log_mass_of_q(self, x: Floats) -> tuple[Floats, Floats]:
-        """Of outputs that are 0 at least, or all."""
+        """The log of Laplace(0, noise)'s mass between and above `x`, and of its error."""
         mass, error = _masses(x / self.noise)
         with np.errstate(divide="ignore"):
             return np.log(mass[1:]), np.log(error[1:] + SPECIAL * mass[1:])
 
 
 def _masses(z: Floats) -> tuple[Floats, Floats]:
-    """Laplace(0, 1)'s mass below, between and above increasing `z`; its error."""
+    """The mass of Laplace(0, 1) below, between and above increasing `z`, and its error."""
     tail = np.exp(-np.abs(z)) / 2
     below = z <= 0
     inside = np.where(

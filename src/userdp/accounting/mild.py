@@ -1,8 +1,9 @@
 """Steps of much noise: a Gaussian at a known distance dominates them, in closed form.
 
-Where a user moves the sum by K noise deviations, K >= 0 drawn by coins, and K varies little, a step
-is almost N(0, 1) against N(E K, 1). This file proves how much further away the Gaussian must be. No
-grid is needed, so no number of steps and no number of mixed Gaussians is too large.
+A user moves the sum by K noise deviations, where K >= 0 is drawn by coins. If K varies little, a
+step is almost N(0, 1) against N(E K, 1). This file proves how much further away the Gaussian must
+be to dominate. No grid is needed, so no number of steps and no number of mixed Gaussians is too
+large.
 
 Claim. Let P = E N(K, 1), Q = N(0, 1), D = K - E K and R >= E K - min K. Let
 
@@ -41,19 +42,19 @@ from userdp.accounting import gaussian
 from userdp.accounting.special import ndtr, normal_quantile
 from userdp.accounting.steps import Exchanged, Mixture, Step
 
-# Of delta, the share that the atoms may take.
+# The atoms may take this share of delta.
 _ATOM_SHARE = 1e-7
-# Weights, means and special functions are trusted to this relative error, far above what it is.
+# Weights, means and special functions are trusted to this relative error; theirs is far smaller.
 _ERROR = 1e-9
-# R A above this is too far from mild for the closed form.
+# Where R A is above this, the step is not mild enough for the closed form.
 _LARGEST_EXCESS = 0.1
-# The Gaussian may be this much (relative) too far away before a grid is worth its time.
+# If the Gaussian is at most this much (relative) too far away, a grid is not worth its time.
 TIGHT = 2e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gaussian:
-    """N(0, 1) against N(`distance`, 1), beside atoms; the exact distance is at least `mean`."""
+    """N(0, 1) against N(`distance`, 1), with atoms; the exact distance is at least `mean`."""
 
     distance: float
     mean: float
@@ -70,7 +71,7 @@ class Gaussian:
 
 
 def dominating(mechanism: Sequence[Step], delta: float) -> Gaussian | None:
-    """A Gaussian that dominates the whole mechanism; None where its steps are not mild.
+    """A Gaussian that dominates the whole mechanism; None if a step is not mild.
 
     >>> step = Mixture(
     ...     noise=1e5, shifts=np.array([0.0, 1.0]), weights=np.array([0.9, 0.1]), count=10**6)
@@ -113,7 +114,7 @@ def _one(step: Mixture | Exchanged, reach: float) -> tuple[float, float, float] 
     if mean - float(moves.min()) > reach / 2:
         return None
     with np.errstate(over="ignore"):
-        # The mean of D is 0: taking it off leaves terms that cannot cancel.
+        # The mean of D is 0. Subtracting R D leaves terms of one sign, which cannot cancel.
         curve = (np.expm1(reach * far) - reach * far) / reach
         below = np.maximum(-far, 0.0)
         area = float(weights @ curve) + float(weights @ (below**3 * np.exp(reach * below))) / 6
@@ -129,9 +130,10 @@ def _one(step: Mixture | Exchanged, reach: float) -> tuple[float, float, float] 
 def least_noise(
     mechanism_of: Callable[[float], Sequence[Step]], *, epsilon: float, delta: float
 ) -> float | None:
-    """The least noise multiplier (to 1e-5, above) for a target; None where no step is mild.
+    """The least noise multiplier for a target, at most 1e-5 too large; None if a step is not mild.
 
-    It is looked for where every step's noise is in proportion to the multiplier, and then checked.
+    The search assumes that every step's noise is in proportion to the multiplier. The result is
+    checked without that assumption.
     """
     wanted = gaussian.sensitivity(epsilon, delta)
     noise = 0.0

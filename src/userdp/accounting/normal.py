@@ -1,7 +1,8 @@
 """Masses of mixtures of Gaussians between given points, with a bound on their rounding.
 
-Every number the accountant adds up is such a mass, so its error is stated here once. Far out a mass
-underflows while its ratio to another still matters, hence the second form, in logarithms.
+Every number that the accountant adds up is such a mass, so its error is stated once, here. Far out
+a mass underflows while its ratio to another one still matters. So there is a second form, in
+logarithms.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from userdp.accounting.special import Floats, log_ndtr, ndtr
 
 UNIT_ROUNDOFF = 2.0**-53
 
-# scipy's normal distribution function and numpy's exp and log are within this many roundoffs.
+# scipy's normal distribution function and numpy's exp and log have at most this relative error.
 SPECIAL = 16 * UNIT_ROUNDOFF
 
-# No array of points times components is larger than this.
+# No array of points by components has more entries than this.
 BLOCK = 1 << 21
 
 
 def masses(z: Floats) -> tuple[Floats, Floats]:
-    """N(0, 1)'s mass below, between and above increasing `z`, along axis 0; its error."""
+    """The mass of N(0, 1) below, between and above increasing `z` along axis 0, and its error."""
     tail = ndtr(-np.abs(z))
     below = z <= 0
     inside: Floats = np.where(
@@ -48,12 +49,12 @@ def mixture_masses(
 
 
 def log_masses(z: Floats) -> tuple[Floats, Floats]:
-    """log of N(0, 1)'s mass between and above increasing `z`, and of its error, along axis 0."""
+    """The log of N(0, 1)'s mass between and above increasing `z` along axis 0, and of its error."""
     z = np.concatenate([z, np.full((1, *z.shape[1:]), np.inf)])
     up, down = log_ndtr(-z), log_ndtr(z)
     right = z[1:] > 0
     near, far = np.where(right, up[:-1], down[1:]), np.where(right, up[1:], down[:-1])
-    # Two points that rounding made one hold no mass: log(0) is meant.
+    # Between two points that rounding made equal there is no mass, so log(0) is right.
     with np.errstate(divide="ignore", invalid="ignore"):
         log_mass = near + np.log(-np.expm1(np.minimum(far - near, 0.0)))
         # A far end at infinity has no error of its own.
@@ -66,7 +67,7 @@ def log_masses(z: Floats) -> tuple[Floats, Floats]:
 def log_mixture_masses(
     x: Floats, shifts: Floats, weights: Floats, noise: float
 ) -> tuple[Floats, Floats]:
-    """log of the mixture's mass between and above increasing `x`, and of its error."""
+    """The log of the mixture's mass between and above increasing `x`, and of its error."""
     mass, error = np.full(len(x), -np.inf), np.full(len(x), -np.inf)
     for shift, weight in zip(shifts, np.log(weights), strict=True):
         part, part_error = log_masses((x - shift) / noise)

@@ -1,12 +1,13 @@
-"""The pair of output distributions one step is judged by, and its privacy loss.
+"""The two output distributions by which a step is judged, and their privacy loss.
 
-A step's outputs on neighbours are at worst Q = N(0, sigma^2) and P = sum_k w_k N(c_k, sigma^2), the
-mixture of Gaussians of Charles et al. 2024, Thm. 3 (user-level sampling is the mixture of 0 and 1,
-Thm. 2). The privacy loss at output x is
+At worst, a step's outputs on neighbours are Q = N(0, sigma^2) and P = sum_k w_k N(c_k, sigma^2).
+This is the mixture of Gaussians of Charles et al. 2024, Thm. 3. For user-level sampling (Thm. 2) it
+mixes the shifts 0 and 1. The privacy loss at output x is
 
     l(x) = log P(x)/Q(x) = log sum_k w_k exp((2 c_k x - c_k^2) / (2 sigma^2)),
 
-which increases in x. Two directions are priced: "remove" compares P with Q, "add" Q with P.
+which increases in x. Two directions are priced: "remove" compares P with Q, and "add" compares Q
+with P.
 
 Other pairs (`exchange`, `laplace`) fulfil the same `Outputs` contract.
 
@@ -22,23 +23,23 @@ from typing import Protocol
 
 import numpy as np
 
-from userdp.accounting import normal
+from userdp.accounting import normal, roots
 from userdp.accounting.normal import BLOCK, UNIT_ROUNDOFF
 from userdp.accounting.special import Floats, ndtr, normal_quantile
 
-# The weights given are trusted to this relative error; the pair is made worse by as much.
+# The given weights are trusted to this relative error. The pair is made worse by as much.
 WEIGHT_ERROR = 1e-12
 
-# Outputs at which moments are integrated lie at most this many standard deviations apart.
+# Moments are integrated at outputs that are at most this many standard deviations apart.
 _SPACING = 0.125
 _MOST_POINTS = 1 << 15
 
-# Of more Gaussians than this, those at the lowest shifts with less weight in all are joined.
+# If there are more Gaussians than this, those at the lowest shifts are joined, up to this weight.
 _MANY, _LEAST_WEIGHT = 256, 1e-30
 
 
 class Direction(StrEnum):
-    """Which of the two neighbours holds the user: both directions are priced."""
+    """Which of the two neighbours holds the user. Both directions are priced."""
 
     REMOVE = "remove"
     ADD = "add"
@@ -48,8 +49,8 @@ class Direction(StrEnum):
 class Quadrature:
     """Losses at increasing outputs, with the log of Q's mass there.
 
-    `guide` increases with the output; outputs of a given loss are first looked up by it. For
-    choosing noise, tilt and grid only: no bound depends on its accuracy.
+    `guide` increases with the output, and is used to look up the output of a given loss. A
+    quadrature only helps to choose noise, tilt and grid: no bound depends on its accuracy.
     """
 
     x: Floats
@@ -58,9 +59,9 @@ class Quadrature:
     log_q: Floats
 
     def capped(self, direction: Direction, cap: float) -> Quadrature:
-        """The same, where `direction`'s losses above `cap` were split between `cap` and infinity.
+        """The same, with `direction`'s losses above `cap` split between `cap` and infinity.
 
-        What stays finite keeps the other neighbour's mass: Q's in "remove", P's in "add".
+        The finite part keeps the other neighbour's mass: Q's in "remove", P's in "add".
         """
         loss, log_q = self.loss, self.log_q
         if direction is Direction.REMOVE:
@@ -88,21 +89,21 @@ def _log_sum(values: Floats) -> float:
 
 
 class Outputs(Protocol):
-    """Two neighbours' outputs, ordered such that the loss log P(x)/Q(x) increases."""
+    """The outputs on two neighbours, ordered such that the loss log P(x)/Q(x) increases."""
 
     @property
     def lost(self) -> float:
-        """Mass of P where the loss is infinite, beside what the masses below tell."""
+        """The mass of P with infinite loss that the masses below leave out."""
         ...
 
     @property
     def least_loss(self) -> float:
-        """A bound below every loss, or -inf."""
+        """A lower bound on every loss, or -inf."""
         ...
 
     @property
     def largest_loss(self) -> float:
-        """A bound above every loss, or inf."""
+        """An upper bound on every loss, or inf."""
         ...
 
     @property
@@ -111,11 +112,11 @@ class Outputs(Protocol):
         ...
 
     def quadrature(self, tail: float) -> Quadrature:
-        """Enough points for moments of the loss to be integrated by the trapezoid rule."""
+        """Enough points to integrate moments of the loss by the trapezoid rule."""
         ...
 
     def outputs_at(self, quadrature: Quadrature, losses: Floats) -> tuple[Floats, float]:
-        """Increasing outputs whose losses are `losses` up to the second result."""
+        """Increasing outputs with these losses, up to an error of at most the second result."""
         ...
 
     def loss_at(self, x: Floats) -> tuple[Floats, float]:
@@ -131,17 +132,17 @@ class Outputs(Protocol):
         ...
 
     def log_mass_of_q(self, x: Floats) -> tuple[Floats, Floats]:
-        """log of Q's mass between and above `x`, and of its error."""
+        """The log of Q's mass between and above `x`, and of its error."""
         ...
 
 
 def worsened(shifts: Floats, weights: Floats, tail: float) -> tuple[Floats, Floats, float]:
-    """Shifts and weights made worse by the weights' error, with at most `tail` of P given up.
+    """Shifts and weights, made worse by the weights' error, with at most `tail` of P given up.
 
     Moving weight from a shift to the next larger one makes the pair easier to tell apart, in both
     directions (Charles et al. 2024, Lemma 2). So the cumulative weights are lowered by more than
-    their rounding error. The shifts above which P has less than `tail` are cut off, and their
-    weight, the last result, is counted as an output that only P can give.
+    their rounding error. The largest shifts are cut off, as long as their weight in all is below
+    `tail`. That weight is the last result. It counts as an output that only P can give.
     """
     order = np.argsort(shifts)
     shifts, weights = shifts[order], weights[order] / math.fsum(weights)
@@ -152,11 +153,11 @@ def worsened(shifts: Floats, weights: Floats, tail: float) -> tuple[Floats, Floa
     weights[:-1] -= moved
     weights[1:] += moved
     if len(weights) > _MANY:
-        # Moving the lowest weights up to one shift is worse still, and saves their time.
+        # Moving the lowest weights up to one shift is worse still, and saves time.
         first = int(np.count_nonzero(below < _LEAST_WEIGHT))
         weights[first] += weights[:first].sum()
         shifts, weights, above = shifts[first:], weights[first:], above[first:]
-    # The smallest weights are summed first, so `above` is accurate where it is small.
+    # `above` sums the smallest weights first, so it is accurate where it is small.
     kept = 1 + int(np.count_nonzero(above > tail))
     lost = float(above[kept - 1]) * (1 + WEIGHT_ERROR) if kept < len(weights) else 0.0
     return shifts[:kept], weights[:kept], lost
@@ -165,7 +166,7 @@ def worsened(shifts: Floats, weights: Floats, tail: float) -> tuple[Floats, Floa
 def log_ratio(
     x: Floats, noise: float, shifts: Floats, weights: Floats
 ) -> tuple[Floats, Floats, float]:
-    """log of sum_k w_k N(c_k)(x) / N(0)(x); its derivative; its rounding error."""
+    """The log of sum_k w_k N(c_k)(x) / N(0)(x), its derivative, and its rounding error."""
     variance = noise**2
     constant = np.log(weights) - shifts**2 / (2 * variance)
     values, slopes = np.empty_like(x), np.empty_like(x)
@@ -178,7 +179,7 @@ def log_ratio(
         total = terms.sum(axis=1)
         values[block] = peak + np.log(total)
         slopes[block] = (terms @ shifts) / (total * variance)
-    # Each exponent is a sum of products of size at most this; log and sum add a few units more.
+    # Each exponent is a sum of products of at most this size. Log and sum add a few units more.
     largest = float(np.abs(x).max()) * shifts[-1] / variance + float(np.abs(constant).max())
     return values, slopes, 8 * UNIT_ROUNDOFF * (largest + len(shifts) + 8)
 
@@ -186,14 +187,14 @@ def log_ratio(
 def reach_of(noise: float, shifts: Floats, weights: Floats, tail: float) -> float:
     """An output above which the mixture has at most `tail`."""
     reach = -normal_quantile(tail) * noise
-    low, high = float(shifts[0]) - reach, float(shifts[-1]) + reach
-    for _ in range(60):
-        middle = (low + high) / 2
-        if float(weights @ ndtr((shifts - middle) / noise)) > tail:
-            low = middle
-        else:
-            high = middle
-    return high
+    # The quantile has a rounding error, so the upper end lies a little higher.
+    low, high = float(shifts[0]) - reach, float(shifts[-1]) + reach + 1e-6 * noise
+
+    def excess(x: float) -> float:
+        above = float(weights @ ndtr((shifts - x) / noise))
+        return math.log(max(above, 1e-320) / tail)
+
+    return roots.root(excess, low, high, within=1e-9 * noise)
 
 
 def evenly_spaced(low: float, high: float, noise: float) -> Floats:
@@ -204,10 +205,10 @@ def evenly_spaced(low: float, high: float, noise: float) -> Floats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Q = N(0, noise^2) against P = sum_k weights[k] N(shifts[k], noise^2), P's mass `lost` aside.
+class MixturePair:
+    """Q = N(0, noise^2) against P = sum_k weights[k] N(shifts[k], noise^2).
 
-    `lost` is mass of P that was put where the loss is infinite.
+    `lost` is further mass of P, which was put where the loss is infinite.
     """
 
     noise: float
@@ -216,18 +217,18 @@ class Pair:
     lost: float = 0.0
 
     @staticmethod
-    def of(noise: float, shifts: Floats, weights: Floats, *, tail: float) -> Pair:
-        """The pair, worsened by the error of `weights` and with at most `tail` of P given up.
+    def of(noise: float, shifts: Floats, weights: Floats, *, tail: float) -> MixturePair:
+        """The pair, made worse by the error of `weights`, with at most `tail` of P given up.
 
-        >>> Pair.of(1.0, np.array([0.0, 1.0]), np.array([0.99, 0.01]), tail=0.0).shifts
+        >>> MixturePair.of(1.0, np.array([0.0, 1.0]), np.array([0.99, 0.01]), tail=0.0).shifts
         array([0., 1.])
         """
         shifts, weights, lost = worsened(shifts, weights, tail)
-        return Pair(noise=noise, shifts=shifts, weights=weights, lost=lost)
+        return MixturePair(noise=noise, shifts=shifts, weights=weights, lost=lost)
 
     @property
     def least_loss(self) -> float:
-        """The infimum of the loss: log w_0 if an output without the user is possible, else -inf."""
+        """The infimum of the loss: log w_0 if the user may be absent, else -inf."""
         return math.log(self.weights[0]) if self.shifts[0] == 0 else -math.inf
 
     @property
@@ -237,16 +238,16 @@ class Pair:
 
     @property
     def is_symmetric(self) -> bool:
-        """Two Gaussians at a distance can be exchanged, a mixture and a Gaussian cannot."""
+        """Two Gaussians at a distance can be exchanged; a mixture and a Gaussian cannot."""
         return len(self.shifts) == 1
 
     def _rise(self, x: Floats) -> tuple[Floats, Floats, float]:
-        """log of P(x)/Q(x) without the component at shift 0; its derivative; its rounding error."""
+        """log P(x)/Q(x) without the component at shift 0, its derivative, its rounding error."""
         start = 1 if self.shifts[0] == 0 else 0
         return log_ratio(x, self.noise, self.shifts[start:], self.weights[start:])
 
     def _loss_of_rise(self, rise: Floats) -> Floats:
-        """The loss l whose part from shifts above 0 is `rise`."""
+        """The whole loss, where shifts above 0 give `rise`."""
         return np.logaddexp(self.least_loss, rise) if self.shifts[0] == 0 else rise
 
     def quadrature(self, tail: float) -> Quadrature:
@@ -260,13 +261,13 @@ class Pair:
         return Quadrature(x=x, guide=rise, loss=self._loss_of_rise(rise), log_q=log_q)
 
     def outputs_at(self, quadrature: Quadrature, losses: Floats) -> tuple[Floats, float]:
-        """By Newton's method on the rise, which is convex: it converges from everywhere."""
+        """By Newton's method on the rise, which is convex, so it converges from everywhere."""
         if self.shifts[0] == 0:
             with np.errstate(divide="ignore", invalid="ignore"):
                 target = losses + np.log(-np.expm1(self.least_loss - losses))
         else:
             target = losses
-        # Next to the least loss the difference above rounds to nothing; the residual says so.
+        # Next to the least loss, the difference above rounds to nothing. The residual shows it.
         target = np.clip(target, quadrature.guide[0], quadrature.guide[-1])
         x = np.interp(target, quadrature.guide, quadrature.x)
         for _ in range(8):
@@ -281,19 +282,19 @@ class Pair:
         return x, error + rounding + 8 * UNIT_ROUNDOFF * float(np.abs(losses).max())
 
     def loss_at(self, x: Floats) -> tuple[Floats, float]:
-        """The rise, and the component at shift 0."""
+        """The rise together with the component at shift 0."""
         rise, _, rounding = self._rise(x)
         loss = self._loss_of_rise(rise)
         return loss, rounding + 8 * UNIT_ROUNDOFF * (1 + float(np.abs(loss).max()))
 
     def mass_of_p(self, x: Floats) -> tuple[Floats, Floats]:
-        """The mixture's."""
+        """The mass of the mixture."""
         return normal.mixture_masses(x, self.shifts, self.weights, self.noise)
 
     def mass_of_q(self, x: Floats) -> tuple[Floats, Floats]:
-        """The Gaussian's."""
+        """The mass of the Gaussian."""
         return normal.masses(x / self.noise)
 
     def log_mass_of_q(self, x: Floats) -> tuple[Floats, Floats]:
-        """The Gaussian's, accurate where it underflows."""
+        """The log of the Gaussian's mass, accurate where the mass underflows."""
         return normal.log_masses(x / self.noise)

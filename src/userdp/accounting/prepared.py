@@ -1,6 +1,7 @@
-"""Steps with what choosing a tilt and a grid needs: their pairs, and the losses of these.
+"""Steps with the pairs and losses from which a tilt and a grid are chosen.
 
-Between the kinds of steps (`steps`) and the bound (`search`). Everything here is public.
+This file stands between the kinds of steps (`steps`) and the bound (`search`). Everything here is
+public.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from userdp.accounting.pair import Direction, Outputs, Quadrature
 from userdp.accounting.special import Floats
 from userdp.accounting.steps import Mixture, Step
 
-# Of delta, the share that may be spent on cutting off tails.
+# Cutting off tails may take this share of delta.
 _TAIL_SHARE = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Branch:
-    """One pair a step may be, with its chance and the points that describe its loss."""
+    """One of the pairs that a step may be, with its chance and the points of its loss."""
 
     chance: float
     pair: Outputs
@@ -32,7 +33,7 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A kind of step with what choosing tilt and grid needs."""
+    """A kind of step, with the losses from which tilt and grid are chosen."""
 
     branches: tuple[Branch, ...]
     count: int
@@ -51,7 +52,7 @@ class Prepared:
         return float(loss.max()) if direction is Direction.REMOVE else -float(loss.min())
 
     def moments(self, direction: Direction, tilt: float) -> tuple[float, float, float]:
-        """The log moment of all its steps, and the tilted mean and variance."""
+        """The log moment of all steps of this kind, and their tilted mean and variance."""
         loss, log_mass = tilted(*self.losses, direction, tilt)
         peak = float(log_mass.max())
         weight = np.exp(log_mass - peak)
@@ -88,7 +89,7 @@ class Prepared:
 
 
 def prepare(mechanism: Sequence[Step], delta: float) -> list[Prepared]:
-    """The mechanism's steps, with tails cut off that are small beside `delta`."""
+    """The mechanism's steps. Tails that are small beside `delta` are cut off."""
     kinds = joined(mechanism)
     steps = sum(step.count for step in kinds)
     tail = max(_TAIL_SHARE * delta / steps, 1e-290) / 2
@@ -106,14 +107,14 @@ def prepare(mechanism: Sequence[Step], delta: float) -> list[Prepared]:
 
 
 def directions(prepared: Sequence[Prepared]) -> tuple[Direction, ...]:
-    """Both, or one of them where both are the same."""
+    """The directions to price: one of them if both cost the same, else both."""
     if all(one.pair.is_symmetric for step in prepared for one in step.branches):
         return (Direction.REMOVE,)
     return (Direction.REMOVE, Direction.ADD)
 
 
 def joined(mechanism: Sequence[Step]) -> list[Step]:
-    """The same mechanism with all unsampled steps as one: Gaussians compose to a Gaussian.
+    """The same mechanism, with all steps without sampling as one: Gaussians compose to a Gaussian.
 
     >>> one = np.array([1.0])
     >>> joined([Mixture(noise=4.0, shifts=one, weights=one, count=4)])[0].noise

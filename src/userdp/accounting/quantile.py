@@ -1,8 +1,9 @@
 """Looking at private numbers for a price: quantiles of users, and adaptive clipping.
 
-Group size (the median number of records a user), clip norm (a quantile of update norms), planning
-estimates: each reads the users' data. Here each is a noisy histogram with one entry a user, whose
-cost is a Gaussian event that adds to training's in the ledger.
+Some choices read the users' data: the group size (the median number of records a user has), the
+clip norm (a quantile of update norms), and estimates for planning. Here each of them reads a noisy
+histogram, in which every user is one entry. Its price is a Gaussian event, which the ledger adds to
+that of training.
 
 Public: thresholds, the quantile asked for, the noise, the result. Secret: the values.
 """
@@ -39,11 +40,11 @@ def private_quantile(
 ) -> PaidQuantile:
     """The first threshold below which about a share `quantile` of the users lies.
 
-    Each user has one value, which must depend on that user's data alone: not on who else owns a
-    record. Each falls into one bin, so adding or removing a user moves the histogram by 1 in L2:
-    N(0, noise_multiplier^2) on every count is a Gaussian event. Everything after is
-    post-processing. Replacing a user moves it by sqrt(2): the accountant's replace adjacency covers
-    2.
+    Each user has one value. It must depend on that user's data alone, and not on who else owns a
+    record. Each value falls into one bin, so adding or removing a user moves the histogram by 1 in
+    L2. With N(0, noise_multiplier^2) added to every count, this is a Gaussian event. The rest is
+    post-processing. Replacing a user moves the histogram by sqrt(2), and the accountant's replace
+    adjacency covers 2.
 
     Reference: the private median of Charles et al. 2024, Sec. 6, by the Gaussian mechanism.
 
@@ -74,12 +75,13 @@ def private_quantile(
 
 
 def adaptive_clipping_noise(*, noise_multiplier: float, count_noise: float) -> float:
-    """The multiplier on updates when a noisy count of clipped users is released beside them.
+    """The noise multiplier on updates, when each step also releases a noisy count.
 
-    The pair (clipped sum with multiplier z_D, count of unclipped users with standard deviation s)
-    is one Gaussian mechanism with multiplier z if z_D = (z^-2 - (2 s)^-2)^(-1/2): the count,
-    centred at 1/2, moves by at most 1/2. So the step is priced as if clipping were fixed and z_D -
-    z is the price.
+    The count is that of the users whose updates were not clipped. A step releases the clipped sum
+    with multiplier z_D, and the count with standard deviation s. Both together are one Gaussian
+    mechanism with multiplier z if z_D = (z^-2 - (2 s)^-2)^(-1/2), because the count, centred at
+    1/2, moves by at most 1/2. So the step is priced as if clipping were fixed, and the price of
+    adapting is the larger noise: z_D instead of z.
 
     z = `noise_multiplier`, s = `count_noise`. Reference: Andrew et al. 2021, Thm. 1.
 

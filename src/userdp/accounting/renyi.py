@@ -1,8 +1,8 @@
-"""Older accountings of the same events: RDP, and the moments accountant of 2018.
+"""Older ways to price the same events: RDP, and the moments accountant of 2018.
 
-Both bound epsilon through moments of the privacy loss, so both are above the privacy loss
-distribution's value. They are here to reproduce papers, and for the mechanisms that only RDP prices
-(tuning by random stopping, sampling without replacement).
+Both bound epsilon through moments of the privacy loss. So both give a larger epsilon than the
+privacy loss distribution (PLD). They are here to reproduce papers. RDP also prices some mechanisms
+that nothing else prices: tuning by random stopping, and sampling without replacement.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def moments_evaluation(event: DpEvent, *, delta: float, adjacency: Adjacency) ->
             case []:
                 epsilon = 0.0
             case [steps.Mixture() as step] if len(step.shifts[step.shifts > 0]) == 1:
-                # Present, the user moves the sum by one known distance, which scales the noise.
+                # A user who is there moves the sum by one known distance, which scales the noise.
                 epsilon = moments_epsilon(
                     user_sampling_prob=float(step.weights[step.shifts > 0].sum()),
                     noise_multiplier=step.noise / float(step.shifts.max()),
@@ -103,17 +103,18 @@ def supports(event: DpEvent, adjacency: Adjacency) -> bool:
 
 
 def composed(event: DpEvent, adjacency: Adjacency) -> RdpAccountant:
-    """`dp_accounting`'s RDP accountant, the event composed; `supports` says whether it can be."""
+    """`dp_accounting`'s RDP accountant with the event composed, if it `supports` the event."""
     accountant = RdpAccountant(neighboring_relation=certificate.relation(adjacency))
     accountant.compose(_twice_as_far(event) if adjacency is Adjacency.REPLACE else event)
     return accountant
 
 
 def _twice_as_far(event: DpEvent) -> DpEvent:
-    """The event with half the noise everywhere: what replacing a user costs.
+    """The event with half the noise everywhere, which has the price of replacing a user.
 
-    The noise counts clip norms and replacing moves the sum by two of them. `dp_accounting`'s PLD
-    takes that into account, its RDP does not: there the noise counts distances between neighbours.
+    The noise multiplier counts clip norms, and replacing a user moves the sum by two of them.
+    `dp_accounting`'s PLD takes that into account. Its RDP does not: there the multiplier counts
+    distances between neighbours.
     """
     match event:
         case dp_event.GaussianDpEvent() | dp_event.LaplaceDpEvent():
@@ -137,8 +138,8 @@ def _twice_as_far(event: DpEvent) -> DpEvent:
 def evaluation(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
     """Epsilon by Renyi differential privacy.
 
-    `dp_accounting`'s RDP accountant where it has a rule; for mixtures of Gaussians, which it
-    refuses, the best single moment, integrated numerically.
+    `dp_accounting`'s RDP accountant prices the event if it has a rule. It refuses mixtures of
+    Gaussians. For those, this is the best single moment, integrated numerically.
 
     >>> step = dp_event.PoissonSampledDpEvent(0.01, dp_event.GaussianDpEvent(2.0))
     >>> event = dp_event.SelfComposedDpEvent(step, 2000)

@@ -1,9 +1,9 @@
 """Our own epsilon and delta: upper bounds by their own proof, in milliseconds.
 
-A mechanism here is a list of steps, each repeated by its count and composed adaptively.
-`epsilon_bound` and `delta_bound` never fall below the truth (see `discretise` and `compose` for
-why); how far above they may be is chosen by `tolerance`. `least_noise` searches the noise that
-meets a target.
+A mechanism is a list of steps. Each step is repeated by its count, and all are composed adaptively.
+delta at epsilon is the hockey-stick divergence of Charles et al. 2024, Eq. 1. `epsilon_bound` and
+`delta_bound` never fall below the truth: `discretise` and `compose` say why. `tolerance` chooses
+how far above the truth they may be. `least_noise` searches for the noise that meets a target.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from userdp.accounting import compose, gaussian, mild
+from userdp.accounting import compose, gaussian, mild, roots
 from userdp.accounting.compose import Composed
 from userdp.accounting.discretise import Focus, excess_of_spacing, tilted
 from userdp.accounting.exchange import Exchange
-from userdp.accounting.pair import Direction, Outputs, Pair
+from userdp.accounting.pair import Direction, MixturePair, Outputs
 from userdp.accounting.prepared import Prepared, directions, joined, prepare
 from userdp.accounting.special import Floats
 from userdp.accounting.steps import Mixture, Step, chance_of_moving
 
-# The excess of epsilon, relative to it, that the grid may cause.
+# The grid may add this much (relative) to epsilon.
 TOLERANCE = 4e-5
 COARSE_TOLERANCE = 1e-3
 
-# An epsilon that is not worth telling from 0: reported as this.
+# Smaller epsilons are not worth telling from 0. They are reported as this.
 NOTHING = 1e-6
 
-# exp(-tilt epsilon) is about delta, which is above exp of minus this.
+# exp(-tilt epsilon) is about delta, and delta is above exp(-600).
 _LARGEST_EXPONENT = 600.0
 
-# No epsilon above this is looked for.
+# No larger epsilon is searched for.
 _LARGEST_GUESS = 1e6
 
-# `dp_accounting` has closed forms for two Gaussians; more cost it this much more a grid point, and
-# of more than `_MANY` their number counts.
+# `dp_accounting` has closed forms for two Gaussians. More Gaussians make a grid point this many
+# times as expensive, and above `_MANY` the cost grows with their number.
 _PLAIN, _MIXTURE_WORK, _MANY = 2, 20.0, 64
 
-# Capping losses may add this much to delta, relative.
+# Capping losses may add this share to delta.
 _CAP_SHARE = 1e-7
 
 
 def _cap(prepared: Sequence[Prepared], direction: Direction, epsilon: float) -> float:
     """A loss of one step above which splitting it hardly changes delta at `epsilon`.
 
-    Splitting costs P(one loss > cap) P(the other losses < epsilon - cap) at most. The second
-    chance is at most that of one very negative loss, and, without those, Chernoff's bound.
+    Splitting costs at most P(one loss > cap) P(the other losses < epsilon - cap). The second
+    chance is at most that of a very negative loss, plus Chernoff's bound without such losses.
     """
     wanted = -math.log(_CAP_SHARE)
     steps = sum(one.count for one in prepared)
@@ -66,30 +66,25 @@ def _cap(prepared: Sequence[Prepared], direction: Direction, epsilon: float) -> 
             low = float(loss[0])
             value += count * (math.log(float(np.exp(-slope * (loss - low)) @ mass)) - slope * low)
         margin = min(margin, (max(value, 0.0) + wanted) / slope)
-    # A guess of epsilon that is a little too low shall still see its surroundings.
+    # If the guess of epsilon is a little too low, the true epsilon must still be below the cap.
     return 1.02 * epsilon + margin
 
 
 def saddle(
     prepared: Sequence[Prepared], direction: Direction, epsilon: float, start: float
 ) -> tuple[float, float]:
-    """The tilt that centres the loss on epsilon, and the estimate of log delta there."""
+    """The tilt that centres the loss on epsilon, and an estimate of log delta there."""
     if sum(one.largest_loss(direction) * one.count for one in prepared) <= epsilon:
-        # This direction cannot reach epsilon at all: any tilt of a likely size will do.
+        # This direction cannot reach epsilon at all, so any tilt of a likely size will do.
         return 20 / epsilon, -math.inf
-    low, high, tilt = 0.0, math.inf, start
-    value = variance = 0.0
-    for _ in range(60):
+
+    def moments(tilt: float) -> tuple[float, float, float]:
         parts = [one.moments(direction, tilt) for one in prepared]
         value, mean, variance = (sum(column) for column in zip(*parts, strict=True))
-        gap = mean - epsilon
-        if abs(gap) <= 0.02 * math.sqrt(variance) or high < 1e-9 or low > 1e6:
-            break
-        low, high = (tilt, high) if gap < 0 else (low, tilt)
-        step = tilt - gap / variance if variance > 0 else math.inf
-        if not low < step < high or step > 8 * tilt + 1:
-            step = 4 * tilt + 1e-3 if high == math.inf else (low + high) / 2
-        tilt = step
+        return value, mean, variance
+
+    tilt = compose.centred(moments, epsilon, start, within=0.02, most=1e6)
+    value, _, variance = moments(tilt)
     return tilt, compose.saddle_estimate(value, variance, tilt, epsilon)
 
 
@@ -105,7 +100,7 @@ def _spacing(
 
     steps = sum(one.count for one in prepared)
     spacing = math.sqrt(12 * allowed / (steps * (1 + tilt)))
-    # Mass close to a grid point costs less than the rule says: then a wider grid will do.
+    # Mass close to a grid point costs less than the rule says. Then a wider grid is enough.
     for _ in range(20):
         if excess(2 * spacing) > allowed:
             break
@@ -122,12 +117,12 @@ def composed(
 ) -> Composed:
     """The loss of the whole mechanism near `epsilon`, on a grid that adds about `tolerance`.
 
-    `delta` is about what is expected there; it decides how much rounding may matter.
+    `delta` is roughly the delta that is expected there. It decides how much rounding may matter.
     """
     cap = _cap(prepared, direction, epsilon)
     shown = [one.capped(direction, cap) for one in prepared]
     tilt, _ = saddle(shown, direction, epsilon, 1.0)
-    # Larger tilts belong to an epsilon that this direction hardly reaches: no need to be fine.
+    # With a larger tilt this direction hardly reaches epsilon, and a coarse grid is enough.
     tilt = min(tilt, _LARGEST_EXPONENT / epsilon)
     allowed, resolution = tolerance * epsilon / 2, math.sqrt(tolerance / 2)
     focus = Focus(
@@ -145,10 +140,10 @@ def composed(
 def delta_bound(
     mechanism: Sequence[Step], epsilon: float, *, hint: float, tolerance: float = TOLERANCE
 ) -> float:
-    """An upper bound on delta at `epsilon`, the worse direction; `hint` is about its size."""
+    """An upper bound on delta at `epsilon` in the worse direction; `hint` is roughly its size."""
     prepared = prepare(mechanism, hint)
     return max(
-        # Grids in proportion to epsilon would be endless next to 0.
+        # The grid is in proportion to epsilon, so next to 0 it would have no end.
         composed(prepared, way, max(epsilon, _least_focus(prepared, way)), tolerance, hint).delta(
             epsilon
         )
@@ -190,22 +185,8 @@ def epsilon_bound(
     return result
 
 
-def epsilon_in(
-    mechanism: Sequence[Step],
-    direction: Direction,
-    delta: float,
-    *,
-    tolerance: float = TOLERANCE,
-) -> float:
-    """An upper bound on epsilon in one direction only."""
-    exact = _gaussian_epsilon(mechanism, delta)
-    if exact is not None:
-        return exact
-    return _epsilon_of(prepare(mechanism, delta), direction, delta, tolerance)
-
-
 def renyi_epsilon(mechanism: Sequence[Step], delta: float) -> float:
-    """Epsilon by the best single moment in the worse direction, integrated numerically."""
+    """Epsilon in the worse direction by the best single moment, integrated numerically."""
     prepared = prepare(mechanism, delta)
     return max(_renyi_epsilon(prepared, way, delta) for way in directions(prepared))
 
@@ -215,11 +196,11 @@ def interval_for(
 ) -> tuple[float, float]:
     """The widest uniform grid that adds about `excess` (relative) to epsilon, and its work.
 
-    The work counts the points of one step's grid, which `dp_accounting` finds one by one for
-    mixtures, and a tenth of the points of all steps together.
+    The work counts the points of one step's grid, plus a tenth of the points of all steps together.
+    For mixtures, `dp_accounting` finds the points of a step one by one.
     """
     prepared = prepare(mechanism, delta)
-    # The worse direction decides epsilon, and the other one's grid is no harder.
+    # The worse direction decides epsilon, and the grid of the other one is no harder.
     ways = [(way, *saddle(prepared, way, epsilon, 1.0)) for way in directions(prepared)]
     way, tilt, _ = max(ways, key=lambda found: found[2])
     spacing = _spacing(prepared, way, tilt, excess * epsilon)
@@ -236,7 +217,7 @@ def interval_for(
 
 def _components(pair: Outputs) -> int:
     """How many Gaussians a pair mixes."""
-    return len(pair.shifts) if isinstance(pair, Pair | Exchange) else 1
+    return len(pair.shifts) if isinstance(pair, MixturePair | Exchange) else 1
 
 
 def _gaussian_epsilon(mechanism: Sequence[Step], delta: float) -> float | None:
@@ -249,7 +230,7 @@ def _gaussian_epsilon(mechanism: Sequence[Step], delta: float) -> float | None:
 
 
 def _renyi_epsilon(prepared: Sequence[Prepared], direction: Direction, delta: float) -> float:
-    """Epsilon by the best single moment: a little too large, but never far off.
+    """Epsilon by the best single moment: a little too large, never by much.
 
     delta <= e^(K(t) - t epsilon) t^t / (1 + t)^(1 + t) for every t > 0 (Canonne et al. 2020, Prop.
     12).
@@ -277,10 +258,10 @@ def _renyi_epsilon(prepared: Sequence[Prepared], direction: Direction, delta: fl
 def _epsilon_of(
     prepared: Sequence[Prepared], direction: Direction, delta: float, tolerance: float
 ) -> float:
-    """The bound in one direction: composed where epsilon is thought to be, until it is there."""
+    """The bound in one direction: composed at a guess of epsilon, until the guess is right."""
     epsilon = _renyi_epsilon(prepared, direction, delta)
     if epsilon <= NOTHING:
-        # A bound already; of exactly zero the grids below would have no spacing.
+        # This is a bound already. At exactly zero the grids below would have no spacing.
         return NOTHING
     best, too_low, allowed = math.inf, 0.0, COARSE_TOLERANCE
     for _ in range(60):
@@ -288,7 +269,7 @@ def _epsilon_of(
         solved = _solve(found, delta, epsilon)
         best = min(best, solved)
         if math.isinf(solved):
-            # Too low a guess: what was split above it has an infinite part larger than delta.
+            # The guess was too low: losses above it were split, and infinity got more than delta.
             too_low = max(too_low, epsilon)
             epsilon = (too_low + best) / 2 if math.isfinite(best) else 1.5 * epsilon
             if epsilon > _LARGEST_GUESS:
@@ -296,7 +277,7 @@ def _epsilon_of(
         elif solved <= NOTHING:
             break
         elif solved <= found.valid_from:
-            # Epsilon is below the window, which only says that it is not above.
+            # Epsilon is below the window. All that is known is that it is not above.
             epsilon = max(0.9 * solved, (too_low + solved) / 2)
         elif allowed <= tolerance and abs(solved - epsilon) <= 0.02 * epsilon:
             break
@@ -315,7 +296,7 @@ def delta_at(
     tolerance: float,
     hint: float,
 ) -> float:
-    """An upper bound on delta at `epsilon` in one direction; `hint` is about its size."""
+    """An upper bound on delta at `epsilon` in one direction; `hint` is roughly its size."""
     return composed(prepared, direction, epsilon, tolerance, hint).delta(epsilon)
 
 
@@ -326,17 +307,10 @@ def _solve(composed: Composed, delta: float, guess: float) -> float:
     low = max(composed.valid_from, 0.0)
     if composed.delta(low) <= delta:
         return max(low, NOTHING)
-    high = max(guess, low)
-    width = 0.01 * high
-    while composed.delta(high) > delta:
-        low, high, width = high, high + width, 2 * width
-    width = 0.01 * high
-    while high - width > low and composed.delta(high - width) <= delta:
-        high, width = high - width, 2 * width
-    low = max(low, high - width)
-    for _ in range(80):
-        if high - low <= 1e-9 * high:
-            break
-        middle = (low + high) / 2
-        low, high = (middle, high) if composed.delta(middle) > delta else (low, middle)
-    return high
+
+    def excess(epsilon: float) -> float:
+        return math.log(max(composed.delta(epsilon), 1e-300) / delta)
+
+    start = max(guess, low)
+    missed, met = roots.bracket(excess, start, 0.01 * start, growth=2.0, least=low)
+    return roots.root(excess, missed, met, relative=1e-9)

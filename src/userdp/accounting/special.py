@@ -1,5 +1,5 @@
 # pyright: basic
-"""The special functions we use from scipy, with types: scipy has none."""
+"""The functions that we use from scipy, with types, which scipy does not have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ndtr(x: Floats) -> Floats:
 
 
 def log_ndtr(x: Floats) -> Floats:
-    """Its logarithm, accurate far out."""
+    """The log of `ndtr`, accurate far out."""
     return special.log_ndtr(x)
 
 
@@ -47,9 +47,13 @@ def binomial_pmf(trials: int, probability: float) -> list[float]:
     return stats.binom.pmf(np.arange(trials + 1), trials, probability).tolist()
 
 
-def root(function: Callable[[float], float], low: float, high: float, *, within: float) -> float:
-    """A zero of `function` between two points where its sign differs."""
-    return float(optimize.brentq(function, low, high, xtol=within, rtol=1e-12))  # type: ignore[reportArgumentType]
+def brent(
+    function: Callable[[float], float], low: float, high: float, *, within: float, relative: float
+) -> float:
+    """A zero of `function` between two points where its sign differs, by Brent's method."""
+    # scipy refuses smaller tolerances.
+    within, relative = max(within, 1e-300), max(relative, 4 * np.finfo(float).eps)
+    return float(optimize.brentq(function, low, high, xtol=within, rtol=relative, maxiter=2000))  # type: ignore[reportArgumentType]
 
 
 def binomial_tail(above: int, trials: int, probability: float) -> float:

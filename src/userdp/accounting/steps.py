@@ -1,11 +1,11 @@
-"""The kinds of steps our own accountant prices, and how an event becomes a list of them.
+"""The kinds of steps that our own accountant prices, and how an event becomes a list of them.
 
-A step is one pair of outputs, or tells publicly which of several pairs it is (`branches`). What the
-adjacency changes is decided here, and nowhere else:
+A step is one pair of outputs, or it reveals publicly which of several pairs it is (`branches`).
+What the adjacency changes is decided here, and nowhere else:
 
-  * add-remove, zero-out: a user who is there against nothing (`Mixture`);
-  * replace: a user against another one who pulls the other way (`Exchanged`); without sampling that
-    is a Gaussian, or Laplace, mechanism at twice the distance.
+  * add-remove and zero-out compare a user who is there with nobody (`Mixture`);
+  * replace compares a user with another one who pulls the other way (`Exchanged`). Without sampling
+    that is a Gaussian, or Laplace, mechanism at twice the distance.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from userdp.accounting.events import DpEvent
 from userdp.accounting.exchange import Exchange
 from userdp.accounting.laplace import Laplace
 from userdp.accounting.normal import UNIT_ROUNDOFF
-from userdp.accounting.pair import Outputs, Pair
+from userdp.accounting.pair import MixturePair, Outputs
 from userdp.accounting.special import Floats, binomial_tail
 from userdp.units import Adjacency
 
-# Less noise than this is none: epsilon would be above 10^11. And more noise is priced as this much:
-# less noise never costs less.
+# Less noise than the first counts as none: epsilon would be above 10^11. More noise than the second
+# is priced as the second, which is sound because less noise never costs less.
 _LEAST_NOISE, _MOST_NOISE = 1e-6, 1e9
 
-# The tails of a binomial are trusted to this relative error, and raised by it.
+# The tails of a binomial are trusted to this relative error, and are raised by it.
 _TAIL_ERROR = 1e-9
 
 
 class Step(Protocol):
-    """One kind of step; `count` is how often it is taken. Public numbers only."""
+    """One kind of step, in public numbers only; `count` is how often it is taken."""
 
     @property
     def count(self) -> int:
@@ -43,13 +43,13 @@ class Step(Protocol):
         ...
 
     def branches(self, tail: float) -> Sequence[tuple[float, Outputs]]:
-        """The pairs the step may be, with their chances; at most `tail` of each is cut off."""
+        """The pairs that the step may be, with their chances; at most `tail` of each is cut off."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Gaussian noise against a user who moves the sum by `shifts` with probability `weights`."""
+    """Gaussian noise, and a user who moves the sum by `shifts` with probabilities `weights`."""
 
     noise: float
     shifts: Floats
@@ -63,12 +63,12 @@ class Mixture:
 
     def branches(self, tail: float) -> Sequence[tuple[float, Outputs]]:
         """A single pair."""
-        return [(1.0, Pair.of(self.noise, self.shifts, self.weights, tail=tail))]
+        return [(1.0, MixturePair.of(self.noise, self.shifts, self.weights, tail=tail))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanged:
-    """The same user, replaced by another one who moves the sum the other way by as much."""
+    """As `Mixture`, but the user is replaced by one who moves the sum as far the other way."""
 
     noise: float
     shifts: Floats
@@ -82,7 +82,7 @@ class Exchanged:
 
 @dataclass(frozen=True, kw_only=True)
 class LaplaceNoise:
-    """Laplace noise of scale `noise` against a user who moves the sum by 1 with chance `rate`."""
+    """Laplace noise of scale `noise`, and a user who moves the sum by 1 with chance `rate`."""
 
     noise: float
     rate: float
@@ -98,8 +98,9 @@ class LaplaceNoise:
 class Capped:
     """A cohort cut to a cap: with chance `crowded` the user, if drawn, pushes another one out.
 
-    Telling whether the cohort was full only helps the attacker. In a full one the user is there
-    with probability `rate`, in the place of somebody else: a replacement.
+    The price assumes that the step reveals whether the cohort was full, which only helps the
+    attacker. In a full cohort the user is there with probability `rate`, in the place of somebody
+    else. That is a replacement.
     Reference: Ganesh 2025 (arXiv 2508.15089), as in `dp_accounting`.
     """
 
@@ -123,12 +124,12 @@ class Capped:
 
 
 def chance_of_moving(mechanism: Sequence[Step]) -> float:
-    """A bound on the chance that the user ever changes an output: at most 1.
+    """An upper bound on the chance that the user ever changes an output.
 
-    Where the coins leave the user out of every step, both neighbours give the same output. So the
+    If the coins leave the user out of every step, both neighbours give the same output. So the
     mechanism is (0, chance)-DP, whatever its noise. The steps toss their coins independently, so
-    the chance is 1 - prod_i (1 - m_i)^T_i, with m_i the chance in one step of kind i. A single
-    sampled step has the chance that was given, to the last digit.
+    the chance is 1 - prod_i (1 - m_i)^T_i, where m_i is the chance in one step of kind i. For a
+    single sampled step, it is exactly the chance that was given.
 
     >>> event = dp_event.PoissonSampledDpEvent(1e-4, dp_event.GaussianDpEvent(1.0))
     >>> chance_of_moving(of(event, Adjacency.ADD_REMOVE, 1) or [])
@@ -152,7 +153,7 @@ def _chance_in_one(step: Step) -> float:
     """A bound on the chance that the user changes the output of one step."""
     match step:
         case Mixture() | Exchanged() if len(step.shifts) == 2 and step.shifts[0] == 0:
-            # The chance was given: only weights that were computed have an error.
+            # This chance was given. Only weights that were computed have an error.
             total = math.fsum(step.weights)
             chance = float(step.weights[1])
             return chance if abs(total - 1) <= 2 * UNIT_ROUNDOFF else _raised(chance / total)
@@ -168,12 +169,12 @@ def _chance_in_one(step: Step) -> float:
 
 
 def _raised(chance: float) -> float:
-    """A chance that was computed, made larger by its error."""
+    """A computed chance, made larger by its error."""
     return min(1.0, chance * (1 + _TAIL_ERROR))
 
 
 def of(event: DpEvent, adjacency: Adjacency, count: int = 1) -> list[Step] | None:
-    """The event as steps we can price under this adjacency, or None.
+    """The event as steps that we can price under this adjacency; None if we cannot.
 
     >>> event = dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(2.0), 3)
     >>> [step.count for step in of(event, Adjacency.ADD_REMOVE) or []]
@@ -241,7 +242,7 @@ def _sampled(
 ) -> list[Step] | None:
     rate, inner = event.sampling_probability, event.event
     if not 0 < rate < 1:
-        # Rate 1 is no sampling; at rate 0 nobody is ever there, which costs nothing.
+        # At rate 1 nothing is sampled. At rate 0 nobody is ever there, which costs nothing.
         return of(inner, adjacency, count) if rate >= 1 else []
     replaces = adjacency is Adjacency.REPLACE
     match inner:
@@ -257,9 +258,9 @@ def _sampled(
 def _moved(
     noise: float, shifts: Sequence[float], weights: Sequence[float], count: int, replaces: bool
 ) -> list[Step]:
-    """A user who moves the sum by `shifts`, against nobody or against another one."""
+    """A user who moves the sum by `shifts`, compared with nobody or with another user."""
     noise = min(noise, _MOST_NOISE)
-    # Only the length of a move matters: see `exchange`.
+    # Only the length of a move matters, as `exchange` proves.
     moves = np.abs(np.asarray(shifts, dtype=np.float64))
     chances = np.asarray(weights, dtype=np.float64)
     kept = chances > 0
@@ -267,7 +268,7 @@ def _moved(
     if not np.any(moves > 0):
         return []
     if len(moves) == 1:
-        # Opposite moves of known size: a Gaussian mechanism at twice the distance.
+        # Opposite moves of known size are a Gaussian mechanism at twice the distance.
         moves = 2 * moves if replaces else moves
         return [Mixture(noise=noise, shifts=moves, weights=chances, count=count)]
     kind = Exchanged if replaces else Mixture
@@ -281,7 +282,8 @@ def _capped(
     if rate <= 0 or cap <= 0 or users <= 0:
         return []
     usual = _moved(event.noise_multiplier, [0.0, 1.0], [1 - rate, rate], count, replaces)
-    # Drawn, the user finds the cap reached by the others; and is one of those kept.
+    # `full` is the chance that the others reach the cap. `kept` is the chance that the user, given
+    # that, is drawn and is one of those who are kept.
     full = binomial_tail(cap - 1, users - 1, rate)
     if full == 0:
         return usual
@@ -298,7 +300,7 @@ def _capped(
 
 
 def _zero_or(shift: float, chance: float) -> tuple[Floats, Floats]:
-    """Shifts and weights of a move that is made with a chance."""
+    """The shifts and weights of a move that is made with this chance."""
     if chance >= 1:
         return np.array([shift]), np.array([1.0])
     return np.array([0.0, shift]), np.array([1 - chance, chance])

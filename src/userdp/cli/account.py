@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from userdp.cli import common, mechanism
-from userdp.cli.mechanism import AccountantName, Mechanism, NoiseKind
+from userdp.cli.mechanism import AccountantName, NoiseKind
 from userdp.errors import InputError
 from userdp.run_files import read_run
 from userdp.units import Adjacency, SamplingUnit
@@ -44,17 +44,8 @@ def account(
         raise InputError(
             "give --rate, --steps, --noise-multiplier and --delta, or a run's directory."
         )
-    described = Mechanism(
-        unit=unit,
-        rate=rate,
-        steps=steps,
-        group_size=group_size,
-        adjacency=adjacency,
-        accountant=accountant,
-        cap=cap,
-        num_users=users,
-        noise=noise,
-        participations=participations,
+    described = mechanism.of_options(
+        unit, rate, steps, group_size, adjacency, accountant, cap, users, noise, participations
     )
     if noise_multiplier == 0:
         raise InputError("--noise-multiplier 0 protects nobody: epsilon is infinite.")

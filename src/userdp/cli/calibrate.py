@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from userdp.cli import common, mechanism
-from userdp.cli.mechanism import AccountantName, Mechanism, NoiseKind
+from userdp.cli.mechanism import AccountantName, NoiseKind
 from userdp.units import Adjacency, SamplingUnit
 
 
@@ -29,17 +29,8 @@ def calibrate(
 ) -> None:
     """Find the least noise multiplier at which a run costs at most epsilon."""
     start = time.perf_counter()
-    described = Mechanism(
-        unit=unit,
-        rate=rate,
-        steps=steps,
-        group_size=group_size,
-        adjacency=adjacency,
-        accountant=accountant,
-        cap=cap,
-        num_users=users,
-        noise=noise,
-        participations=participations,
+    described = mechanism.of_options(
+        unit, rate, steps, group_size, adjacency, accountant, cap, users, noise, participations
     )
     noise_multiplier = described.calibrate(epsilon, delta)
     payload, text = mechanism.told(

@@ -39,7 +39,6 @@ Unit = Annotated[
     SamplingUnit,
     typer.Option(help="What is sampled: whole users (ULS), or single records (ELS)."),
 ]
-Rate = Annotated[float, typer.Option(help="Sampling probability of a user, or of a record.")]
 Steps = Annotated[int, typer.Option(help="Number of training steps.")]
 Delta = Annotated[float, typer.Option(help="Probability mass the guarantee may miss; below 1/N.")]
 GroupSize = Annotated[

@@ -6,7 +6,6 @@ Together they give the event of a run as a function of its noise multiplier, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Decimal
 from enum import StrEnum
@@ -197,7 +196,22 @@ class Mechanism:
                 self.event, target=epsilon, delta=delta, adjacency=self.adjacency
             )
         accountant.check_epsilon(epsilon)
-        return _bisected(lambda noise: self.evaluate(noise, delta).epsilon, epsilon)
+
+        def epsilon_of(noise_multiplier: float) -> float:
+            try:
+                return self.evaluate(noise_multiplier, delta).epsilon
+            except InputError:  # no finite epsilon at so little noise
+                return math.inf
+
+        found = accountant.noise_by_evaluation(epsilon_of, epsilon)
+        if found is None:
+            most = accountant.LARGEST_NOISE_MULTIPLIER
+            raise InputError(
+                f"epsilon={epsilon} is out of reach for this accountant: noise_multiplier="
+                f"{most:.0e} gives {round_up(epsilon_of(most)):g}. Use --accountant pld, or a "
+                "larger epsilon."
+            )
+        return found
 
     def in_words(self) -> str:
         """The run in one line."""
@@ -211,6 +225,33 @@ class Mechanism:
         if self.unit is SamplingUnit.RECORD:
             words += f", at most {self.group_size} records a user"
         return words
+
+
+def of_options(
+    unit: SamplingUnit,
+    rate: float | None,
+    steps: int | None,
+    group_size: int,
+    adjacency: Adjacency,
+    accountant: AccountantName,
+    cap: int | None,
+    users: int | None,
+    noise: NoiseKind,
+    participations: int | None,
+) -> Mechanism:
+    """The mechanism that the options of `account` and `calibrate` describe."""
+    return Mechanism(
+        unit=unit,
+        rate=rate,
+        steps=steps,
+        group_size=group_size,
+        adjacency=adjacency,
+        accountant=accountant,
+        cap=cap,
+        num_users=users,
+        noise=noise,
+        participations=participations,
+    )
 
 
 def told(
@@ -259,32 +300,3 @@ def noise_up(noise_multiplier: float) -> str:
     """
     step = Decimal(1).scaleb(math.floor(math.log10(noise_multiplier)) - 5)
     return f"{Decimal(repr(noise_multiplier)).quantize(step, rounding=ROUND_CEILING):f}"
-
-
-def _bisected(epsilon_of: Callable[[float], float], target: float) -> float:
-    """The least noise multiplier (to 0.01%) with epsilon at most `target`."""
-
-    def at(noise: float) -> float:
-        try:
-            return epsilon_of(noise)
-        except InputError:  # no finite epsilon at so little noise
-            return float("inf")
-
-    high = 1.0
-    while at(high) > target:
-        high *= 2
-        if high > accountant.LARGEST_NOISE_MULTIPLIER:
-            raise InputError(
-                f"epsilon={target} is out of reach for this accountant: noise_multiplier="
-                f"{high:.0e} gives {round_up(at(high)):g}. Use --accountant pld, or a larger "
-                "epsilon."
-            )
-    low = high / 2
-    while at(low) <= target:
-        high, low = low, low / 2
-        if low < 1e-3:
-            return high
-    while high > 1.0001 * low:
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if at(middle) > target else (low, middle)
-    return high

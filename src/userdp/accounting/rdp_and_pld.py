@@ -1,16 +1,19 @@
-"""Mechanisms that only RDP prices, beside others that have a privacy loss distribution.
+"""Mechanisms that only RDP prices, together with others that have a privacy loss distribution.
 
-Tuning by random stopping (`selection.randomly_stopped`) has a bound on its Renyi divergences
-(Papernot and Steinke 2022) and no privacy loss distribution. Together with training it is priced in
-two ways, and the smaller bound is told; neither choice looks at data, so both are sound:
+Tuning by random stopping (`best_of_runs.randomly_stopped`) has a bound on its Renyi divergences
+(Papernot and Steinke 2022), and no privacy loss distribution (PLD). Together with training it is
+priced in two ways, and the smaller bound is stated. The choice does not look at data, so it is
+sound. The two ways are:
 
-  * everything by RDP, whose divergences add up under adaptive composition (Mironov 2017, Prop. 1);
-  * RDP for the parts that have nothing else, (e1, delta/2); PLD for all the others, (e2, delta/2);
-    together (e1 + e2, delta), by basic composition, in whatever order the parts were interleaved
-    (Dwork and Roth 2014, Thm. B.1; Vadhan and Wang 2021 for the interleaving).
+  * RDP for everything. The divergences add up under adaptive composition (Mironov 2017, Prop. 1).
+  * RDP for the parts that nothing else prices, (e1, delta/2), and PLD for all the others,
+    (e2, delta/2). By basic composition both together are (e1 + e2, delta), in whatever order the
+    parts were interleaved (Dwork and Roth 2014, Thm. B.1; Vadhan and Wang 2021 for the
+    interleaving).
 
-The first is tighter where both weigh about the same and the run has an RDP rule; the second where
-training dominates, and for sampled records, which the library's RDP cannot price.
+The first way is tighter where both kinds cost about the same and the run has an RDP rule. The
+second is tighter where training dominates. It is also the way for sampled records, which the
+library's RDP cannot price.
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ from userdp.accounting.events import DpEvent
 from userdp.errors import UnaccountedPlanError
 from userdp.units import Adjacency
 
-# The share of delta that the parts priced by RDP get when the two kinds are added up.
+# In the second way, the parts that RDP prices get this share of delta.
 RDP_SHARE = 0.5
 
 
 def can_price(event: DpEvent, adjacency: Adjacency) -> bool:
-    """Whether `evaluate` has a rule for the event; takes no evaluation to say.
+    """Whether `evaluate` has a rule for the event. Nothing is evaluated.
 
     >>> run = dp_event.PoissonSampledDpEvent(0.1, dp_event.GaussianDpEvent(2.0))
     >>> can_price(dp_event.RepeatAndSelectDpEvent(run, 10.0, 1.0), Adjacency.ADD_REMOVE)
@@ -76,10 +79,10 @@ def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluatio
 def deltas(
     event: DpEvent, *, epsilons: list[float], delta: float, adjacency: Adjacency
 ) -> list[float]:
-    """An upper bound on the delta that goes with each epsilon, by the same two ways.
+    """An upper bound on the delta that belongs to each epsilon, by the same two ways.
 
-    The parts only RDP prices keep the epsilon they have at half of `delta`; the rest of the curve
-    is that of the others.
+    In the second way, the parts that only RDP prices keep the epsilon that they have at half of
+    `delta`. The others give the shape of the curve.
     """
     bounds = [1.0] * len(epsilons)
     if renyi.supports(event, adjacency):
@@ -99,7 +102,7 @@ def deltas(
 
 
 def _two_kinds(event: DpEvent, adjacency: Adjacency) -> tuple[DpEvent, DpEvent] | None:
-    """What only RDP prices, and the rest, which PLD prices; None if that is not how it divides."""
+    """The parts that only RDP prices, and those that PLD prices; None unless there are both."""
     parts = _parts(event)
     has_pld = [certificate.can_price(part, adjacency) for part in parts]
     if all(has_pld) or not any(has_pld):

@@ -1,4 +1,4 @@
-"""The papers' own numbers: McMahan et al. 2018, Tables 1 and 2; black-box group privacy."""
+"""The older accountants: the tables of McMahan et al. 2018, and RDP beside exact numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dp_accounting import dp_event
 from oracles import binomial
 
 from shared import SHARED, needs_shared
-from userdp.accounting import events, group, renyi, search
+from userdp.accounting import events, gaussian, renyi, search
 from userdp.errors import InputError
 from userdp.units import Adjacency
 
@@ -80,28 +80,6 @@ def test_moments_and_pld_values_beside_mcmahan_tables_match_golden():
             assert exact == pytest.approx(row["pld_fast"], rel=1e-3)
 
 
-@needs_shared
-def test_group_privacy_matches_golden():
-    data = json.loads((SHARED / "golden" / "accounting.json").read_text())["a"]
-    rows = [row for row in data["rows"] if row["eps_group_blackbox"] and row["G"] > 1]
-    for row in rows:
-        found = group.group_epsilon(
-            [binomial(row["sigma"], 1, row["p"], row["T"])],
-            group_size=row["G"],
-            delta=row["delta"],
-        )
-        assert found == pytest.approx(row["eps_group_blackbox"], rel=data["rtol_group"])
-        assert found >= row["eps_mog"] * 0.999
-
-
-def test_group_privacy_that_diverges_says_so():
-    step = dp_event.PoissonSampledDpEvent(0.01, dp_event.GaussianDpEvent(0.5))
-    with pytest.raises(InputError, match="no finite epsilon"):
-        group.evaluation(
-            events.repeated(step, 2000), group_size=32, delta=1e-6, adjacency=Adjacency.ADD_REMOVE
-        )
-
-
 @pytest.mark.parametrize("size", [1, 8])
 def test_rdp_is_above_pld(size: int):
     event = events.repeated(
@@ -127,3 +105,31 @@ def test_moments_accountant_refuses_records():
     )
     with pytest.raises(InputError, match="--unit user"):
         renyi.moments_evaluation(event, delta=1e-6, adjacency=Adjacency.ADD_REMOVE)
+
+
+DELTA = 1e-5
+
+
+# Replacing moves the sum by two clip norms: the exact cost is that of half the noise.
+@pytest.mark.parametrize(
+    "event",
+    [
+        dp_event.GaussianDpEvent(8.0),
+        dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(16.0), 4),
+        dp_event.ComposedDpEvent([dp_event.GaussianDpEvent(16.0)] * 4),
+        # A cohort of everybody is no sampling at all.
+        events.fixed_size_users_gaussian(num_users=50, cohort_size=50, noise_multiplier=8.0),
+    ],
+)
+def test_rdp_under_replace_is_above_the_exact_cost_of_replacing(event: events.DpEvent):
+    found = renyi.evaluation(event, delta=DELTA, adjacency=Adjacency.REPLACE).epsilon
+    exact = gaussian.epsilon(2 / 8.0, DELTA)
+    assert exact <= found <= 1.2 * exact
+
+
+def test_laplace_under_replace_counts_twice_the_distance():
+    # Pure epsilon 1/4 for adding a user, 1/2 for replacing one; a Laplace loss is bounded by it.
+    found = renyi.evaluation(
+        dp_event.LaplaceDpEvent(4.0), delta=1e-12, adjacency=Adjacency.REPLACE
+    ).epsilon
+    assert 0.49 <= found <= 0.55

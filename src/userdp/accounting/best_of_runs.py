@@ -1,7 +1,8 @@
-"""Hyper-parameter tuning has a price: every run on the users' data counts, also the discarded ones.
+"""The price of tuning: every run on the users' data counts, also the discarded ones.
 
-Either all runs are composed (`swept`), or their number is random and only the best is looked at
-(`randomly_stopped`), which costs about two to three runs however many there were.
+There are two ways to tune. Either all runs are composed (`swept`). Or their number is random and
+only the best one is looked at (`randomly_stopped`), which costs about two to three runs, however
+many there were.
 
 Public: the distribution of the number of runs, and the best run's result. Secret: how many runs
 there were, and what the others gave.
@@ -14,18 +15,19 @@ import math
 import numpy as np
 from dp_accounting import dp_event
 
+from userdp.accounting import roots
 from userdp.accounting.events import DpEvent, repeated
 from userdp.errors import InputError
 
 # Shapes of the number of runs: Papernot and Steinke 2022, Sec. 3.
 GEOMETRIC, LOGARITHMIC, POISSON = 1.0, 0.0, float("inf")
 
-# Chances below this are beyond what a uniform draw of 53 bits can tell.
+# A uniform draw has 53 bits, and cannot resolve smaller chances.
 _NEVER = 1e-18
 
 
 def swept(run: DpEvent, runs: int) -> DpEvent:
-    """`runs` runs on the same users, all of whose results were seen.
+    """`runs` runs on the same users, where the results of all of them were seen.
 
     >>> swept(dp_event.GaussianDpEvent(2.0), 10).count
     10
@@ -36,11 +38,12 @@ def swept(run: DpEvent, runs: int) -> DpEvent:
 
 
 def randomly_stopped(run: DpEvent, *, mean_runs: float, shape: float = GEOMETRIC) -> DpEvent:
-    """The best of a random number of runs, the number drawn from a truncated negative binomial.
+    """The best of a random number of runs, drawn from a truncated negative binomial distribution.
 
-    Each run draws its hyper-parameters at random; only the best run's result leaves. `shape` 1 is
-    the geometric distribution, 0 the logarithmic, infinity the Poisson. `number_of_runs` draws it.
-    Priced by RDP, and together with other mechanisms as `mixed` says.
+    Each run draws its hyper-parameters at random, and only the best run's result is released.
+    `shape` is 1 for the geometric distribution, 0 for the logarithmic, infinity for the Poisson.
+    `number_of_runs` draws the number. RDP prices this event; `rdp_and_pld` prices it together with
+    other mechanisms.
     Reference: Papernot and Steinke 2022 (arXiv 2110.03620), Thm. 2 and 6.
 
     >>> randomly_stopped(dp_event.GaussianDpEvent(2.0), mean_runs=10.0).mean
@@ -54,8 +57,9 @@ def number_of_runs(*, mean_runs: float, shape: float = GEOMETRIC, rng: np.random
     """How many runs to make: a draw from the distribution that `randomly_stopped` prices.
 
     With eta = `shape` and gamma such that the mean is `mean_runs`,
-    P(K = k) ~ (1 - gamma)^k prod_{l<k} (l + eta) / (l + 1) for k = 1, 2, ...; the Poisson alone may
-    also give 0, and then nothing is released. Neither the number nor `rng`'s seed may be told.
+    P(K = k) ~ (1 - gamma)^k prod_{l<k} (l + eta) / (l + 1) for k = 1, 2, ... Only the Poisson
+    distribution may also give 0, and then nothing is released. Neither the number nor `rng`'s seed
+    may be told.
     Reference: Papernot and Steinke 2022, Def. 1 and Sec. 3.2.
 
     >>> number_of_runs(mean_runs=1.0, rng=np.random.default_rng(0))
@@ -69,7 +73,7 @@ def number_of_runs(*, mean_runs: float, shape: float = GEOMETRIC, rng: np.random
         chance = (1 - gamma) / -math.log(gamma)
     else:
         chance = shape * (1 - gamma) / math.expm1(-shape * math.log(gamma))
-    # Inversion: walk up the probabilities until they reach a uniform draw.
+    # Inversion: add up the probabilities until they exceed a uniform draw.
     drawn, runs = rng.random(), 1
     while drawn >= chance > _NEVER:
         drawn -= chance
@@ -86,12 +90,15 @@ def _mean_runs(gamma: float, shape: float) -> float:
 
 
 def _stopping_probability(mean_runs: float, shape: float) -> float:
-    """The gamma with this mean, which falls as gamma grows; at most 1 - 1e-9."""
-    low, high = 1e-12, 1 - 1e-9
-    for _ in range(200):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if _mean_runs(middle, shape) > mean_runs else (low, middle)
-    return high
+    """The gamma with this mean, at most 1 - 1e-9. The mean falls as gamma grows."""
+    low, high = math.log(1e-12), math.log(1 - 1e-9)
+
+    def excess(log_gamma: float) -> float:
+        return math.log(_mean_runs(math.exp(log_gamma), shape) / mean_runs)
+
+    if excess(high) > 0:
+        return 1 - 1e-9
+    return math.exp(roots.root(excess, low, high, within=1e-14))
 
 
 def _check(mean_runs: float, shape: float) -> None:

@@ -20,7 +20,7 @@ from scipy.stats import norm
 
 from shared import SHARED, needs_shared
 from userdp.accounting import accountant, events
-from userdp.errors import InputError, LedgerError, UnaccountedPlanError
+from userdp.errors import InputError, UnaccountedPlanError
 from userdp.plan import calibrate
 from userdp.sampling import PoissonRecords, PoissonUsers
 from userdp.units import Adjacency
@@ -333,28 +333,6 @@ def test_epsilon_too_small_to_compute_with_is_refused() -> None:
             delta=1e-6,
             adjacency=ADD_REMOVE,
         )
-
-
-@pytest.mark.parametrize(
-    "event", [uls(0.1, 2.0, 7), els(0.1, 4, 2.0, 7), dp_event.NonPrivateDpEvent()]
-)
-def test_event_survives_json(event: events.DpEvent) -> None:
-    assert events.from_json(json.loads(json.dumps(events.to_json(event)))) == event
-
-
-def test_ledger_cannot_name_an_event_we_do_not_know() -> None:
-    with pytest.raises(LedgerError, match=r"os\.system"):
-        events.from_json({"type": "os.system", "command": "true"})
-
-
-def test_probabilities_of_the_mixture_sum_to_one_even_when_they_underflow() -> None:
-    event = events.poisson_records_gaussian(
-        record_sampling_prob=1e-4, group_size=512, noise_multiplier=1.0
-    )
-    assert isinstance(event, dp_event.MixtureOfGaussiansDpEvent)
-    assert sum(event.sampling_probs) == pytest.approx(1.0, abs=1e-12)
-    assert min(event.sampling_probs) > 0
-    assert len(event.sampling_probs) < 513
 
 
 def test_prv_accountant_agrees() -> None:
