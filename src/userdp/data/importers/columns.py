@@ -1,7 +1,8 @@
 """Which columns hold the owners, the text and the time, and what a cell may be.
 
 The caller names a column, or builds it from several by a template such as
-`{title}\\n\\n{body}`. Otherwise well-known names are tried in the order below. Chats, which are
+`{title}\\n\\n{body}`. Otherwise the one well-known name that occurs is taken. Where two occur, no
+choice is made: otherwise one user's record could choose the column for everybody. Chats, which are
 lists of {role, content}, are kept as JSON, so that each model's own chat template can render them.
 """
 
@@ -13,21 +14,29 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, cast
 
+from userdp.data.record import BAD_TEXT, BAD_TIME, BAD_USER, Record, Skipped
 from userdp.errors import InputError
 
 USER_COLUMNS = ("users", "user", "user_id", "author", "author_id", "owner", "speaker")
-TEXT_COLUMNS = ("text", "body", "content", "message", "messages", "conversations")
+CHAT_COLUMNS = ("messages", "conversations")
+TEXT_COLUMNS = ("text", "body", "content", "message", *CHAT_COLUMNS)
+
+MAX_SECONDS = 2**62
 
 PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The caller's choice of columns: names or templates. None means well-known names."""
+    """The caller's choice of columns: names or templates. None means well-known names.
+
+    `rivals` are the well-known names that were not taken. A record that has one is refused.
+    """
 
     user: str | None = None
     text: str | None = None
     time: str | None = None
+    rivals: tuple[str, ...] = ()
 
     def named(self) -> tuple[str, str]:
         """The user and the text column, once resolved."""
@@ -37,11 +46,20 @@ class Columns:
 
     def resolved(self, available: list[str], where: str) -> Columns:
         """The same with every choice made from the available columns."""
-        return Columns(
-            user=_resolve(self.user, available, USER_COLUMNS, "user", where),
-            text=_resolve(self.text, available, TEXT_COLUMNS, "text", where),
-            time=self.time,
-        )
+        user = _resolve(self.user, available, USER_COLUMNS, "user", where)
+        text = _resolve(self.text, available, TEXT_COLUMNS, "text", where)
+        rivals = [name for name in USER_COLUMNS if self.user is None and name != user]
+        rivals += [name for name in TEXT_COLUMNS if self.text is None and name != text]
+        return Columns(user=user, text=text, time=self.time, rivals=tuple(rivals))
+
+    def check_rivals(self, fields: dict[str, Any], where: str) -> None:
+        """Refuse a record with a second column that could hold its owners or its text."""
+        for name in self.rivals:
+            if fields.get(name) is not None:
+                user, text = self.named()
+                if name in USER_COLUMNS:
+                    raise _ambiguous([user, name], "user", where)
+                raise _ambiguous([text, name], "text", where)
 
 
 def _resolve(
@@ -53,9 +71,18 @@ def _resolve(
             raise InputError(
                 f"{where}: no {what} column among {', '.join(known)}. Name it with --{what}."
             )
+        if len(found) > 1:
+            raise _ambiguous(found, what, where)
         return found[0]
-    # The reader judges whether a column is missing: the first line of JSON Lines may lack a field.
+    # The reader judges whether a column is missing: lines of JSON Lines may lack a field.
     return choice.replace("\\n", "\n").replace("\\t", "\t") if is_template(choice) else choice
+
+
+def _ambiguous(names: list[str], what: str, where: str) -> InputError:
+    return InputError(
+        f"{where}: {' and '.join(map(repr, names))} are in this source, and each could be the "
+        f"{what} column. Name the right one with --{what} COLUMN."
+    )
 
 
 def is_template(choice: str) -> bool:
@@ -156,6 +183,30 @@ def owners_of(fields: dict[str, Any], choice: str, where: str) -> tuple[str, ...
     return tuple(id_of(entry, choice, where) for entry in entries)
 
 
+def item_of(
+    fields: dict[str, Any],
+    columns: Columns,
+    where: str,
+    *,
+    chat: bool = False,
+    fields_for_id: dict[str, Any] | None = None,
+) -> Record | Skipped:
+    """The record in a row, or why there is none."""
+    user, text = columns.named()
+    reason = BAD_USER
+    try:
+        owners = owners_of(fields_for_id or fields, user, where)
+        if not owners:
+            return Skipped(reason)
+        reason = BAD_TEXT
+        found = text_of(fields, text, where, chat=chat)
+        reason = BAD_TIME
+        time = seconds_of(fields.get(columns.time), columns.time, where) if columns.time else None
+    except InputError:
+        return Skipped(reason)
+    return Record(text=found, owners=owners, where=where, time=time)
+
+
 def is_blank(value: Any) -> bool:
     """Whether an id is missing: null, or white space."""
     return value is None or (isinstance(value, str) and not value.strip())
@@ -182,11 +233,13 @@ def seconds_of(value: Any, name: str, where: str) -> int | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         if 1000 <= value <= 9999:
             return int(datetime(int(value), 1, 1, tzinfo=UTC).timestamp())
-        return int(value)
+        # An infinite number, or one that is no number, fails here too.
+        if abs(value) < MAX_SECONDS:
+            return int(value)
     if isinstance(value, datetime):
         return int((value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp())
     if isinstance(value, str):
-        if value.isdecimal():
+        if value.isdecimal() and len(value) < 20:
             return seconds_of(int(value), name, where)
         try:
             parsed = datetime.fromisoformat(value)

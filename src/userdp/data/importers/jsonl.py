@@ -1,14 +1,15 @@
 """JSON Lines, plain or gzipped: one object per line, with a field for owners and one for text.
 
 There are two readers. DuckDB reads in columns, on all cores. If it refuses something, or if its
-result looks odd, the careful reader goes on, one line at a time. It either finds nothing wrong or
-names the wrong line. So only the careful reader ever refuses a file.
+result looks odd, the careful reader goes on, one line at a time. It skips and counts what is no
+record. Only the careful reader ever refuses a file, and then for something that concerns all of it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,41 +18,77 @@ from userdp.data.identity import as_is
 from userdp.data.importers import columnar
 from userdp.data.importers.bounded import MAX_LINE_BYTES, check_compressed, lines
 from userdp.data.importers.columns import (
+    CHAT_COLUMNS,
+    TEXT_COLUMNS,
+    USER_COLUMNS,
     Columns,
     checked,
     id_of,
     is_blank,
     is_template,
+    item_of,
     names_in,
-    owners_of,
-    seconds_of,
     text_of,
 )
-from userdp.data.record import ImportBatch, Record, batches_of
+from userdp.data.record import BAD_LINE, ImportBatch, Record, Skipped, batches_of
 from userdp.errors import InputError
 
 
 def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[ImportBatch]:
-    """The records of a file, in order. A broken line ends the import, and the error names it."""
-    first = next(_objects(path), None)
-    if first is None:
-        return
-    number, fields = first
-    chosen = columns.resolved(list(fields), f"{path.name}, line {number}")
+    """The records of a file, in order. A broken line is skipped and counted."""
+    chosen, values = _resolved(path, columns)
     user, text = chosen.named()
-    chat = isinstance(fields.get(text), list)
+    chat = _is_chat(text, values.get(text))
     if chat or chosen.time is not None:
         yield from batches_of(records(path, chosen, chat=chat), is_chat=chat)
         return
     check_compressed(path)
-    query = _query(path, chosen, several=isinstance(fields.get(user), list))
+    query = _query(path, chosen, several=isinstance(values.get(user), list))
     fast = columnar.batches(query, path, scratch, partial(_place, chosen))
     yield from columnar.or_careful(fast, partial(records, path, chosen))
 
 
+def _resolved(path: Path, columns: Columns) -> tuple[Columns, dict[str, Any]]:
+    """The columns, chosen from as many lines as it takes to find each, and their first values.
+
+    The lines after these are held to the same choice: a record with a rival column is refused. So
+    it makes no difference which line comes first.
+    """
+    wanted = [
+        names_in(columns.user) if columns.user else USER_COLUMNS,
+        names_in(columns.text) if columns.text else TEXT_COLUMNS,
+    ]
+    values: dict[str, Any] = {}
+    any_object = False
+    for _, fields in _objects(path):
+        if fields is None:
+            continue
+        any_object = True
+        for name in (name for names in wanted for name in names):
+            if fields.get(name) is not None:
+                values.setdefault(name, fields[name])
+        if all(any(name in values for name in names) for names in wanted):
+            break
+    if not any_object:
+        # Nothing will be found; the reader counts the broken lines.
+        columns = replace(
+            columns,
+            user=columns.user or USER_COLUMNS[0],
+            text=columns.text or TEXT_COLUMNS[0],
+        )
+    return columns.resolved(list(values), path.name), values
+
+
+def _is_chat(text: str, value: Any) -> bool:
+    """Whether the texts are chats. Well-known names say so themselves, whatever a record holds."""
+    if text in TEXT_COLUMNS or is_template(text):
+        return text in CHAT_COLUMNS
+    return isinstance(value, list)
+
+
 def _query(path: Path, columns: Columns, *, several: bool) -> columnar.Query:
     user, text = columns.named()
-    types = dict.fromkeys([*names_in(user), *names_in(text)], "JSON")
+    types = dict.fromkeys([*names_in(user), *names_in(text), *columns.rivals], "JSON")
     if several and not is_template(user):
         types[user] = "JSON[]"
     # DuckDB reads lines of up to twice this size, so no line above our limit passes.
@@ -68,6 +105,7 @@ def _query(path: Path, columns: Columns, *, several: bool) -> columnar.Query:
                 "true"
                 if several or is_template(user)
                 else f"NOT starts_with({columnar.name(user)}, '[')",
+                *(f"{columnar.name(rival)} IS NULL" for rival in columns.rivals),
             ]
         ),
         decode_id=as_is if is_template(user) else _decode_id,
@@ -87,46 +125,37 @@ def _place(columns: Columns, path: Path, index: int) -> str:
     return columnar.place_of(records(path, columns), path, index)
 
 
-def records(path: Path, columns: Columns | None = None, *, chat: bool = False) -> Iterator[Record]:
-    """The records of a file one by one, by the careful reader.
-
-    Lines without an owner are counted to the end and then refused together. Their number tells the
-    caller whether the column is wrong or only a few lines are.
-    """
-    ownerless: list[str] = []
+def records(
+    path: Path, columns: Columns | None = None, *, chat: bool = False
+) -> Iterator[Record | Skipped]:
+    """The lines of a file by the careful reader: one item for each that is not empty."""
     chosen = columns or Columns()
+    if chosen.user is None or chosen.text is None:
+        chosen, _ = _resolved(path, chosen)
     for number, fields in _objects(path):
         where = f"{path.name}, line {number}"
-        if chosen.user is None or chosen.text is None:
-            chosen = chosen.resolved(list(fields), where)
-        user, text = chosen.named()
-        owners = owners_of(fields, user, where)
-        if not owners:
-            ownerless.append(where)
-            continue
-        yield Record(
-            text=text_of(fields, text, where, chat=chat),
-            owners=owners,
-            where=where,
-            time=seconds_of(fields.get(chosen.time), chosen.time, where) if chosen.time else None,
-        )
-    if ownerless:
+        yield Skipped(BAD_LINE) if fields is None else _item(fields, chosen, where, chat=chat)
+
+
+def _item(fields: dict[str, Any], columns: Columns, where: str, *, chat: bool) -> Record | Skipped:
+    columns.check_rivals(fields, where)
+    _, text = columns.named()
+    if text not in TEXT_COLUMNS and isinstance(fields.get(text), str if chat else list):
         raise InputError(
-            f"{ownerless[0]}: field {chosen.user!r} is missing, null or empty, as in "
-            f"{len(ownerless):,} line(s) of this file. Every record needs a user: mend them, or "
-            "name the right column with --user."
+            f"{where}: field {text!r} holds chat messages in some lines and plain text in others: "
+            "import them apart."
         )
+    return item_of(fields, columns, where, chat=chat)
 
 
-def _content_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """The object on every line that is not empty, or None if there is none."""
     for number, line in lines(path):
         if not line.isspace():
-            yield number, line
-
-
-def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in _content_lines(path):
-        yield number, _parse(line, f"{path.name}, line {number}")
+            try:
+                yield number, _parse(line, f"{path.name}, line {number}")
+            except InputError:
+                yield number, None
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
@@ -146,5 +175,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 
 def texts(path: Path, column: str) -> Iterator[str]:
     """The texts of a public corpus, which needs no owners."""
-    for number, fields in _objects(path):
-        yield text_of(fields, column, f"{path.name}, line {number}")
+    for number, line in lines(path):
+        if not line.isspace():
+            where = f"{path.name}, line {number}"
+            yield text_of(_parse(line, where), column, where)

@@ -25,7 +25,7 @@ from userdp.data.engine import EngineName, engine_of
 from userdp.data.importers.bounded import MAX_LINE_BYTES, pieces
 from userdp.data.importers.columns import Columns, seconds_of, text_of
 from userdp.data.importers.markup import plain_text
-from userdp.data.record import Record, Skipped
+from userdp.data.record import BAD_TIME, Record, Skipped
 from userdp.errors import InputError
 
 QUESTION, ANSWER = "1", "2"
@@ -175,7 +175,8 @@ def posts(path: Path, columns: Columns) -> Iterator[Post | Skipped]:
         elif "PostId" in row:
             kind, body, parent = 2, row.get("Text", "").strip(), row["PostId"]
         else:
-            raise InputError(f"{where}: neither a post nor a comment: no PostTypeId, no PostId.")
+            yield Skipped("neither a post nor a comment")
+            continue
         owner = row.get("OwnerUserId") or row.get("UserId") or ""
         fields = {
             "title": row.get("Title", "").strip(),
@@ -187,18 +188,31 @@ def posts(path: Path, columns: Columns) -> Iterator[Post | Skipped]:
             yield Skipped("empty text")
             continue
         try:
-            number, parent_number = int(row["Id"]), int(parent)
+            number, parent_number = _number(row["Id"]), _number(parent)
         except (KeyError, ValueError):
-            raise InputError(f"{where}: Id, ParentId or PostId is missing or no number.") from None
+            yield Skipped("Id, ParentId or PostId missing or no number")
+            continue
+        try:
+            time = seconds_of(row.get("CreationDate"), "CreationDate", where)
+        except InputError:
+            yield Skipped(BAD_TIME)
+            continue
         yield Post(
             kind=kind,
             id=number,
             parent=parent_number,
             owner=None if owner in ("", "-1") else owner,
             text=text,
-            time=seconds_of(row.get("CreationDate"), "CreationDate", where),
+            time=time,
             where=where,
         )
+
+
+def _number(cell: str) -> int:
+    number = int(cell)
+    if not 0 <= number < 2**63:
+        raise ValueError("no id of a post")
+    return number
 
 
 def tags_of(cell: str) -> list[str]:
