@@ -115,3 +115,95 @@ def test_a_run_on_records_removed_across_users_says_so_in_its_statement(
     told = json.loads((tmp_path / "run" / "statement.json").read_text())
     assert ACROSS_USERS_CAUTION in told["cautions"]
     assert ACROSS_USERS_CAUTION in userdp("account", tmp_path / "run").out
+
+
+def imported(folder: Path, content: bytes, *options: str, name: str = "data.jsonl") -> Path:
+    """Import a file under the one key, so that users can be compared between stores."""
+    folder.mkdir()
+    (folder / name).write_bytes(content)
+    (folder / "ids.key").write_bytes(KEY)
+    result = userdp(
+        "import",
+        folder / name,
+        *("--out", folder / "store", "--key", folder / "ids.key"),
+        *options,
+    )
+    assert result.code == 0, result
+    return folder / "store"
+
+
+def json_lines(*records: dict[str, object]) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+OTHERS: list[dict[str, object]] = [
+    {"user": f"u{i}", "author": f"team{i % 2}", "text": f"words {i}"} for i in range(4)
+]
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+@pytest.mark.parametrize(
+    ("names", "stray"),
+    [
+        (("user",), {"author": "target", "text": "mine"}),
+        (("user",), {"user": "target", "author": "target", "text": "mine"}),
+        (("user",), {"user": "target", "text": "mine", "body": "mine"}),
+        (("user", "author"), {"author": "target", "text": "mine"}),
+    ],
+)
+def test_no_record_chooses_the_columns_of_others(
+    tmp_path: Path, names: tuple[str, ...], stray: dict[str, object], place: int
+) -> None:
+    """Wherever it stands, a record with another column is no reason to read others by that one."""
+    others = [{name: record[name] for name in (*names, "text")} for record in OTHERS]
+    content = json_lines(*others[:place], stray, *others[place:])
+    (tmp_path / "data.jsonl").write_bytes(content)
+    result = userdp("import", tmp_path / "data.jsonl", "--out", tmp_path / "store")
+    assert result.code == 2
+    assert "Name the right one with --" in result.err
+    assert "target" not in result.err
+    named = imported(tmp_path / "with", content, "--user", "user", "--text", "text")
+    alone = imported(tmp_path / "alone", json_lines(*others), "--user", "user", "--text", "text")
+    assert len(users_and_texts(alone)) == 4
+    assert users_and_texts(alone) <= users_and_texts(named)
+    assert {text for _, text in users_and_texts(named) - users_and_texts(alone)} <= {"mine"}
+
+
+BAD_RECORDS = {
+    "broken line": b'{"user": "target", "te\n',
+    "no user": b'{"text": "mine"}\n',
+    "a number that is no id": b'{"user": 1.5, "text": "mine"}\n',
+    "text of another kind": b'{"user": "target", "text": [{"role": "a", "content": "b"}]}\n',
+    "not UTF-8": b'{"user": "target", "text": "\xff"}\n',
+}
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+@pytest.mark.parametrize("what", BAD_RECORDS)
+def test_one_bad_record_changes_nothing_for_others(tmp_path: Path, what: str, place: int) -> None:
+    others = [json_lines({"user": record["user"], "text": record["text"]}) for record in OTHERS]
+    content = b"".join([*others[:place], BAD_RECORDS[what], *others[place:]])
+    alone = imported(tmp_path / "alone", b"".join(others))
+    assert users_and_texts(imported(tmp_path / "with", content)) == users_and_texts(alone)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"List-Id: <bob.example.org>",
+        b"List-Post: <mailto:bob@example.org>",
+        b"List-ID: Bob <bob.example.org>\nPrecedence: list",
+    ],
+)
+def test_a_senders_header_takes_no_receiver_from_the_owners(tmp_path: Path, header: bytes) -> None:
+    head = b"From x Wed Apr 13 22:02:37 2005\nFrom: ann@example.org\nTo: bob@example.org\n"
+    body = b"\n\nfour words about bob\n"
+    plain = imported(tmp_path / "plain", head.rstrip(b"\n") + body, name="a.mbox")
+    marked = imported(tmp_path / "marked", head + header + body, name="a.mbox")
+    assert len(users_and_texts(plain)) == 2
+    assert users_and_texts(marked) == users_and_texts(plain)
+    # Who runs the import says which addresses are lists.
+    declared = imported(
+        tmp_path / "declared", head + header + body, "--drop-user", "bob@example.org", name="a.mbox"
+    )
+    assert len(users_and_texts(declared)) == 1

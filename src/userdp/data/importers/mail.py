@@ -179,9 +179,9 @@ def _addresses(message: Message[Any, Any], field: str) -> list[str]:
         # Archives write "ann at example.org (Ann)" against harvesters.
         value = re.sub(r"(?<=[\w.+-]) (?:at|AT) (?=[\w-]+\.)", "@", value)
         parsed = [address for _, address in email.utils.getaddresses([value])]
-        if not all(parsed):
-            # The parser gives up on the whole header if one address in it is broken. Then whatever
-            # looks like an address is an owner: one too many is safe, one too few is not.
+        if not all("@" in address for address in parsed):
+            # If one address is broken, the parser loses others of the header. Then whatever looks
+            # like an address is an owner: one too many is safe, one too few is not.
             parsed += [match[0] for match in ADDRESS_IN_TEXT.finditer(value)]
         for address in parsed:
             address = address.strip().strip("<>'\"").lower()
