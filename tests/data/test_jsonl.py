@@ -73,6 +73,16 @@ def test_what_concerns_the_whole_file_names_file_and_line_and_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl"]
 
 
+@pytest.mark.parametrize("bad", ["1.5", "true", '" "', '"\\u0000"', "{}"])
+def test_record_with_one_bad_id_is_skipped_for_all_its_owners(tmp_path: Path, bad: str) -> None:
+    """Kept under the others, it would not be protected for the person behind the bad id."""
+    source = tmp_path / "data.jsonl"
+    good = '{"users": ["ann", "bob"], "text": "t"}\n'
+    source.write_text(good + '{"users": ["ann", ' + bad + '], "text": "t"}\n' + good)
+    result = bring_in(source, tmp_path / "store")
+    assert (result.records, result.edges, result.skipped) == (2, 4, {BAD_USER: 1})
+
+
 def test_nothing_but_faults_is_refused_with_the_reasons(tmp_path: Path) -> None:
     source = tmp_path / "data.jsonl"
     source.write_bytes(GOOD * 3 + b"{\n")
