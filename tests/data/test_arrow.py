@@ -12,7 +12,6 @@ from importing import KEY, bring_in, contents, reading
 from userdp.data.identity import Pseudonyms
 from userdp.data.importers.arrow import dataset_batches
 from userdp.data.importers.columns import Columns
-from userdp.data.record import BAD_LINE, BAD_TEXT, BAD_TIME, BAD_USER
 from userdp.data.store import UserStore, write_batches
 from userdp.errors import InputError
 
@@ -55,11 +54,15 @@ def test_lists_dictionaries_templates_and_times(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("users", "texts", "message"),
     [
+        ([None, "a"], ["x", "y"], "row 1: column 'user' is null or empty"),
+        (["a", " "], ["x", "y"], "row 2: column 'user' is null or empty"),
         ([1.0, 2.0], ["x", "y"], "whole numbers, not double"),
+        (["a", "b"], ["x", None], "row 2: column 'text' is null"),
+        (["a", "b"], ["x", "a\0b"], "row 2: column 'text' contains a NUL"),
         (["a", "b"], [1, 2], "holds int64, not strings"),
     ],
 )
-def test_columns_of_the_wrong_kind_are_refused(
+def test_bad_cells_name_the_row(
     tmp_path: Path, users: list[Any], texts: list[Any], message: str
 ) -> None:
     path = write(tmp_path / "a.parquet", user=users, text=texts)
@@ -68,39 +71,11 @@ def test_columns_of_the_wrong_kind_are_refused(
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize(
-    ("users", "texts", "reason"),
-    [
-        ([None, "a"], ["x", "y"], BAD_USER),
-        (["a", " "], ["x", "y"], BAD_USER),
-        ([["a"], ["b", None]], ["x", "y"], BAD_USER),
-        ([["a"], []], ["x", "y"], BAD_USER),
-        (["a", "b"], ["x", None], BAD_TEXT),
-        (["a", "b"], ["x", "a\0b"], BAD_TEXT),
-        (["a", "b"], [[{"role": "r", "content": "c"}], [{"role": "r", "content": None}]], BAD_TEXT),
-    ],
-)
-def test_bad_cells_skip_their_row_alone(
-    tmp_path: Path, users: list[Any], texts: list[Any], reason: str
-) -> None:
-    path = write(tmp_path / "a.parquet", user=users, text=texts)
-    result = bring_in(path, tmp_path / "store")
-    assert (result.records, result.users, result.skipped) == (1, 1, {reason: 1})
-
-
-def test_bytes_that_are_no_text_skip_their_row_alone(tmp_path: Path) -> None:
-    texts = pa.array([b"x", b"\xff", b"y"]).view(pa.string())
-    path = write(tmp_path / "a.parquet", user=["a", "b", "c"], text=texts)
-    result = bring_in(path, tmp_path / "store")
-    assert (result.records, result.users, result.skipped) == (2, 2, {BAD_LINE: 1})
-
-
-def test_bad_times_skip_their_row_and_two_owner_columns_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", user=["a", "b"], text=["x", "y"], when=["1999", "soon"])
-    assert bring_in(path, tmp_path / "store", reading(time="when")).skipped == {BAD_TIME: 1}
-    path = write(tmp_path / "b.parquet", user=["a"], author=["b"], text=["x"])
-    with pytest.raises(InputError, match=r"b\.parquet: 'user' and 'author' .*--user COLUMN"):
-        bring_in(path, tmp_path / "other")
+def test_two_owner_columns_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", user=["a"], author=["b"], text=["x"])
+    with pytest.raises(InputError, match=r"a\.parquet: 'user' and 'author' .*--user COLUMN"):
+        bring_in(path, tmp_path / "store")
+    assert bring_in(path, tmp_path / "store", reading(user="author")).users == 1
 
 
 def test_templates_fill_more_rows_than_a_batch_holds(tmp_path: Path) -> None:

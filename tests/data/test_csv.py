@@ -12,13 +12,17 @@ from importing import bring_in, contents, reading
 
 from userdp.data.importers import csv
 from userdp.data.importers.columns import Columns
-from userdp.data.record import BAD_LINE, BAD_USER
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 
 HEAD, GOOD = b"user,text\n", b"ann,hello\n"
 
 FAULTS: dict[str, tuple[bytes, str]] = {
+    "too many fields": (b"a,b,c\n", "line 3002: 3 fields, but the header has 2"),
+    "too few fields": (b"a\n", "line 3002: 1 fields, but the header has 2"),
+    "NUL byte": (b"a,x\x00y\n", "line 3002: contains a NUL byte"),
+    "invalid UTF-8": (b"a,\xff\n", "line 3002: not valid UTF-8"),
+    "no user": (b",text\n", r"line 3002: column 'user' is empty, as in 1 line\(s\)"),
     "open quote": (b'a,"text\n', "line 3002: not valid CSV"),
     "other case": (b"ANN,t\n", "line 3002: .*spelled differently"),
 }
@@ -34,30 +38,8 @@ def test_fault_in_the_middle_names_file_and_line(tmp_path: Path, fault: str) -> 
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b"a,b,c\n", BAD_LINE),
-        (b"a\n", BAD_LINE),
-        (b"a,x\x00y\n", BAD_LINE),
-        (b"a,\xff\n", BAD_LINE),
-        (b'a,"\xff\n,"\n', BAD_LINE),
-        (b",text\n", BAD_USER),
-    ],
-)
-def test_bad_row_is_skipped_and_all_others_are_kept(
-    tmp_path: Path, line: bytes, reason: str
-) -> None:
-    (tmp_path / "data.csv").write_bytes(HEAD + GOOD * 3000 + line + GOOD * 3000)
-    result = bring_in(tmp_path / "data.csv", tmp_path / "store")
-    assert (result.records, result.users, result.skipped) == (6000, 1, {reason: 1})
-
-
-def test_header_that_is_not_text_or_ambiguous_is_refused(tmp_path: Path) -> None:
+def test_two_columns_for_one_purpose_are_refused_until_one_is_named(tmp_path: Path) -> None:
     source = tmp_path / "data.csv"
-    source.write_bytes(b"user,\xff\n" + GOOD)
-    with pytest.raises(InputError, match="line 1: the header has a NUL byte or is not UTF-8"):
-        bring_in(source, tmp_path / "store")
     source.write_bytes(b"user,author,text\nann,bob,hello\n")
     with pytest.raises(InputError, match=r"line 1: 'user' and 'author' .*--user COLUMN"):
         bring_in(source, tmp_path / "store")

@@ -9,7 +9,6 @@ from importing import Format, bring_in, contents, reading
 
 from shared import SHARED, needs_shared
 from userdp.data.identity import IdRule
-from userdp.data.record import BAD_LINE
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 
@@ -69,18 +68,6 @@ def test_both_layouts_of_dialogue(tmp_path: Path) -> None:
         ("What shall we do?\nTell me.", [0]),
         ("Nothing.", [1]),
     ]
-
-
-@pytest.mark.parametrize("layout", [b"%s: %s\n", b"%s:\n%s\n\n"])
-@pytest.mark.parametrize("bad", [b"a\xffb", b"a\x00b"])
-def test_turn_that_is_not_text_is_skipped_and_all_others_are_kept(
-    tmp_path: Path, layout: bytes, bad: bytes
-) -> None:
-    turns = [(b"Ann", b"one"), (b"Bob", bad), (b"Cy", b"two")]
-    (tmp_path / "x.txt").write_bytes(b"".join(layout % turn for turn in turns))
-    result = bring_in(tmp_path / "x.txt", tmp_path / "store")
-    assert result.skipped == {BAD_LINE: 1}
-    assert contents(UserStore.open(tmp_path / "store")) == [("one", [0]), ("two", [1])]
 
 
 def test_text_without_speakers_is_refused(tmp_path: Path) -> None:

@@ -13,84 +13,45 @@ from importing import bring_in, contents, reading
 
 from userdp.data.importers import jsonl
 from userdp.data.importers.columns import Columns
-from userdp.data.record import BAD_LINE, BAD_TEXT, BAD_TIME, BAD_USER, ImportBatch, Record
+from userdp.data.record import ImportBatch
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 
 GOOD = b'{"user": "ann", "text": "hello"}\n'
 
 FAULTS: dict[str, tuple[bytes, str]] = {
-    "cut line": (b'{"user": "bob", "text": "hello\n', BAD_LINE),
-    "two objects": (GOOD.strip() + GOOD, BAD_LINE),
-    "array": (b"[1, 2]\n", BAD_LINE),
-    "NUL byte": (b'{"user": "bob", "text": "a\x00b"}\n', BAD_LINE),
-    "escaped NUL": (b'{"user": "bob", "text": "a\\u0000b"}\n', BAD_TEXT),
-    "invalid UTF-8": (b'{"user": "bob", "text": "\xff"}\n', BAD_LINE),
-    "bad elsewhere": (b'{"user": "b", "text": "t", "x": "\xff"}\n', BAD_LINE),
-    "lone surrogate": (b'{"user": "bob", "text": "\\ud800"}\n', BAD_TEXT),
-    "null user": (b'{"user": null, "text": "t"}\n', BAD_USER),
-    "no user": (b'{"text": "t"}\n', BAD_USER),
-    "blank user": (b'{"user": " ", "text": "t"}\n', BAD_USER),
-    "fractional user": (b'{"user": 1.0, "text": "t"}\n', BAD_USER),
-    "true user": (b'{"user": true, "text": "t"}\n', BAD_USER),
-    "user in a list and a bad one": (b'{"user": ["bob", 1.5], "text": "t"}\n', BAD_USER),
-    "no text": (b'{"user": "bob"}\n', BAD_TEXT),
-    "numeric text": (b'{"user": "bob", "text": 5}\n', BAD_TEXT),
-    "chat between texts": (b'{"user": "b", "text": [{"role": "a", "content": "b"}]}\n', BAD_TEXT),
+    "cut line": (b'{"user": "bob", "text": "hello\n', "line 3001: not valid JSON"),
+    "two objects": (GOOD.strip() + GOOD, "line 3001: not valid JSON"),
+    "array": (b"[1, 2]\n", "line 3001: not a JSON object"),
+    "NUL byte": (b'{"user": "bob", "text": "a\x00b"}\n', "line 3001: contains a NUL byte"),
+    "escaped NUL": (b'{"user": "bob", "text": "a\\u0000b"}\n', "line 3001: .* contains a NUL"),
+    "invalid UTF-8": (b'{"user": "bob", "text": "\xff"}\n', "line 3001: not valid UTF-8"),
+    "bad elsewhere": (b'{"user": "b", "text": "t", "x": "\xff"}\n', "3001: not valid UTF-8"),
+    "lone surrogate": (b'{"user": "bob", "text": "\\ud800"}\n', "line 3001: .* lone surrogate"),
+    "null user": (b'{"user": null, "text": "t"}\n' * 2, r"3001: .*missing, null .* in 2 line\(s\)"),
+    "no user": (b'{"text": "t"}\n', "line 3001: field 'user' is missing"),
+    "blank user": (b'{"user": " ", "text": "t"}\n', r"line 3001: .* as in 1 line\(s\)"),
+    "fractional user": (b'{"user": 1.0, "text": "t"}\n', "3001: .* whole numbers, not float"),
+    "true user": (b'{"user": true, "text": "t"}\n', "3001: .* whole numbers, not bool"),
+    "no text": (b'{"user": "bob"}\n', "line 3001: field 'text' is missing or not a string"),
+    "numeric text": (b'{"user": "bob", "text": 5}\n', "3001: .*missing or not a string"),
+    "other case": (b'{"user": "ANN", "text": "t"}\n', "line 3001: .*spelled differently"),
+    "long line": (b'{"user": "bob", "text": "' + b"x" * (33 << 20) + b'"}\n', "3001: longer than"),
 }
 
 
-@pytest.mark.parametrize("place", [0, 3000])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_skipped_and_counted_and_all_others_are_kept(
-    tmp_path: Path, fault: str, place: int
+def test_fault_in_the_middle_names_file_and_line_and_leaves_nothing(
+    tmp_path: Path, fault: str
 ) -> None:
-    line, reason = FAULTS[fault]
+    line, message = FAULTS[fault]
     source = tmp_path / "data.jsonl"
-    source.write_bytes(GOOD * place + line + GOOD * 3000)
-    result = bring_in(source, tmp_path / "store")
-    assert (result.records, result.users, result.skipped) == (place + 3000, 1, {reason: 1})
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"user": "ANN", "text": "t"}\n', "line 3002: .*spelled differently"),
-        (b'{"user": "bob", "text": "' + b"x" * (33 << 20) + b'"}\n', "line 3002: longer than"),
-    ],
-    ids=["other case", "long line"],
-)
-def test_what_concerns_the_whole_file_names_file_and_line_and_leaves_nothing(
-    tmp_path: Path, line: bytes, message: str
-) -> None:
-    source = tmp_path / "data.jsonl"
-    # The skipped line counts too, so the place is still right.
-    source.write_bytes(GOOD * 3000 + b'{"user": 1.5, "text": "t"}\n' + line + GOOD * 3000)
+    source.write_bytes(GOOD * 3000 + line + GOOD * 3000)
     with pytest.raises(InputError, match=message) as caught:
         bring_in(source, tmp_path / "store")
     assert str(caught.value).startswith("data.jsonl, line ")
     assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl"]
-
-
-@pytest.mark.parametrize("bad", ["1.5", "true", '" "', '"\\u0000"', "{}"])
-def test_record_with_one_bad_id_is_skipped_for_all_its_owners(tmp_path: Path, bad: str) -> None:
-    """Kept under the others, it would not be protected for the person behind the bad id."""
-    source = tmp_path / "data.jsonl"
-    good = '{"users": ["ann", "bob"], "text": "t"}\n'
-    source.write_text(good + '{"users": ["ann", ' + bad + '], "text": "t"}\n' + good)
-    result = bring_in(source, tmp_path / "store")
-    assert (result.records, result.edges, result.skipped) == (2, 4, {BAD_USER: 1})
-
-
-def test_nothing_but_faults_is_refused_with_the_reasons(tmp_path: Path) -> None:
-    source = tmp_path / "data.jsonl"
-    source.write_bytes(GOOD * 3 + b"{\n")
-    with pytest.raises(InputError, match=rf"no record was found; 3 skipped: {BAD_USER}; 1 skipped"):
-        bring_in(source, tmp_path / "store", reading(user="who"))
-    source.write_bytes(b"{\n" * 2)
-    with pytest.raises(InputError, match=rf"no record was found; 2 skipped: {BAD_LINE}"):
-        bring_in(source, tmp_path / "store")
 
 
 def test_truncated_gzip_is_refused(tmp_path: Path) -> None:
@@ -191,9 +152,7 @@ def test_fast_reader_equals_careful_reader(
     fast: list[tuple[str, tuple[str, ...]]] = []
     for batch in jsonl.batches(path, Columns(), folder):
         fast += as_pairs(batch)
-    items = list(jsonl.records(path))
-    careful = [(item.text, item.owners) for item in items if isinstance(item, Record)]
-    assert len(careful) == len(items)
+    careful = [(record.text, record.owners) for record in jsonl.records(path)]
     assert fast == careful
 
 
@@ -217,7 +176,7 @@ def test_templates_join_columns(tmp_path: Path) -> None:
     assert contents(UserStore.open(tmp_path / "store")) == [("T\nB", [0]), ("\nC", [1])]
 
 
-def test_chats_keep_roles_and_plain_text_between_them_is_skipped(tmp_path: Path) -> None:
+def test_chats_keep_roles_and_refuse_plain_text_between_them(tmp_path: Path) -> None:
     source = tmp_path / "data.jsonl"
     chat = '{"user": "ann", "messages": [{"role": "user", "content": "hi"}]}\n'
     source.write_text(chat)
@@ -225,24 +184,62 @@ def test_chats_keep_roles_and_plain_text_between_them_is_skipped(tmp_path: Path)
     store = UserStore.open(tmp_path / "store")
     assert store.manifest["text_kind"] == "chat"
     assert json.loads(store.text(0)) == [{"role": "user", "content": "hi"}]
-    plain = '{"user": "bob", "messages": "hi"}\n'
-    for name, lines_ in (("last", chat + plain), ("first", plain + chat)):
-        source.write_text(lines_)
-        assert bring_in(source, tmp_path / name).skipped == {BAD_TEXT: 1}
-        assert UserStore.open(tmp_path / name).manifest["text_kind"] == "chat"
+    source.write_text(chat + '{"user": "ann", "messages": "hi"}\n')
+    with pytest.raises(InputError, match=r"line 2: .* not a list of chat messages"):
+        bring_in(source, tmp_path / "other")
 
 
-def test_a_column_of_another_name_holds_chats_or_texts_but_not_both(tmp_path: Path) -> None:
-    chat = '{"user": "ann", "talk": [{"role": "user", "content": "hi"}]}\n'
-    plain = '{"user": "bob", "talk": "hi"}\n'
+@pytest.mark.parametrize("column", ["text", "body", "content", "message", "messages", "talk"])
+def test_a_column_of_any_name_holds_chats_or_texts_but_not_both(
+    tmp_path: Path, column: str
+) -> None:
+    chat = json.dumps({"user": "ann", column: [{"role": "user", "content": "hi"}]}) + "\n"
+    plain = json.dumps({"user": "bob", column: "hi"}) + "\n"
     source = tmp_path / "data.jsonl"
-    source.write_text(chat * 2)
-    bring_in(source, tmp_path / "store", reading(text="talk"))
-    assert UserStore.open(tmp_path / "store").manifest["text_kind"] == "chat"
+    choice = reading(text=column) if column == "talk" else reading()
+    for kind, line in (("chat", chat), ("plain", plain)):
+        source.write_text(line * 2)
+        bring_in(source, tmp_path / kind, choice)
+        assert UserStore.open(tmp_path / kind).manifest["text_kind"] == kind
     for lines_ in (chat + plain, plain + chat):
         source.write_text(lines_)
-        with pytest.raises(InputError, match=r"data\.jsonl, line 2: .* import them apart"):
-            bring_in(source, tmp_path / "other", reading(text="talk"))
+        with pytest.raises(InputError, match=r"data\.jsonl, line 2: .* Import the two apart"):
+            bring_in(source, tmp_path / "other", choice)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "t"}\n{"user": "a", "text": "t"}\n', r"line 1: field 'user' .* 1 line\(s\)"),
+        ('{"user": "a"}\n{"user": "a", "text": "t"}\n', "line 1: field 'text' is missing"),
+        ('{"user": null, "text": "t"}\n' * 2, r"line 1: field 'user' .* 2 line\(s\)"),
+        ('{"user": "a", "text": null}\n' * 2, "line 1: field 'text' is missing"),
+        ('{"text": "t"}\n' * 2, "line 1: no user column among"),
+        ('{"user": "a"}\n{"author": "a"}\n{"user": "a", "text": "t"}\n', "line 2: 'user' and"),
+    ],
+)
+def test_a_first_record_without_a_column_is_refused_by_its_line(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_text(content)
+    with pytest.raises(InputError, match=message):
+        bring_in(source, tmp_path / "store")
+
+
+def test_a_column_that_is_null_does_not_rival_another(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_text('{"user": null, "author": "a", "text": "t", "body": null}\n' * 3)
+    assert bring_in(source, tmp_path / "store").users == 1
+
+
+@pytest.mark.parametrize("time", ["true", "Infinity", "NaN", "1e99", '"' + "9" * 99 + '"'])
+def test_time_that_cannot_be_read_is_refused_by_its_line(tmp_path: Path, time: str) -> None:
+    source = tmp_path / "data.jsonl"
+    good = '{"user": "a", "text": "x", "when": 1999}\n'
+    source.write_text(good + '{"user": "b", "text": "x", "when": ' + time + "}\n" + good)
+    with pytest.raises(InputError, match="line 2: field 'when' is no time"):
+        bring_in(source, tmp_path / "store", reading(time="when"))
 
 
 def test_times_are_kept(tmp_path: Path) -> None:
@@ -255,17 +252,6 @@ def test_times_are_kept(tmp_path: Path) -> None:
     assert times is not None
     assert times[0] == 9
     assert times[1] < 0
-
-
-@pytest.mark.parametrize(
-    "time", ['"soon"', "true", "Infinity", "NaN", "1e99", '"' + "9" * 99 + '"']
-)
-def test_time_that_cannot_be_read_skips_that_record_alone(tmp_path: Path, time: str) -> None:
-    source = tmp_path / "data.jsonl"
-    good = '{"user": "a", "text": "x", "when": 1999}\n'
-    source.write_text(good + '{"user": "b", "text": "x", "when": ' + time + "}\n" + good)
-    result = bring_in(source, tmp_path / "store", reading(time="when"))
-    assert (result.records, result.skipped) == (2, {BAD_TIME: 1})
 
 
 def test_names_that_look_like_patterns_are_files(

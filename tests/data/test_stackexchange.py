@@ -7,7 +7,6 @@ import pytest
 from importing import bring_in, contents, reading
 
 from shared import SHARED, needs_shared
-from userdp.data.record import BAD_TIME
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 
@@ -80,6 +79,8 @@ def test_tags_of_both_formats_can_be_put_into_the_text(dump: Path, tmp_path: Pat
             r"line \d+: declares or uses an XML entity",
         ),
         ("<posts>\n<row Id='1'\n", r"line \d+: not well-formed XML"),
+        ("<posts>\n<row Id='1'/>\n</posts>", "line 2: neither a post nor a comment"),
+        ("<posts>\n<row PostTypeId='1' OwnerUserId='1' Body='x'/></posts>", "line 2: Id"),
     ],
 )
 def test_dangerous_or_broken_xml_is_refused_with_its_line(
@@ -91,26 +92,11 @@ def test_dangerous_or_broken_xml_is_refused_with_its_line(
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ("Id='1'", "neither a post nor a comment"),
-        ("PostTypeId='1' OwnerUserId='1' Body='x'", "Id, ParentId or PostId missing or no number"),
-        (
-            f"Id='{2**63}' PostTypeId='1' OwnerUserId='1' Body='x'",
-            "Id, ParentId or PostId missing or no number",
-        ),
-        ("Id='1' PostTypeId='1' OwnerUserId='1' Body='x' CreationDate='soon'", BAD_TIME),
-    ],
-)
-@pytest.mark.parametrize("threads", [False, True])
-def test_bad_row_is_skipped_and_all_others_are_kept(
-    tmp_path: Path, row: str, reason: str, threads: bool
-) -> None:
-    good = "<row Id='7' PostTypeId='1' OwnerUserId='2' Body='words'/>"
-    (tmp_path / "Posts.xml").write_text(f"<posts><row {row}/>{good}</posts>")
-    result = bring_in(tmp_path / "Posts.xml", tmp_path / "store", reading(threads=threads))
-    assert (result.records, result.skipped) == (1, {reason: 1})
+def test_thread_of_a_number_beyond_64_bits_is_refused_with_its_line(tmp_path: Path) -> None:
+    row = f"<row Id='{2**63}' PostTypeId='1' OwnerUserId='1' Body='x'/>"
+    (tmp_path / "Posts.xml").write_text(f"<posts>\n{row}</posts>")
+    with pytest.raises(InputError, match=r"Posts\.xml, line 2: .* exceeds 64 bits"):
+        bring_in(tmp_path / "Posts.xml", tmp_path / "store", reading(threads=True))
 
 
 def test_endless_element_is_refused_in_bounded_memory(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -143,16 +144,25 @@ OTHERS: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("place", [0, 2, 4])
 @pytest.mark.parametrize(
-    ("names", "stray"),
+    # `lines`: by place, the first line by which two columns have been seen.
+    ("names", "stray", "lines"),
     [
-        (("user",), {"author": "target", "text": "mine"}),
-        (("user",), {"user": "target", "author": "target", "text": "mine"}),
-        (("user",), {"user": "target", "text": "mine", "body": "mine"}),
-        (("user", "author"), {"author": "target", "text": "mine"}),
+        (("user",), {"author": "target", "text": "mine"}, {0: 2, 2: 3, 4: 5}),
+        (
+            ("user",),
+            {"user": "target", "author": "target", "text": "mine"},
+            {0: 1, 2: 3, 4: 5},
+        ),
+        (("user",), {"user": "target", "text": "mine", "body": "mine"}, {0: 1, 2: 3, 4: 5}),
+        (("user", "author"), {"author": "target", "text": "mine"}, {0: 2, 2: 1, 4: 1}),
     ],
 )
 def test_no_record_chooses_the_columns_of_others(
-    tmp_path: Path, names: tuple[str, ...], stray: dict[str, object], place: int
+    tmp_path: Path,
+    names: tuple[str, ...],
+    stray: dict[str, object],
+    lines: dict[int, int],
+    place: int,
 ) -> None:
     """Wherever it stands, a record with another column is no reason to read others by that one."""
     others = [{name: record[name] for name in (*names, "text")} for record in OTHERS]
@@ -162,29 +172,45 @@ def test_no_record_chooses_the_columns_of_others(
     assert result.code == 2
     assert "Name the right one with --" in result.err
     assert "target" not in result.err
-    named = imported(tmp_path / "with", content, "--user", "user", "--text", "text")
-    alone = imported(tmp_path / "alone", json_lines(*others), "--user", "user", "--text", "text")
-    assert len(users_and_texts(alone)) == 4
-    assert users_and_texts(alone) <= users_and_texts(named)
-    assert {text for _, text in users_and_texts(named) - users_and_texts(alone)} <= {"mine"}
-
-
-BAD_RECORDS = {
-    "broken line": b'{"user": "target", "te\n',
-    "no user": b'{"text": "mine"}\n',
-    "a number that is no id": b'{"user": 1.5, "text": "mine"}\n',
-    "text of another kind": b'{"user": "target", "text": [{"role": "a", "content": "b"}]}\n',
-    "not UTF-8": b'{"user": "target", "text": "\xff"}\n',
-}
+    assert re.search(rf"data\.jsonl, line {lines[place]}: '\w+' and '\w+' ", result.err)
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("place", [0, 2, 4])
-@pytest.mark.parametrize("what", BAD_RECORDS)
-def test_one_bad_record_changes_nothing_for_others(tmp_path: Path, what: str, place: int) -> None:
-    others = [json_lines({"user": record["user"], "text": record["text"]}) for record in OTHERS]
-    content = b"".join([*others[:place], BAD_RECORDS[what], *others[place:]])
-    alone = imported(tmp_path / "alone", b"".join(others))
-    assert users_and_texts(imported(tmp_path / "with", content)) == users_and_texts(alone)
+def test_the_named_column_is_the_same_for_all_whatever_one_record_holds(
+    tmp_path: Path, place: int
+) -> None:
+    others = [{"user": record["user"], "text": record["text"]} for record in OTHERS]
+    stray: dict[str, object] = {"user": "target", "author": "u0", "text": "mine", "body": "other"}
+    named = ("--user", "user", "--text", "text")
+    alone = users_and_texts(imported(tmp_path / "alone", json_lines(*others), *named))
+    content = json_lines(*others[:place], stray, *others[place:])
+    both = users_and_texts(imported(tmp_path / "with", content, *named))
+    assert len(alone) == 4
+    assert alone < both
+    assert {text for _, text in both - alone} == {"mine"}
+
+
+CHAT: list[dict[str, str]] = [{"role": "user", "content": "mine"}]
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+@pytest.mark.parametrize("column", ["text", "body", "content", "message", "messages"])
+@pytest.mark.parametrize(("most", "stray"), [("words", CHAT), (CHAT, "words")])
+def test_no_record_says_whether_the_texts_of_others_are_chats(
+    tmp_path: Path, column: str, most: object, stray: object, place: int
+) -> None:
+    """Chats and plain texts in one column are refused, whichever comes first."""
+    others: list[dict[str, object]] = [{"user": f"u{i}", column: most} for i in range(4)]
+    content = json_lines(*others[:place], {"user": "target", column: stray}, *others[place:])
+    (tmp_path / "data.jsonl").write_bytes(content)
+    result = userdp("import", tmp_path / "data.jsonl", "--out", tmp_path / "store")
+    assert result.code == 2
+    # The first line that differs from those before it.
+    assert f"data.jsonl, line {place + 1 if place else 2}: field {column!r} is " in result.err
+    assert "mine" not in result.err
+    assert "words" not in result.err
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from userdp.data.files import pc
 from userdp.errors import InputError
 
 PSEUDONYM_BYTES = 16
-NO_ID = -1
 
 
 class IdRule(StrEnum):
@@ -143,10 +142,7 @@ class Spellings:
     def numbers_of(
         self, cells: pa.Array, decode: Callable[[str], str], where: Callable[[int], str]
     ) -> NDArray[np.int32]:
-        """The number of each cell's spelling, or `NO_ID` if the cell holds no id.
-
-        `where(i)` names the place of a refused cell.
-        """
+        """The number of each cell's spelling; `where(i)` names the place of a refused cell."""
         known = self._known.setdefault(decode, _KnownCells())
         positions = known.find(cells)
         if positions.null_count:
@@ -155,15 +151,10 @@ class Spellings:
             new_cells = unknown.unique()
             for cell in new_cells.to_pylist():
                 try:
-                    raw_id = decode(cell)
-                except ValueError:
-                    known.numbers.append(NO_ID)
-                    continue
-                try:
-                    known.numbers.append(self._add(raw_id))
-                except _CollisionError:
+                    known.numbers.append(self._add(decode(cell)))
+                except ValueError as error:
                     place = where(pc.index(cells, cell).as_py())
-                    raise InputError(f"{place}: {COLLISION}") from None
+                    raise InputError(f"{place}: {_reason(error)}") from None
             first_new = known.extend(new_cells)
             found = pc.add(pc.index_in(unknown, value_set=new_cells), first_new)
             positions = pc.replace_with_mask(positions, is_new, found.cast(pa.int32()))
@@ -203,10 +194,13 @@ class _CollisionError(ValueError):
     """Two spellings are equal when normalised."""
 
 
-COLLISION = (
-    "this user id equals an earlier one after NFKC, case folding and stripping, but is spelled "
-    "differently. Say --ids merge if they are one person, --ids exact if not."
-)
+def _reason(error: ValueError) -> str:
+    if isinstance(error, _CollisionError):
+        return (
+            "this user id equals an earlier one after NFKC, case folding and stripping, but is "
+            "spelled differently. Say --ids merge if they are one person, --ids exact if not."
+        )
+    return "a user id must be a string or a whole number, and not empty."
 
 
 class _KnownCells:

@@ -44,14 +44,6 @@ class Skipped:
     reason: str
 
 
-# Why a record of a table is skipped. One user's bad record neither ends an import nor changes how
-# the records of others are read.
-BAD_USER = "user id missing, or not a string or a whole number"
-BAD_TEXT = "text missing, or not what its column holds"
-BAD_TIME = "time that cannot be read"
-BAD_LINE = "broken line"
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImportBatch:
     """Records in columns: record i has `owner_counts[i]` consecutive entries of `owners`.

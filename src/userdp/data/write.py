@@ -30,9 +30,9 @@ from userdp.data.files import (
     pc,
     read_texts,
 )
-from userdp.data.identity import NO_ID, PSEUDONYM_BYTES, DropRule, IdRule, Pseudonyms, Spellings
+from userdp.data.identity import PSEUDONYM_BYTES, DropRule, IdRule, Pseudonyms, Spellings
 from userdp.data.prefetch import Prefetched
-from userdp.data.record import BAD_USER, NO_TIME, ImportBatch, Record, Skipped, batches_of
+from userdp.data.record import NO_TIME, ImportBatch, Record, Skipped, batches_of
 from userdp.errors import InputError
 
 FORMAT = 3
@@ -155,17 +155,12 @@ def _stage(batches: Iterable[ImportBatch], directory: Path, spellings: Spellings
                     "some sources hold chat messages and some plain text: import them apart."
                 )
             numbers = _spelling_numbers(batch, spellings)
-            counts = batch.owner_counts
-            # A record with one bad id is skipped for all its owners: the bad one is a person too.
-            bad = np.zeros(len(counts), np.bool_)
-            if (numbers == NO_ID).any():
-                bad[np.repeat(np.arange(len(counts)), counts)[numbers == NO_ID]] = True
-            blank = ~bad & _is_blank(batch.texts)
-            ownerless = ~bad & ~blank & (counts == 0)
-            skipped[BAD_USER] += int(bad.sum())
+            blank = _is_blank(batch.texts)
+            ownerless = ~blank & (batch.owner_counts == 0)
             skipped[EMPTY] += int(blank.sum())
             skipped[OWNERLESS] += int(ownerless.sum())
-            keep = ~(bad | blank | ownerless)
+            keep = ~(blank | ownerless)
+            counts = batch.owner_counts
             kept_texts, kept_times = batch.texts, batch.times
             if not keep.all():
                 numbers = numbers[np.repeat(keep, counts)]
@@ -266,13 +261,7 @@ def _finish(
         kept = engine.hold("kept", relate.kept_edges(named, users))
         persons = engine.fetch(users.order_by("user"))["person"].to_numpy()
         if not len(persons):
-            reasons = [
-                f"{count:,} skipped: {why}" for why, count in staged.skipped.items() if count
-            ]
-            raise InputError(
-                f"no record was found{''.join(f'; {reason}' for reason in reasons)}. There is "
-                "nothing to import; if columns are named, see whether they are the right ones."
-            )
+            raise InputError("no record was found: there is nothing to import.")
         edge_digests, owner_counts = _write_record_index(
             engine.batches(relate.by_record(kept)), directory, staged.num_records
         )

@@ -1,14 +1,13 @@
 """Parquet files and Hugging Face datasets, which are read as Arrow tables.
 
 Owner columns hold strings or whole numbers, or lists of them. Text columns hold strings, or chats
-as lists of {role, content}. Batches are checked in columns. If a batch has a bad cell, it is read
-again row by row, and the bad rows are skipped and counted.
+as lists of {role, content}.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from userdp.data.files import pc
-from userdp.data.importers.columnar import Doubt, has_nul
+from userdp.data.importers.columnar import has_nul
 from userdp.data.importers.columns import (
     Columns,
     chat_json,
     is_template,
-    item_of,
     names_in,
+    owners_of,
     seconds_of,
+    text_of,
 )
-from userdp.data.record import BAD_LINE, NO_TIME, ImportBatch, Record, Skipped, batches_of
+from userdp.data.record import NO_TIME, ImportBatch, Record, batches_of
 from userdp.errors import InputError
 
 BATCH_ROWS = 16384
@@ -113,17 +112,7 @@ def _batches(
 ) -> Iterator[ImportBatch]:
     start = 0
     for piece in pieces:
-        place = partial(_row, where, start)
-        user, text = columns.named()
-        is_chat = not is_template(text) and _is_list(piece.column(text).type)
-        by_row = is_template(user) or is_template(text)
-        if not by_row:
-            try:
-                yield _batch(piece, columns, place)
-            except Doubt:
-                by_row = True
-        if by_row:
-            yield from batches_of(_items(piece, columns, place, is_chat), is_chat=is_chat)
+        yield from _pieces(piece, columns, partial(_row, where, start))
         start += piece.num_rows
 
 
@@ -131,69 +120,64 @@ def _row(where: str, start: int, row: int) -> str:
     return f"{where}, row {start + row + 1}"
 
 
-def _batch(piece: pa.RecordBatch, columns: Columns, where: Callable[[int], str]) -> ImportBatch:
-    """A batch in columns. `Doubt` if it has a bad cell, `InputError` if it has a bad column."""
+def _pieces(piece: pa.RecordBatch, columns: Columns, where: Any) -> Iterator[ImportBatch]:
+    if any(is_template(choice) for choice in columns.named()):
+        yield from batches_of(_records(piece, columns, where))
+    else:
+        yield _batch(piece, columns, where)
+
+
+def _batch(piece: pa.RecordBatch, columns: Columns, where: Any) -> ImportBatch:
     user, text = columns.named()
     texts, is_chat = _texts(piece.column(text), text, where)
     owners, counts = _owners(piece.column(user), user, where)
     times = None
     if columns.time is not None:
         cells = piece.column(columns.time).to_pylist()
-        try:
-            seconds = [seconds_of(cell, columns.time, "") for cell in cells]
-        except InputError:
-            raise Doubt from None
+        seconds = [seconds_of(cell, columns.time, where(i)) for i, cell in enumerate(cells)]
         times = np.asarray([NO_TIME if time is None else time for time in seconds], np.int64)
     return ImportBatch(
         texts=texts, owners=owners, owner_counts=counts, where=where, times=times, is_chat=is_chat
     )
 
 
-def _items(
-    piece: pa.RecordBatch, columns: Columns, where: Callable[[int], str], is_chat: bool
-) -> Iterator[Record | Skipped]:
-    """The rows one by one: for templates, and to find the bad ones."""
-    for i in range(piece.num_rows):
-        try:
-            (fields,) = piece.slice(i, 1).to_pylist()
-        except UnicodeDecodeError:
-            yield Skipped(BAD_LINE)
-        else:
-            yield item_of(fields, columns, where(i), chat=is_chat)
+def _records(piece: pa.RecordBatch, columns: Columns, where: Any) -> Iterator[Record]:
+    """The rows one by one, with their templates filled in."""
+    user, text_choice = columns.named()
+    for i, fields in enumerate(piece.to_pylist()):
+        owners = owners_of(fields, user, where(i))
+        if not owners:
+            raise InputError(f"{where(i)}: a column of {user!r} is null or empty.")
+        text = text_of(fields, text_choice, where(i))
+        time = seconds_of(fields[columns.time], columns.time, where(i)) if columns.time else None
+        yield Record(text=text, owners=owners, where=where(i), time=time)
 
 
-def _texts(
-    cells: pa.Array, name: str, where: Callable[[int], str]
-) -> tuple[pa.LargeStringArray, bool]:
+def _texts(cells: pa.Array, name: str, where: Any) -> tuple[pa.LargeStringArray, bool]:
+    if cells.null_count:
+        row = pc.index(pc.is_null(cells), True).as_py()
+        raise InputError(
+            f"{where(row)}: column {name!r} is null, as in {cells.null_count:,} row(s)."
+        )
     if _is_list(cells.type):
-        try:
-            chats = [chat_json(chat, name, "") for chat in _without_null(cells).to_pylist()]
-        except InputError:
-            raise Doubt from None
+        chats = [chat_json(chat, name, where(i)) for i, chat in enumerate(cells.to_pylist())]
         return pa.array(chats, pa.large_string()), True
     if isinstance(cells, pa.DictionaryArray):
         cells = cells.dictionary_decode()
     if not (pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)):
         raise InputError(f"{where(0)}: column {name!r} holds {cells.type}, not strings.")
-    texts = _without_null(cells).cast(pa.large_string())
+    texts = cells.cast(pa.large_string())
     try:
         texts.validate(full=True)
     except pa.ArrowInvalid:
-        raise Doubt from None
+        raise InputError(f"{where(0)}: column {name!r} is not valid UTF-8 in this batch.") from None
     if has_nul(texts):
-        raise Doubt
+        row = pc.index(pc.match_substring(texts, "\x00"), True).as_py()
+        raise InputError(f"{where(row)}: column {name!r} contains a NUL byte.")
     return texts, False
 
 
-def _without_null(cells: pa.Array) -> pa.Array:
-    if cells.null_count:
-        raise Doubt
-    return cells
-
-
-def _owners(
-    cells: pa.Array, name: str, where: Callable[[int], str]
-) -> tuple[pa.Array, NDArray[np.int64]]:
+def _owners(cells: pa.Array, name: str, where: Any) -> tuple[pa.Array, Any]:
     if _is_list(cells.type):
         counts = pc.list_value_length(cells).fill_null(0).to_numpy().astype(np.int64)
         flat = cells.flatten()
@@ -213,7 +197,11 @@ def _owners(
     bad = counts == 0
     bad[np.repeat(np.arange(len(counts)), counts)[blank]] = True
     if bad.any():
-        raise Doubt
+        raise InputError(
+            f"{where(int(np.argmax(bad)))}: column {name!r} is null or empty, as in {bad.sum():,} "
+            "row(s) near it. Every record needs a user: mend them, or name the right column with "
+            "--user."
+        )
     return ids, counts
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from userdp.data.engine import duckdb_connection, file_name, quoted
 from userdp.data.importers.bounded import open_bytes
 from userdp.data.importers.columns import is_template, parts_of
-from userdp.data.record import ImportBatch, Record, Skipped, batches_of
+from userdp.data.record import ImportBatch, Record, batches_of
 
 __all__ = ["Doubt", "Query", "batches", "file_name", "quoted"]
 
@@ -110,30 +110,27 @@ def batches(
 
 
 def or_careful(
-    fast: Iterator[ImportBatch], careful: Callable[[], Iterator[Record | Skipped]]
+    fast: Iterator[ImportBatch], careful: Callable[[], Iterator[Record]]
 ) -> Iterator[ImportBatch]:
-    """The batches of the fast reader. After a doubt, the careful reader continues.
-
-    Both have one item for each row, so the careful reader knows where to go on.
-    """
+    """The batches of the fast reader. After a doubt, the careful reader continues."""
     done = 0
     try:
         for batch in fast:
             done += len(batch)
             yield batch
     except Doubt:
-        items = careful()
+        records = careful()
         for _ in range(done):
-            next(items)
-        yield from batches_of(items)
+            next(records)
+        yield from batches_of(records)
 
 
-def place_of(items: Iterator[Record | Skipped], path: Path, index: int) -> str:
-    """Where row `index` is. If the careful reader objects to the file, its error comes first."""
+def place_of(records: Iterator[Record], path: Path, index: int) -> str:
+    """Where record `index` is. If the careful reader objects to the file, its error comes first."""
     where = path.name
-    for i, item in enumerate(items):
-        if i == index and isinstance(item, Record):
-            where = item.where
+    for i, record in enumerate(records):
+        if i == index:
+            where = record.where
     return where
 
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from userdp.data.record import BAD_TEXT, BAD_TIME, BAD_USER, Record, Skipped
 from userdp.errors import InputError
 
 USER_COLUMNS = ("users", "user", "user_id", "author", "author_id", "owner", "speaker")
-CHAT_COLUMNS = ("messages", "conversations")
-TEXT_COLUMNS = ("text", "body", "content", "message", *CHAT_COLUMNS)
+TEXT_COLUMNS = ("text", "body", "content", "message", "messages", "conversations")
 
 MAX_SECONDS = 2**62
 
@@ -36,7 +35,7 @@ class Columns:
     user: str | None = None
     text: str | None = None
     time: str | None = None
-    rivals: tuple[str, ...] = ()
+    rivals: frozenset[str] = frozenset()
 
     def named(self) -> tuple[str, str]:
         """The user and the text column, once resolved."""
@@ -44,18 +43,34 @@ class Columns:
         assert self.text is not None
         return self.user, self.text
 
-    def resolved(self, available: list[str], where: str) -> Columns:
+    def resolved(self, available: Collection[str], where: str) -> Columns:
         """The same with every choice made from the available columns."""
+        chosen = self.resolved_if_found(available, where)
+        for what, choice, known in (
+            ("user", chosen.user, USER_COLUMNS),
+            ("text", chosen.text, TEXT_COLUMNS),
+        ):
+            if choice is None:
+                raise InputError(
+                    f"{where}: no {what} column among {', '.join(known)}. Name it with --{what}."
+                )
+        return chosen
+
+    def resolved_if_found(self, available: Collection[str], where: str) -> Columns:
+        """The same with each choice made for which a column is available."""
         user = _resolve(self.user, available, USER_COLUMNS, "user", where)
         text = _resolve(self.text, available, TEXT_COLUMNS, "text", where)
-        rivals = [name for name in USER_COLUMNS if self.user is None and name != user]
-        rivals += [name for name in TEXT_COLUMNS if self.text is None and name != text]
-        return Columns(user=user, text=text, time=self.time, rivals=tuple(rivals))
+        rivals = self.rivals
+        if self.user is None and user is not None:
+            rivals = rivals.union(USER_COLUMNS) - {user}
+        if self.text is None and text is not None:
+            rivals = rivals.union(TEXT_COLUMNS) - {text}
+        return replace(self, user=user, text=text, rivals=rivals)
 
     def check_rivals(self, fields: dict[str, Any], where: str) -> None:
         """Refuse a record with a second column that could hold its owners or its text."""
-        for name in self.rivals:
-            if fields.get(name) is not None:
+        for name in sorted(self.rivals.intersection(fields)):
+            if fields[name] is not None:
                 user, text = self.named()
                 if name in USER_COLUMNS:
                     raise _ambiguous([user, name], "user", where)
@@ -63,17 +78,13 @@ class Columns:
 
 
 def _resolve(
-    choice: str | None, available: list[str], known: tuple[str, ...], what: str, where: str
-) -> str:
+    choice: str | None, available: Collection[str], known: tuple[str, ...], what: str, where: str
+) -> str | None:
     if choice is None:
         found = [name for name in known if name in available]
-        if not found:
-            raise InputError(
-                f"{where}: no {what} column among {', '.join(known)}. Name it with --{what}."
-            )
         if len(found) > 1:
             raise _ambiguous(found, what, where)
-        return found[0]
+        return found[0] if found else None
     # The reader judges whether a column is missing: lines of JSON Lines may lack a field.
     return choice.replace("\\n", "\n").replace("\\t", "\t") if is_template(choice) else choice
 
@@ -181,30 +192,6 @@ def owners_of(fields: dict[str, Any], choice: str, where: str) -> tuple[str, ...
     if not entries or any(is_blank(entry) for entry in entries):
         return ()
     return tuple(id_of(entry, choice, where) for entry in entries)
-
-
-def item_of(
-    fields: dict[str, Any],
-    columns: Columns,
-    where: str,
-    *,
-    chat: bool = False,
-    fields_for_id: dict[str, Any] | None = None,
-) -> Record | Skipped:
-    """The record in a row, or why there is none."""
-    user, text = columns.named()
-    reason = BAD_USER
-    try:
-        owners = owners_of(fields_for_id or fields, user, where)
-        if not owners:
-            return Skipped(reason)
-        reason = BAD_TEXT
-        found = text_of(fields, text, where, chat=chat)
-        reason = BAD_TIME
-        time = seconds_of(fields.get(columns.time), columns.time, where) if columns.time else None
-    except InputError:
-        return Skipped(reason)
-    return Record(text=found, owners=owners, where=where, time=time)
 
 
 def is_blank(value: Any) -> bool:

@@ -1,8 +1,7 @@
 """CSV and TSV with a header line, plain or gzipped.
 
-As with JSON Lines, DuckDB reads in columns, and a careful reader judges whatever looks odd. A row
-with more or fewer fields than the header is skipped and counted. A quote that is not closed ends
-the import: nobody can tell whose rows lie behind it.
+As with JSON Lines, DuckDB reads in columns, and a careful reader judges whatever looks odd. A line
+with more or fewer fields than the header is an error, which names the line.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from userdp.data.identity import as_is
@@ -19,20 +17,23 @@ from userdp.data.importers.bounded import MAX_LINE_BYTES, check_compressed, line
 from userdp.data.importers.columns import (
     Columns,
     is_template,
-    item_of,
     names_in,
+    owners_of,
     parts_of,
+    seconds_of,
+    text_of,
 )
-from userdp.data.record import BAD_LINE, ImportBatch, Record, Skipped, batches_of
+from userdp.data.record import ImportBatch, Record, batches_of
 from userdp.errors import InputError
 
 
 def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[ImportBatch]:
-    """The records of a file, in order. A broken row is skipped and counted."""
+    """The records of a file, in order. A broken line ends the import, and the error names it."""
     check_compressed(path)
-    header = _header(path)
-    if header is None:
+    first = next(_rows(path), None)
+    if first is None:
         return
+    header = first[1]
     chosen = _checked(columns.resolved(header, f"{path.name}, line 1"), header, path)
     if chosen.time is not None:
         yield from batches_of(records(path, chosen))
@@ -40,16 +41,6 @@ def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[ImportBatch
     query = _query(path, header, chosen)
     fast = columnar.batches(query, path, scratch, partial(_place, chosen))
     yield from columnar.or_careful(fast, partial(records, path, chosen))
-
-
-def _header(path: Path) -> list[str] | None:
-    first = next(_rows(path), None)
-    if first is None:
-        return None
-    number, row = first
-    if row is None:
-        raise InputError(f"{path.name}, line {number}: the header has a NUL byte or is not UTF-8.")
-    return row
 
 
 def _checked(columns: Columns, header: list[str], path: Path) -> Columns:
@@ -99,36 +90,57 @@ def _place(columns: Columns, path: Path, index: int) -> str:
     return columnar.place_of(records(path, columns), path, index)
 
 
-def records(path: Path, columns: Columns) -> Iterator[Record | Skipped]:
-    """The rows of a file one by one, by the careful reader."""
-    header = _header(path)
-    if header is None:
-        return
-    columns = _checked(columns.resolved(header, f"{path.name}, line 1"), header, path)
-    user, _ = columns.named()
-    for number, row in islice(_rows(path), 1, None):
-        if row is None or len(row) != len(header):
-            yield Skipped(BAD_LINE)
+def records(path: Path, columns: Columns) -> Iterator[Record]:
+    """The records of a file one by one, by the careful reader."""
+    ownerless: list[str] = []
+    header: list[str] | None = None
+    for number, row in _rows(path):
+        where = f"{path.name}, line {number}"
+        if header is None:
+            header = row
+            columns = _checked(columns.resolved(header, where), header, path)
             continue
+        if len(row) != len(header):
+            raise InputError(
+                f"{where}: {len(row)} fields, but the header has {len(header)} columns."
+            )
+        user, text = columns.named()
         fields = dict(zip(header, row, strict=True))
-        fields_for_id = None
         if is_template(user):
             fields_for_id = {name: value.strip() for name, value in fields.items()}
-        yield item_of(fields, columns, f"{path.name}, line {number}", fields_for_id=fields_for_id)
+            owners = owners_of(fields_for_id, user, where)
+        else:
+            owners = owners_of(fields, user, where)
+        if not owners:
+            ownerless.append(where)
+            continue
+        yield Record(
+            text=text_of(fields, text, where),
+            owners=owners,
+            where=where,
+            time=seconds_of(fields[columns.time], columns.time, where) if columns.time else None,
+        )
+    if ownerless:
+        raise InputError(
+            f"{ownerless[0]}: column {columns.user!r} is empty, as in {len(ownerless):,} line(s) "
+            "of this file. Every record needs a user: mend them, or name the right column with "
+            "--user."
+        )
 
 
-def _rows(path: Path) -> Iterator[tuple[int, list[str] | None]]:
-    """Rows with the line they begin on, None where one is not text. Empty lines are not rows."""
+def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Rows with the line they begin on. Empty lines are not rows."""
     position = [0]
-    broken = [False]
 
     def decoded() -> Iterator[str]:
         for number, line in lines(path):
             position[0] = number
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8", errors="surrogateescape")
-            broken[0] |= "\x00" in text or _is_escaped(text)
-            # The row is still parsed, so that the next one is found.
-            yield text.replace("\x00", "")
+            if b"\x00" in line:
+                raise InputError(f"{path.name}, line {number}: contains a NUL byte.")
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError:
+                raise InputError(f"{path.name}, line {number}: not valid UTF-8.") from None
 
     csv.field_size_limit(MAX_LINE_BYTES)
     reader = csv.reader(decoded(), delimiter=_delimiter(path), strict=True)
@@ -144,11 +156,5 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str] | None]]:
         if row is None:
             return
         if row:
-            yield begin, None if broken[0] else row
+            yield begin, row
         begin = position[0] + 1
-        broken[0] = False
-
-
-def _is_escaped(text: str) -> bool:
-    """Whether some bytes of the line were no UTF-8."""
-    return not text.isascii() and any("\udc80" <= char <= "\udcff" for char in text)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from userdp.data.importers.bounded import lines
-from userdp.data.record import BAD_LINE, Record, Skipped
+from userdp.data.record import Record, Skipped
 from userdp.errors import InputError
 
 ALONE = re.compile(r"^(?P<name>[^:]{1,80}):$")
@@ -34,13 +34,9 @@ def records(path: Path) -> Iterator[Record | Skipped]:
     began = 1
     alone: bool | None = None
     after_blank = True
-    broken = False
 
     def finish() -> Iterator[Record | Skipped]:
         if speaker is None:
-            return
-        if broken:
-            yield Skipped(BAD_LINE)
             return
         text = "\n".join(turn).strip()
         if text:
@@ -48,7 +44,7 @@ def records(path: Path) -> Iterator[Record | Skipped]:
         else:
             yield Skipped("empty text")
 
-    for number, line, is_text in _decoded(path):
+    for number, line in _decoded(path):
         if alone is None and line.strip():
             alone = ALONE.match(line) is not None
             if not alone and INLINE.match(line) is None:
@@ -64,21 +60,18 @@ def records(path: Path) -> Iterator[Record | Skipped]:
             yield from finish()
             speaker, began = found["name"].strip(), number
             turn = [] if alone else [found["text"]]
-            broken = not is_text
         else:
             turn.append(line)
-            broken |= not is_text
         after_blank = not line.strip()
     yield from finish()
 
 
-def _decoded(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """The lines with their numbers, and whether each is text: UTF-8 without a NUL."""
+def _decoded(path: Path) -> Iterator[tuple[int, str]]:
     for number, line in lines(path):
-        encoding = "utf-8-sig" if number == 1 else "utf-8"
+        if b"\x00" in line:
+            raise InputError(f"{path.name}, line {number}: contains a NUL byte.")
         try:
-            text = line.decode(encoding)
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError:
-            yield number, line.decode(encoding, "replace").rstrip("\r\n"), False
-        else:
-            yield number, text.rstrip("\r\n"), "\x00" not in text
+            raise InputError(f"{path.name}, line {number}: not valid UTF-8.") from None
+        yield number, text.rstrip("\r\n")

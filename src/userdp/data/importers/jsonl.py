@@ -1,16 +1,16 @@
 """JSON Lines, plain or gzipped: one object per line, with a field for owners and one for text.
 
 There are two readers. DuckDB reads in columns, on all cores. If it refuses something, or if its
-result looks odd, the careful reader goes on, one line at a time. It skips and counts what is no
-record. Only the careful reader ever refuses a file, and then for something that concerns all of it.
+result looks odd, the careful reader goes on, one line at a time. It either finds nothing wrong or
+names the wrong line. So only the careful reader ever refuses a file.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,6 @@ from userdp.data.identity import as_is
 from userdp.data.importers import columnar
 from userdp.data.importers.bounded import MAX_LINE_BYTES, check_compressed, lines
 from userdp.data.importers.columns import (
-    CHAT_COLUMNS,
     TEXT_COLUMNS,
     USER_COLUMNS,
     Columns,
@@ -26,19 +25,23 @@ from userdp.data.importers.columns import (
     id_of,
     is_blank,
     is_template,
-    item_of,
     names_in,
+    owners_of,
+    seconds_of,
     text_of,
 )
-from userdp.data.record import BAD_LINE, ImportBatch, Record, Skipped, batches_of
+from userdp.data.record import ImportBatch, Record, batches_of
 from userdp.errors import InputError
 
 
 def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[ImportBatch]:
-    """The records of a file, in order. A broken line is skipped and counted."""
-    chosen, values = _resolved(path, columns)
+    """The records of a file, in order. A broken line ends the import, and the error names it."""
+    found = _resolved(path, columns)
+    if found is None:
+        return
+    chosen, values = found
     user, text = chosen.named()
-    chat = _is_chat(text, values.get(text))
+    chat = isinstance(values.get(text), list)
     if chat or chosen.time is not None:
         yield from batches_of(records(path, chosen, chat=chat), is_chat=chat)
         return
@@ -48,47 +51,50 @@ def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[ImportBatch
     yield from columnar.or_careful(fast, partial(records, path, chosen))
 
 
-def _resolved(path: Path, columns: Columns) -> tuple[Columns, dict[str, Any]]:
+def _resolved(path: Path, columns: Columns) -> tuple[Columns, dict[str, Any]] | None:
     """The columns, chosen from as many lines as it takes to find each, and their first values.
 
-    The lines after these are held to the same choice: a record with a rival column is refused. So
-    it makes no difference which line comes first.
+    The lines after these are held to the same choice: a record with a rival column is refused, and
+    so is one that mixes chats with plain text. So it makes no difference which line comes first.
+    None if the file has no record.
     """
     wanted = [
-        names_in(columns.user) if columns.user else USER_COLUMNS,
-        names_in(columns.text) if columns.text else TEXT_COLUMNS,
+        names
+        for names in (
+            _candidates(columns.user, USER_COLUMNS),
+            _candidates(columns.text, TEXT_COLUMNS),
+        )
+        if names
     ]
     values: dict[str, Any] = {}
-    any_object = False
-    for _, fields in _objects(path):
-        if fields is None:
-            continue
-        any_object = True
-        for name in (name for names in wanted for name in names):
+    first: tuple[str, dict[str, Any]] | None = None
+    chosen = columns
+    for number, fields in _objects(path):
+        where = f"{path.name}, line {number}"
+        first = first or (where, fields)
+        for name in chain.from_iterable(wanted):
             if fields.get(name) is not None:
                 values.setdefault(name, fields[name])
+        chosen = columns.resolved_if_found(values, where)
         if all(any(name in values for name in names) for names in wanted):
-            break
-    if not any_object:
-        # Nothing will be found; the reader counts the broken lines.
-        columns = replace(
-            columns,
-            user=columns.user or USER_COLUMNS[0],
-            text=columns.text or TEXT_COLUMNS[0],
-        )
-    return columns.resolved(list(values), path.name), values
+            return chosen, values
+    if first is None:
+        return None
+    # No record has one of the columns, or it is always null. The reader says so of the first line.
+    where, fields = first
+    return chosen.resolved(fields, where), values
 
 
-def _is_chat(text: str, value: Any) -> bool:
-    """Whether the texts are chats. Well-known names say so themselves, whatever a record holds."""
-    if text in TEXT_COLUMNS or is_template(text):
-        return text in CHAT_COLUMNS
-    return isinstance(value, list)
+def _candidates(choice: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The columns of which one must be found. The parts of a template may be missing."""
+    if choice is None:
+        return known
+    return () if is_template(choice) else (choice,)
 
 
 def _query(path: Path, columns: Columns, *, several: bool) -> columnar.Query:
     user, text = columns.named()
-    types = dict.fromkeys([*names_in(user), *names_in(text), *columns.rivals], "JSON")
+    types = dict.fromkeys([*names_in(user), *names_in(text), *sorted(columns.rivals)], "JSON")
     if several and not is_template(user):
         types[user] = "JSON[]"
     # DuckDB reads lines of up to twice this size, so no line above our limit passes.
@@ -105,7 +111,7 @@ def _query(path: Path, columns: Columns, *, several: bool) -> columnar.Query:
                 "true"
                 if several or is_template(user)
                 else f"NOT starts_with({columnar.name(user)}, '[')",
-                *(f"{columnar.name(rival)} IS NULL" for rival in columns.rivals),
+                *(f"{columnar.name(rival)} IS NULL" for rival in sorted(columns.rivals)),
             ]
         ),
         decode_id=as_is if is_template(user) else _decode_id,
@@ -125,37 +131,63 @@ def _place(columns: Columns, path: Path, index: int) -> str:
     return columnar.place_of(records(path, columns), path, index)
 
 
-def records(
-    path: Path, columns: Columns | None = None, *, chat: bool = False
-) -> Iterator[Record | Skipped]:
-    """The lines of a file by the careful reader: one item for each that is not empty."""
+def records(path: Path, columns: Columns | None = None, *, chat: bool = False) -> Iterator[Record]:
+    """The records of a file one by one, by the careful reader.
+
+    Lines without an owner are counted to the end and then refused together. Their number tells the
+    caller whether the column is wrong or only a few lines are.
+    """
+    ownerless: list[str] = []
     chosen = columns or Columns()
     if chosen.user is None or chosen.text is None:
-        chosen, _ = _resolved(path, chosen)
+        found = _resolved(path, chosen)
+        if found is None:
+            return
+        chosen, _ = found
+    user, text = chosen.named()
     for number, fields in _objects(path):
         where = f"{path.name}, line {number}"
-        yield Skipped(BAD_LINE) if fields is None else _item(fields, chosen, where, chat=chat)
-
-
-def _item(fields: dict[str, Any], columns: Columns, where: str, *, chat: bool) -> Record | Skipped:
-    columns.check_rivals(fields, where)
-    _, text = columns.named()
-    if text not in TEXT_COLUMNS and isinstance(fields.get(text), str if chat else list):
-        raise InputError(
-            f"{where}: field {text!r} holds chat messages in some lines and plain text in others: "
-            "import them apart."
+        chosen.check_rivals(fields, where)
+        owners = owners_of(fields, user, where)
+        if not owners:
+            ownerless.append(where)
+            continue
+        _check_kind(fields.get(text), text, where, chat=chat)
+        yield Record(
+            text=text_of(fields, text, where, chat=chat),
+            owners=owners,
+            where=where,
+            time=seconds_of(fields.get(chosen.time), chosen.time, where) if chosen.time else None,
         )
-    return item_of(fields, columns, where, chat=chat)
+    if ownerless:
+        raise InputError(
+            f"{ownerless[0]}: field {chosen.user!r} is missing, null or empty, as in "
+            f"{len(ownerless):,} line(s) of this file. Every record needs a user: mend them, or "
+            "name the right column with --user."
+        )
 
 
-def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """The object on every line that is not empty, or None if there is none."""
+def _check_kind(value: Any, name: str, where: str, *, chat: bool) -> None:
+    """Refuse plain text after chats, and chats after plain text."""
+    if isinstance(value, str if chat else list):
+        here, before = "plain text", "a list of chat messages"
+        if not chat:
+            here, before = before, "a string"
+        raise InputError(
+            f"{where}: field {name!r} is {here} here and not {before} as in the lines before. "
+            "Import the two apart."
+        )
+
+
+def _content_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     for number, line in lines(path):
         if not line.isspace():
-            try:
-                yield number, _parse(line, f"{path.name}, line {number}")
-            except InputError:
-                yield number, None
+            yield number, line
+
+
+def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in _content_lines(path):
+        yield number, _parse(line, f"{path.name}, line {number}")
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
@@ -175,7 +207,5 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 
 def texts(path: Path, column: str) -> Iterator[str]:
     """The texts of a public corpus, which needs no owners."""
-    for number, line in lines(path):
-        if not line.isspace():
-            where = f"{path.name}, line {number}"
-            yield text_of(_parse(line, where), column, where)
+    for number, fields in _objects(path):
+        yield text_of(fields, column, f"{path.name}, line {number}")

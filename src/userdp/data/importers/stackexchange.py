@@ -25,7 +25,7 @@ from userdp.data.engine import EngineName, engine_of
 from userdp.data.importers.bounded import MAX_LINE_BYTES, pieces
 from userdp.data.importers.columns import Columns, seconds_of, text_of
 from userdp.data.importers.markup import plain_text
-from userdp.data.record import BAD_TIME, Record, Skipped
+from userdp.data.record import Record, Skipped
 from userdp.errors import InputError
 
 QUESTION, ANSWER = "1", "2"
@@ -93,6 +93,8 @@ def thread_records(
                 if isinstance(item, Skipped):
                     skipped[item] += 1
                     continue
+                if max(abs(item.id), abs(item.parent)) >= 2**63:
+                    raise InputError(f"{item.where}: Id, ParentId or PostId exceeds 64 bits.")
                 if item.owner is None:
                     skipped[NO_OWNER] += 1
                 rows.append(
@@ -175,8 +177,7 @@ def posts(path: Path, columns: Columns) -> Iterator[Post | Skipped]:
         elif "PostId" in row:
             kind, body, parent = 2, row.get("Text", "").strip(), row["PostId"]
         else:
-            yield Skipped("neither a post nor a comment")
-            continue
+            raise InputError(f"{where}: neither a post nor a comment: no PostTypeId, no PostId.")
         owner = row.get("OwnerUserId") or row.get("UserId") or ""
         fields = {
             "title": row.get("Title", "").strip(),
@@ -188,31 +189,18 @@ def posts(path: Path, columns: Columns) -> Iterator[Post | Skipped]:
             yield Skipped("empty text")
             continue
         try:
-            number, parent_number = _number(row["Id"]), _number(parent)
+            number, parent_number = int(row["Id"]), int(parent)
         except (KeyError, ValueError):
-            yield Skipped("Id, ParentId or PostId missing or no number")
-            continue
-        try:
-            time = seconds_of(row.get("CreationDate"), "CreationDate", where)
-        except InputError:
-            yield Skipped(BAD_TIME)
-            continue
+            raise InputError(f"{where}: Id, ParentId or PostId is missing or no number.") from None
         yield Post(
             kind=kind,
             id=number,
             parent=parent_number,
             owner=None if owner in ("", "-1") else owner,
             text=text,
-            time=time,
+            time=seconds_of(row.get("CreationDate"), "CreationDate", where),
             where=where,
         )
-
-
-def _number(cell: str) -> int:
-    number = int(cell)
-    if not 0 <= number < 2**63:
-        raise ValueError("no id of a post")
-    return number
 
 
 def tags_of(cell: str) -> list[str]:
