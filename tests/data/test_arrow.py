@@ -71,6 +71,18 @@ def test_bad_cells_name_the_row(
     assert not (tmp_path / "store").exists()
 
 
+def test_two_owner_columns_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", user=["a"], author=["b"], text=["x"])
+    with pytest.raises(InputError, match=r"a\.parquet: 'user' and 'author' .*--user COLUMN"):
+        bring_in(path, tmp_path / "store")
+    assert bring_in(path, tmp_path / "store", reading(user="author")).users == 1
+
+
+def test_templates_fill_more_rows_than_a_batch_holds(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", user=["a"] * 9000, text=["x"] * 9000)
+    assert bring_in(path, tmp_path / "store", reading("{user}", "{text}")).records == 9000
+
+
 def test_truncated_parquet_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", user=["a"] * 1000, text=["x"] * 1000)
     path.write_bytes(path.read_bytes()[:-20])

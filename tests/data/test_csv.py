@@ -38,6 +38,14 @@ def test_fault_in_the_middle_names_file_and_line(tmp_path: Path, fault: str) -> 
     assert not (tmp_path / "store").exists()
 
 
+def test_two_columns_for_one_purpose_are_refused_until_one_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "data.csv"
+    source.write_bytes(b"user,author,text\nann,bob,hello\n")
+    with pytest.raises(InputError, match=r"line 1: 'user' and 'author' .*--user COLUMN"):
+        bring_in(source, tmp_path / "store")
+    assert bring_in(source, tmp_path / "store", reading(user="author")).users == 1
+
+
 cell = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
 
 

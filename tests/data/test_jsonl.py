@@ -189,6 +189,59 @@ def test_chats_keep_roles_and_refuse_plain_text_between_them(tmp_path: Path) -> 
         bring_in(source, tmp_path / "other")
 
 
+@pytest.mark.parametrize("column", ["text", "body", "content", "message", "messages", "talk"])
+def test_a_column_of_any_name_holds_chats_or_texts_but_not_both(
+    tmp_path: Path, column: str
+) -> None:
+    chat = json.dumps({"user": "ann", column: [{"role": "user", "content": "hi"}]}) + "\n"
+    plain = json.dumps({"user": "bob", column: "hi"}) + "\n"
+    source = tmp_path / "data.jsonl"
+    choice = reading(text=column) if column == "talk" else reading()
+    for kind, line in (("chat", chat), ("plain", plain)):
+        source.write_text(line * 2)
+        bring_in(source, tmp_path / kind, choice)
+        assert UserStore.open(tmp_path / kind).manifest["text_kind"] == kind
+    for lines_ in (chat + plain, plain + chat):
+        source.write_text(lines_)
+        with pytest.raises(InputError, match=r"data\.jsonl, line 2: .* Import the two apart"):
+            bring_in(source, tmp_path / "other", choice)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"text": "t"}\n{"user": "a", "text": "t"}\n', r"line 1: field 'user' .* 1 line\(s\)"),
+        ('{"user": "a"}\n{"user": "a", "text": "t"}\n', "line 1: field 'text' is missing"),
+        ('{"user": null, "text": "t"}\n' * 2, r"line 1: field 'user' .* 2 line\(s\)"),
+        ('{"user": "a", "text": null}\n' * 2, "line 1: field 'text' is missing"),
+        ('{"text": "t"}\n' * 2, "line 1: no user column among"),
+        ('{"user": "a"}\n{"author": "a"}\n{"user": "a", "text": "t"}\n', "line 2: 'user' and"),
+    ],
+)
+def test_a_first_record_without_a_column_is_refused_by_its_line(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_text(content)
+    with pytest.raises(InputError, match=message):
+        bring_in(source, tmp_path / "store")
+
+
+def test_a_column_that_is_null_does_not_rival_another(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_text('{"user": null, "author": "a", "text": "t", "body": null}\n' * 3)
+    assert bring_in(source, tmp_path / "store").users == 1
+
+
+@pytest.mark.parametrize("time", ["true", "Infinity", "NaN", "1e99", '"' + "9" * 99 + '"'])
+def test_time_that_cannot_be_read_is_refused_by_its_line(tmp_path: Path, time: str) -> None:
+    source = tmp_path / "data.jsonl"
+    good = '{"user": "a", "text": "x", "when": 1999}\n'
+    source.write_text(good + '{"user": "b", "text": "x", "when": ' + time + "}\n" + good)
+    with pytest.raises(InputError, match="line 2: field 'when' is no time"):
+        bring_in(source, tmp_path / "store", reading(time="when"))
+
+
 def test_times_are_kept(tmp_path: Path) -> None:
     source = tmp_path / "data.jsonl"
     source.write_text(

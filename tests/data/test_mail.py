@@ -42,14 +42,15 @@ def test_owners_are_sender_then_receivers_without_lists() -> None:
     assert len(kept.owners) == 5
 
 
-def test_list_named_by_the_message_itself_is_no_owner() -> None:
-    raw = (
-        b"From: ann@example.org\nTo: talk@example.org\nList-Id: Talk <talk.example.org>\n\n"
-        + BODY.encode()
-    )
-    item = read(raw)
+@pytest.mark.parametrize(
+    "broken", [b"c(y <cy@example.org>,", b"d@x.org <cy@example.org>", b"<,cy@example.org"]
+)
+def test_one_broken_address_does_not_take_the_other_receivers_from_the_owners(
+    broken: bytes,
+) -> None:
+    item = read(b"From: ann@example.org\nTo: bob@example.org, " + broken + b"\n\n" + BODY.encode())
     assert isinstance(item, Record)
-    assert item.owners == ("ann@example.org",)
+    assert {"ann@example.org", "bob@example.org", "cy@example.org"} <= set(item.owners)
 
 
 def test_quotes_signature_patch_trailers_and_attribution_are_cut() -> None:

@@ -92,6 +92,13 @@ def test_dangerous_or_broken_xml_is_refused_with_its_line(
     assert not (tmp_path / "store").exists()
 
 
+def test_thread_of_a_number_beyond_64_bits_is_refused_with_its_line(tmp_path: Path) -> None:
+    row = f"<row Id='{2**63}' PostTypeId='1' OwnerUserId='1' Body='x'/>"
+    (tmp_path / "Posts.xml").write_text(f"<posts>\n{row}</posts>")
+    with pytest.raises(InputError, match=r"Posts\.xml, line 2: .* exceeds 64 bits"):
+        bring_in(tmp_path / "Posts.xml", tmp_path / "store", reading(threads=True))
+
+
 def test_endless_element_is_refused_in_bounded_memory(tmp_path: Path) -> None:
     (tmp_path / "Posts.xml").write_bytes(b"<posts><row Body='" + b"x" * (40 << 20) + b"'/></posts>")
     with pytest.raises(InputError, match="an element longer than 32 MiB"):

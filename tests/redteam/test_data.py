@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -125,3 +126,120 @@ def test_an_id_with_characters_that_nobody_sees_is_the_same_person(spelling: str
     # One person under two ids would be clipped twice.
     assert normalise(spelling) == normalise("ann")
     assert normalise("ann  \u00a0lee") == normalise("Ann Lee")
+
+
+def imported(folder: Path, content: bytes, *options: str, name: str = "data.jsonl") -> Path:
+    """Import a file under the one key, so that users can be compared between stores."""
+    folder.mkdir()
+    (folder / name).write_bytes(content)
+    (folder / "ids.key").write_bytes(KEY)
+    result = userdp(
+        "import",
+        folder / name,
+        *("--out", folder / "store", "--key", folder / "ids.key"),
+        *options,
+    )
+    assert result.code == 0, result
+    return folder / "store"
+
+
+def json_lines(*records: dict[str, object]) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+OTHERS: list[dict[str, object]] = [
+    {"user": f"u{i}", "author": f"team{i % 2}", "text": f"words {i}"} for i in range(4)
+]
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+@pytest.mark.parametrize(
+    # `lines`: by place, the first line by which two columns have been seen.
+    ("names", "stray", "lines"),
+    [
+        (("user",), {"author": "target", "text": "mine"}, {0: 2, 2: 3, 4: 5}),
+        (
+            ("user",),
+            {"user": "target", "author": "target", "text": "mine"},
+            {0: 1, 2: 3, 4: 5},
+        ),
+        (("user",), {"user": "target", "text": "mine", "body": "mine"}, {0: 1, 2: 3, 4: 5}),
+        (("user", "author"), {"author": "target", "text": "mine"}, {0: 2, 2: 1, 4: 1}),
+    ],
+)
+def test_no_record_chooses_the_columns_of_others(
+    tmp_path: Path,
+    names: tuple[str, ...],
+    stray: dict[str, object],
+    lines: dict[int, int],
+    place: int,
+) -> None:
+    """Wherever it stands, a record with another column is no reason to read others by that one."""
+    others = [{name: record[name] for name in (*names, "text")} for record in OTHERS]
+    content = json_lines(*others[:place], stray, *others[place:])
+    (tmp_path / "data.jsonl").write_bytes(content)
+    result = userdp("import", tmp_path / "data.jsonl", "--out", tmp_path / "store")
+    assert result.code == 2
+    assert "Name the right one with --" in result.err
+    assert "target" not in result.err
+    assert re.search(rf"data\.jsonl, line {lines[place]}: '\w+' and '\w+' ", result.err)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_the_named_column_is_the_same_for_all_whatever_one_record_holds(
+    tmp_path: Path, place: int
+) -> None:
+    others = [{"user": record["user"], "text": record["text"]} for record in OTHERS]
+    stray: dict[str, object] = {"user": "target", "author": "u0", "text": "mine", "body": "other"}
+    named = ("--user", "user", "--text", "text")
+    alone = users_and_texts(imported(tmp_path / "alone", json_lines(*others), *named))
+    content = json_lines(*others[:place], stray, *others[place:])
+    both = users_and_texts(imported(tmp_path / "with", content, *named))
+    assert len(alone) == 4
+    assert alone < both
+    assert {text for _, text in both - alone} == {"mine"}
+
+
+CHAT: list[dict[str, str]] = [{"role": "user", "content": "mine"}]
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+@pytest.mark.parametrize("column", ["text", "body", "content", "message", "messages"])
+@pytest.mark.parametrize(("most", "stray"), [("words", CHAT), (CHAT, "words")])
+def test_no_record_says_whether_the_texts_of_others_are_chats(
+    tmp_path: Path, column: str, most: object, stray: object, place: int
+) -> None:
+    """Chats and plain texts in one column are refused, whichever comes first."""
+    others: list[dict[str, object]] = [{"user": f"u{i}", column: most} for i in range(4)]
+    content = json_lines(*others[:place], {"user": "target", column: stray}, *others[place:])
+    (tmp_path / "data.jsonl").write_bytes(content)
+    result = userdp("import", tmp_path / "data.jsonl", "--out", tmp_path / "store")
+    assert result.code == 2
+    # The first line that differs from those before it.
+    assert f"data.jsonl, line {place + 1 if place else 2}: field {column!r} is " in result.err
+    assert "mine" not in result.err
+    assert "words" not in result.err
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"List-Id: <bob.example.org>",
+        b"List-Post: <mailto:bob@example.org>",
+        b"List-ID: Bob <bob.example.org>\nPrecedence: list",
+    ],
+)
+def test_a_senders_header_takes_no_receiver_from_the_owners(tmp_path: Path, header: bytes) -> None:
+    head = b"From x Wed Apr 13 22:02:37 2005\nFrom: ann@example.org\nTo: bob@example.org\n"
+    body = b"\n\nfour words about bob\n"
+    plain = imported(tmp_path / "plain", head.rstrip(b"\n") + body, name="a.mbox")
+    marked = imported(tmp_path / "marked", head + header + body, name="a.mbox")
+    assert len(users_and_texts(plain)) == 2
+    assert users_and_texts(marked) == users_and_texts(plain)
+    # Who runs the import says which addresses are lists.
+    declared = imported(
+        tmp_path / "declared", head + header + body, "--drop-user", "bob@example.org", name="a.mbox"
+    )
+    assert len(users_and_texts(declared)) == 1

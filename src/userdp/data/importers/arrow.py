@@ -112,7 +112,7 @@ def _batches(
 ) -> Iterator[ImportBatch]:
     start = 0
     for piece in pieces:
-        yield _batch(piece, columns, partial(_row, where, start))
+        yield from _pieces(piece, columns, partial(_row, where, start))
         start += piece.num_rows
 
 
@@ -120,10 +120,15 @@ def _row(where: str, start: int, row: int) -> str:
     return f"{where}, row {start + row + 1}"
 
 
+def _pieces(piece: pa.RecordBatch, columns: Columns, where: Any) -> Iterator[ImportBatch]:
+    if any(is_template(choice) for choice in columns.named()):
+        yield from batches_of(_records(piece, columns, where))
+    else:
+        yield _batch(piece, columns, where)
+
+
 def _batch(piece: pa.RecordBatch, columns: Columns, where: Any) -> ImportBatch:
     user, text = columns.named()
-    if is_template(user) or is_template(text):
-        return _batch_of_rows(piece, columns, where)
     texts, is_chat = _texts(piece.column(text), text, where)
     owners, counts = _owners(piece.column(user), user, where)
     times = None
@@ -136,19 +141,16 @@ def _batch(piece: pa.RecordBatch, columns: Columns, where: Any) -> ImportBatch:
     )
 
 
-def _batch_of_rows(piece: pa.RecordBatch, columns: Columns, where: Any) -> ImportBatch:
-    """A batch whose templates are filled in row by row."""
+def _records(piece: pa.RecordBatch, columns: Columns, where: Any) -> Iterator[Record]:
+    """The rows one by one, with their templates filled in."""
     user, text_choice = columns.named()
-    records: list[Record] = []
     for i, fields in enumerate(piece.to_pylist()):
         owners = owners_of(fields, user, where(i))
         if not owners:
             raise InputError(f"{where(i)}: a column of {user!r} is null or empty.")
         text = text_of(fields, text_choice, where(i))
         time = seconds_of(fields[columns.time], columns.time, where(i)) if columns.time else None
-        records.append(Record(text=text, owners=owners, where=where(i), time=time))
-    (batch,) = batches_of(records)
-    return batch
+        yield Record(text=text, owners=owners, where=where(i), time=time)
 
 
 def _texts(cells: pa.Array, name: str, where: Any) -> tuple[pa.LargeStringArray, bool]:

@@ -1,7 +1,8 @@
 """Which columns hold the owners, the text and the time, and what a cell may be.
 
 The caller names a column, or builds it from several by a template such as
-`{title}\\n\\n{body}`. Otherwise well-known names are tried in the order below. Chats, which are
+`{title}\\n\\n{body}`. Otherwise the one well-known name that occurs is taken. Where two occur, no
+choice is made: otherwise one user's record could choose the column for everybody. Chats, which are
 lists of {role, content}, are kept as JSON, so that each model's own chat template can render them.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -18,16 +20,22 @@ from userdp.errors import InputError
 USER_COLUMNS = ("users", "user", "user_id", "author", "author_id", "owner", "speaker")
 TEXT_COLUMNS = ("text", "body", "content", "message", "messages", "conversations")
 
+MAX_SECONDS = 2**62
+
 PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The caller's choice of columns: names or templates. None means well-known names."""
+    """The caller's choice of columns: names or templates. None means well-known names.
+
+    `rivals` are the well-known names that were not taken. A record that has one is refused.
+    """
 
     user: str | None = None
     text: str | None = None
     time: str | None = None
+    rivals: frozenset[str] = frozenset()
 
     def named(self) -> tuple[str, str]:
         """The user and the text column, once resolved."""
@@ -35,27 +43,57 @@ class Columns:
         assert self.text is not None
         return self.user, self.text
 
-    def resolved(self, available: list[str], where: str) -> Columns:
+    def resolved(self, available: Collection[str], where: str) -> Columns:
         """The same with every choice made from the available columns."""
-        return Columns(
-            user=_resolve(self.user, available, USER_COLUMNS, "user", where),
-            text=_resolve(self.text, available, TEXT_COLUMNS, "text", where),
-            time=self.time,
-        )
+        chosen = self.resolved_if_found(available, where)
+        for what, choice, known in (
+            ("user", chosen.user, USER_COLUMNS),
+            ("text", chosen.text, TEXT_COLUMNS),
+        ):
+            if choice is None:
+                raise InputError(
+                    f"{where}: no {what} column among {', '.join(known)}. Name it with --{what}."
+                )
+        return chosen
+
+    def resolved_if_found(self, available: Collection[str], where: str) -> Columns:
+        """The same with each choice made for which a column is available."""
+        user = _resolve(self.user, available, USER_COLUMNS, "user", where)
+        text = _resolve(self.text, available, TEXT_COLUMNS, "text", where)
+        rivals = self.rivals
+        if self.user is None and user is not None:
+            rivals = rivals.union(USER_COLUMNS) - {user}
+        if self.text is None and text is not None:
+            rivals = rivals.union(TEXT_COLUMNS) - {text}
+        return replace(self, user=user, text=text, rivals=rivals)
+
+    def check_rivals(self, fields: dict[str, Any], where: str) -> None:
+        """Refuse a record with a second column that could hold its owners or its text."""
+        for name in sorted(self.rivals.intersection(fields)):
+            if fields[name] is not None:
+                user, text = self.named()
+                if name in USER_COLUMNS:
+                    raise _ambiguous([user, name], "user", where)
+                raise _ambiguous([text, name], "text", where)
 
 
 def _resolve(
-    choice: str | None, available: list[str], known: tuple[str, ...], what: str, where: str
-) -> str:
+    choice: str | None, available: Collection[str], known: tuple[str, ...], what: str, where: str
+) -> str | None:
     if choice is None:
         found = [name for name in known if name in available]
-        if not found:
-            raise InputError(
-                f"{where}: no {what} column among {', '.join(known)}. Name it with --{what}."
-            )
-        return found[0]
-    # The reader judges whether a column is missing: the first line of JSON Lines may lack a field.
+        if len(found) > 1:
+            raise _ambiguous(found, what, where)
+        return found[0] if found else None
+    # The reader judges whether a column is missing: lines of JSON Lines may lack a field.
     return choice.replace("\\n", "\n").replace("\\t", "\t") if is_template(choice) else choice
+
+
+def _ambiguous(names: list[str], what: str, where: str) -> InputError:
+    return InputError(
+        f"{where}: {' and '.join(map(repr, names))} are in this source, and each could be the "
+        f"{what} column. Name the right one with --{what} COLUMN."
+    )
 
 
 def is_template(choice: str) -> bool:
@@ -182,11 +220,13 @@ def seconds_of(value: Any, name: str, where: str) -> int | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         if 1000 <= value <= 9999:
             return int(datetime(int(value), 1, 1, tzinfo=UTC).timestamp())
-        return int(value)
+        # An infinite number, or one that is no number, fails here too.
+        if abs(value) < MAX_SECONDS:
+            return int(value)
     if isinstance(value, datetime):
         return int((value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp())
     if isinstance(value, str):
-        if value.isdecimal():
+        if value.isdecimal() and len(value) < 20:
             return seconds_of(int(value), name, where)
         try:
             parsed = datetime.fromisoformat(value)

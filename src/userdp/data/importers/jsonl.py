@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,8 @@ from userdp.data.identity import as_is
 from userdp.data.importers import columnar
 from userdp.data.importers.bounded import MAX_LINE_BYTES, check_compressed, lines
 from userdp.data.importers.columns import (
+    TEXT_COLUMNS,
+    USER_COLUMNS,
     Columns,
     checked,
     id_of,
@@ -33,25 +36,65 @@ from userdp.errors import InputError
 
 def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[ImportBatch]:
     """The records of a file, in order. A broken line ends the import, and the error names it."""
-    first = next(_objects(path), None)
-    if first is None:
+    found = _resolved(path, columns)
+    if found is None:
         return
-    number, fields = first
-    chosen = columns.resolved(list(fields), f"{path.name}, line {number}")
+    chosen, values = found
     user, text = chosen.named()
-    chat = isinstance(fields.get(text), list)
+    chat = isinstance(values.get(text), list)
     if chat or chosen.time is not None:
         yield from batches_of(records(path, chosen, chat=chat), is_chat=chat)
         return
     check_compressed(path)
-    query = _query(path, chosen, several=isinstance(fields.get(user), list))
+    query = _query(path, chosen, several=isinstance(values.get(user), list))
     fast = columnar.batches(query, path, scratch, partial(_place, chosen))
     yield from columnar.or_careful(fast, partial(records, path, chosen))
 
 
+def _resolved(path: Path, columns: Columns) -> tuple[Columns, dict[str, Any]] | None:
+    """The columns, chosen from as many lines as it takes to find each, and their first values.
+
+    The lines after these are held to the same choice: a record with a rival column is refused, and
+    so is one that mixes chats with plain text. So it makes no difference which line comes first.
+    None if the file has no record.
+    """
+    wanted = [
+        names
+        for names in (
+            _candidates(columns.user, USER_COLUMNS),
+            _candidates(columns.text, TEXT_COLUMNS),
+        )
+        if names
+    ]
+    values: dict[str, Any] = {}
+    first: tuple[str, dict[str, Any]] | None = None
+    chosen = columns
+    for number, fields in _objects(path):
+        where = f"{path.name}, line {number}"
+        first = first or (where, fields)
+        for name in chain.from_iterable(wanted):
+            if fields.get(name) is not None:
+                values.setdefault(name, fields[name])
+        chosen = columns.resolved_if_found(values, where)
+        if all(any(name in values for name in names) for names in wanted):
+            return chosen, values
+    if first is None:
+        return None
+    # No record has one of the columns, or it is always null. The reader says so of the first line.
+    where, fields = first
+    return chosen.resolved(fields, where), values
+
+
+def _candidates(choice: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The columns of which one must be found. The parts of a template may be missing."""
+    if choice is None:
+        return known
+    return () if is_template(choice) else (choice,)
+
+
 def _query(path: Path, columns: Columns, *, several: bool) -> columnar.Query:
     user, text = columns.named()
-    types = dict.fromkeys([*names_in(user), *names_in(text)], "JSON")
+    types = dict.fromkeys([*names_in(user), *names_in(text), *sorted(columns.rivals)], "JSON")
     if several and not is_template(user):
         types[user] = "JSON[]"
     # DuckDB reads lines of up to twice this size, so no line above our limit passes.
@@ -68,6 +111,7 @@ def _query(path: Path, columns: Columns, *, several: bool) -> columnar.Query:
                 "true"
                 if several or is_template(user)
                 else f"NOT starts_with({columnar.name(user)}, '[')",
+                *(f"{columnar.name(rival)} IS NULL" for rival in sorted(columns.rivals)),
             ]
         ),
         decode_id=as_is if is_template(user) else _decode_id,
@@ -95,15 +139,20 @@ def records(path: Path, columns: Columns | None = None, *, chat: bool = False) -
     """
     ownerless: list[str] = []
     chosen = columns or Columns()
+    if chosen.user is None or chosen.text is None:
+        found = _resolved(path, chosen)
+        if found is None:
+            return
+        chosen, _ = found
+    user, text = chosen.named()
     for number, fields in _objects(path):
         where = f"{path.name}, line {number}"
-        if chosen.user is None or chosen.text is None:
-            chosen = chosen.resolved(list(fields), where)
-        user, text = chosen.named()
+        chosen.check_rivals(fields, where)
         owners = owners_of(fields, user, where)
         if not owners:
             ownerless.append(where)
             continue
+        _check_kind(fields.get(text), text, where, chat=chat)
         yield Record(
             text=text_of(fields, text, where, chat=chat),
             owners=owners,
@@ -115,6 +164,18 @@ def records(path: Path, columns: Columns | None = None, *, chat: bool = False) -
             f"{ownerless[0]}: field {chosen.user!r} is missing, null or empty, as in "
             f"{len(ownerless):,} line(s) of this file. Every record needs a user: mend them, or "
             "name the right column with --user."
+        )
+
+
+def _check_kind(value: Any, name: str, where: str, *, chat: bool) -> None:
+    """Refuse plain text after chats, and chats after plain text."""
+    if isinstance(value, str if chat else list):
+        here, before = "plain text", "a list of chat messages"
+        if not chat:
+            here, before = before, "a string"
+        raise InputError(
+            f"{where}: field {name!r} is {here} here and not {before} as in the lines before. "
+            "Import the two apart."
         )
 
 

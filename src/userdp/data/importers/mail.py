@@ -4,7 +4,10 @@ The rules follow Chua et al. 2024, App. B.1. Quoted lines, signatures and patche
 least four words must remain. Forwarded messages are skipped, because they carry other people's
 text. Messages in which some 20-gram of words occurs twice are skipped as well. Owners are the
 sender and everyone in To, Cc and Bcc; with `--owners first`, the sender alone. Addresses are
-compared in lower case. A mailing list's address owns nothing.
+compared in lower case.
+
+An address that looks like a mailing list owns nothing. The address alone decides. List-ID and
+List-Post are not read: the sender writes them, and could take the protection from a receiver.
 
 Nothing in a message can end an import. What cannot be read is skipped and counted.
 """
@@ -55,7 +58,6 @@ LIST_NAME = re.compile(
     r"-(list|lists|announce|devel|users|discuss|bounces|request|commits|owner)$"
     r"|^(undisclosed-recipients|no-?reply|do-?not-?reply|mailer-daemon|postmaster|listserv|majordomo)$"
 )
-ID_IN_BRACKETS = re.compile(r"<([^<>\s]+)>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,12 +159,10 @@ def repeats_itself(text: str) -> bool:
 
 def _owners(message: Message[Any, Any], rules: MailRules) -> tuple[str, ...]:
     """The sender first, then the receivers, each once and without mailing lists."""
-    listed = _list_addresses(message)
     owners: dict[str, None] = {}
     for field in ("from", "to", "cc", "bcc"):
         for address in _addresses(message, field):
-            is_list = address in listed or is_list_address(address)
-            if rules.keep_lists or not is_list:
+            if rules.keep_lists or not is_list_address(address):
                 owners.setdefault(address)
         if field == "from" and not owners:
             sender = _addresses(message, "sender")
@@ -178,7 +178,12 @@ def _addresses(message: Message[Any, Any], field: str) -> list[str]:
     for value in values:
         # Archives write "ann at example.org (Ann)" against harvesters.
         value = re.sub(r"(?<=[\w.+-]) (?:at|AT) (?=[\w-]+\.)", "@", value)
-        for _, address in email.utils.getaddresses([value]):
+        parsed = [address for _, address in email.utils.getaddresses([value])]
+        if not all("@" in address for address in parsed):
+            # If one address is broken, the parser loses others of the header. Then whatever looks
+            # like an address is an owner: one too many is safe, one too few is not.
+            parsed += [match[0] for match in ADDRESS_IN_TEXT.finditer(value)]
+        for address in parsed:
             address = address.strip().strip("<>'\"").lower()
             if address and not re.search(r"\s", address) and ":;" not in address:
                 found.append(address)
@@ -193,16 +198,6 @@ def is_list_address(address: str) -> bool:
     """
     name, _, domain = address.partition("@")
     return bool(LIST_DOMAIN.search(domain) or LIST_NAME.search(name))
-
-
-def _list_addresses(message: Message[Any, Any]) -> set[str]:
-    """Lists that the message itself names: List-ID `a.b.c` is a@b.c, List-Post is an address."""
-    listed: set[str] = set()
-    for list_id in ID_IN_BRACKETS.findall(_header(message, "list-id")):
-        listed.add(list_id.replace(".", "@", 1).lower())
-    for post in ID_IN_BRACKETS.findall(_header(message, "list-post")):
-        listed.add(post.removeprefix("mailto:").split("?")[0].lower())
-    return listed
 
 
 def _header(message: Message[Any, Any], field: str) -> str:

@@ -93,6 +93,8 @@ def thread_records(
                 if isinstance(item, Skipped):
                     skipped[item] += 1
                     continue
+                if max(abs(item.id), abs(item.parent)) >= 2**63:
+                    raise InputError(f"{item.where}: Id, ParentId or PostId exceeds 64 bits.")
                 if item.owner is None:
                     skipped[NO_OWNER] += 1
                 rows.append(
