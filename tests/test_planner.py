@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from userdp import norms as norm_models
 from userdp import planner
 from userdp.errors import InputError
 from userdp.planner import ELS, ULS, Planner, Setting, recommend
@@ -19,7 +20,7 @@ def figure_2(epsilon: float, compute: int, **changes) -> Setting:
     )  # fmt: skip
 
 
-NORMS = {"same": planner.same_direction(10.0), "orthogonal": planner.orthogonal(10.0)}
+NORMS = {"same": norm_models.same_direction(10.0), "orthogonal": norm_models.orthogonal(10.0)}
 
 
 @pytest.mark.parametrize("norms", NORMS)
@@ -105,7 +106,7 @@ def test_random_split_is_reproducible_by_its_generator():
 
 
 def test_estimated_norms_pass_through_their_points():
-    norms = planner.estimated({1: 4.0, 4: 2.0, 16: 1.5})
+    norms = norm_models.estimated({1: 4.0, 4: 2.0, 16: 1.5})
     assert [norms(1), norms(4), norms(16), norms(64)] == pytest.approx([4.0, 2.0, 1.5, 1.5])
     assert norms(2) == pytest.approx(math.sqrt(8.0))
 
@@ -113,7 +114,7 @@ def test_estimated_norms_pass_through_their_points():
 @pytest.mark.parametrize("norms", [{}, {2: 1.0}, {1: -1.0}, {0: 1.0}])
 def test_impossible_norms_are_refused(norms):
     with pytest.raises(InputError):
-        planner.estimated(norms)
+        norm_models.estimated(norms)
 
 
 @pytest.mark.parametrize(

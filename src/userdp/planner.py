@@ -27,21 +27,10 @@ import numpy as np
 from userdp.accounting import accountant, events
 from userdp.errors import InputError
 from userdp.noise import Gaussian
-from userdp.norms import Norms, estimated, orthogonal, same_direction
+from userdp.norms import Norms
 from userdp.prices import event_of
 from userdp.sampling import PoissonRecords, PoissonUsers, Sampler
 from userdp.units import Adjacency
-
-__all__ = [
-    "Candidate",
-    "Planner",
-    "Recommendation",
-    "Setting",
-    "estimated",
-    "orthogonal",
-    "recommend",
-    "same_direction",
-]
 
 ELS, ULS = "ELS", "ULS"
 
@@ -308,6 +297,7 @@ def recommend(
     Comparison (7) decides between ELS and ULS. `user_factors` asks what, for example, 10 times the
     users would change. Those candidates are marked hypothetical.
 
+    >>> from userdp.norms import same_direction
     >>> setting = Setting(
     ...     num_users=1024, group_size_els=32, epsilon=1.0, delta=1e-6, steps=1000, compute=64,
     ...     largest_group=32)

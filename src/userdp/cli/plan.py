@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from userdp import norms as norm_models
 from userdp import planner
 from userdp.accounting import accountant, events
 from userdp.cli import charts, common
@@ -89,7 +90,10 @@ def plan(
             sample_users=sample_users,
             sequence_length=sequence_length,
         )
-        norms, source = planner.estimated(found_norms), f"estimated, at most {sample_users} users"
+        norms, source = (
+            norm_models.estimated(found_norms),
+            f"estimated, at most {sample_users} users",
+        )
         peeked.append(
             "gradient norms, estimated on users of the store (or use public data and "
             "--gradient-norms)"
@@ -183,7 +187,10 @@ def _estimated_norms(
 
 def _norms(path: Path | None, assume: Assumed) -> tuple[Norms, str]:
     if path is None:
-        known = {Assumed.SAME: planner.same_direction(), Assumed.ORTHOGONAL: planner.orthogonal()}
+        known = {
+            Assumed.SAME: norm_models.same_direction(),
+            Assumed.ORTHOGONAL: norm_models.orthogonal(),
+        }
         rule = {Assumed.SAME: "L(G) = L(1)", Assumed.ORTHOGONAL: "L(G) = L(1) / sqrt(G)"}
         return known[assume], f"assumed {rule[assume]}, in units of L(1)"
     try:
@@ -193,7 +200,7 @@ def _norms(path: Path | None, assume: Assumed) -> tuple[Norms, str]:
         raise InputError(
             f'{path}: expected a JSON object of group size to norm, like {{"1": 0.9, "2": 0.7}}.'
         ) from None
-    return planner.estimated(norms), f"estimated, {path.name}"
+    return norm_models.estimated(norms), f"estimated, {path.name}"
 
 
 def _certified(setting: Setting, best: Candidate) -> tuple[float, float, str]:
