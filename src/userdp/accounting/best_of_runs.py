@@ -75,7 +75,8 @@ def number_of_runs(*, mean_runs: float, shape: float = GEOMETRIC, rng: np.random
         chance = shape * (1 - gamma) / math.expm1(-shape * math.log(gamma))
     # Inversion: add up the probabilities until they exceed a uniform draw.
     drawn, runs = rng.random(), 1
-    while drawn >= chance > _NEVER:
+    # Before the mean a small chance is not yet the end of the distribution.
+    while drawn >= chance and (chance > _NEVER or runs < mean_runs):
         drawn -= chance
         chance *= (1 - gamma) * (runs + shape) / (runs + 1)
         runs += 1

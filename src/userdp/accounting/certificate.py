@@ -153,6 +153,8 @@ def deltas(event: DpEvent, *, epsilons: list[float], adjacency: Adjacency) -> li
     if steps.has_no_privacy(event):
         return [1.0] * len(epsilons)
     mechanism = _steps(event, adjacency)
+    if not mechanism:
+        return [0.0] * len(epsilons)
     return [search.delta_bound(mechanism, epsilon, hint=CURVE_DELTA) for epsilon in epsilons]
 
 

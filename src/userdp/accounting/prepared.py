@@ -121,7 +121,8 @@ def joined(mechanism: Sequence[Step]) -> list[Step]:
     2.0
     """
     unsampled = [one for one in mechanism if isinstance(one, Mixture) and one.is_gaussian]
-    others = [one for one in mechanism if one not in unsampled]
+    # By identity: steps hold arrays, which have no one answer to whether they are equal.
+    others = [one for one in mechanism if not any(one is joint for joint in unsampled)]
     squares = sum(one.count * (float(one.shifts[0]) / one.noise) ** 2 for one in unsampled)
     if squares == 0:
         return others
