@@ -7,6 +7,7 @@ with made-up rows. After that, a group that cannot be read counts as zero.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from userdp.clipping.batches.users import PADDING, is_padded
+from userdp.clipping.plain import PlainClipping
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.summation import Summation, summation
 from userdp.errors import UntriedModelError
 from userdp.index import IGNORED_LABEL, UserIndex
-from userdp.losses import Batch, RecordLoss
+from userdp.losses import Batch, RecordLoss, Update, causal_lm_loss, masked_lm_loss
 from userdp.models.proven import is_proven, ways_of
 from userdp.plan import Plan
 from userdp.probe import check_model, is_language_modelling, usual_length, vocabulary_of
@@ -30,6 +32,9 @@ from userdp.sampling import Cohort
 _MOST_UNTRIED = 8
 # The tensors of a batch if no example is given.
 TOKENS = ("input_ids", "labels")
+# How far two computations of one group's update may be apart, relative to its size.
+_SAME = 1e-5
+_SAME_ON_CUDA = 1e-2
 _LOG = logging.getLogger(__name__)
 
 
@@ -72,6 +77,13 @@ class CheckedModel:
             rule=plan.clip,
             settings=settings,
         )
+        # The losses of this package keep nothing. A loss of one's own may keep records for later
+        # steps, and begin to use them when the probe is long over.
+        self._witness = (
+            None
+            if record_loss in (causal_lm_loss, masked_lm_loss)
+            else PlainClipping(model, parameters, record_loss=record_loss, update=plan.update)
+        )
         self.is_checked = False
         # The example that the model was checked with (secret), and how the model computed then.
         self._example: Batch | None = None
@@ -91,6 +103,22 @@ class CheckedModel:
         if not self._is_length_given:
             self._longest = usual_length(self._model, example)
         self._probe(example)
+
+    def update_of_one(self, groups: Sequence[Batch]) -> Update | None:
+        """The update of the first group with rows, if the loss is one's own. Secret.
+
+        It must be the same before and after the step's sum is computed.
+        """
+        first = next((group for group in groups if len(next(iter(group.values())))), None)
+        if self._witness is None or first is None:
+            return None
+        try:
+            return self._witness.update(first)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception:
+            # This group's own data fails; the sum counts it as zero.
+            return None
 
     def _check_changed(self) -> None:
         """Check the model again if its mode, a hook or a method changed since the last check."""
@@ -190,6 +218,20 @@ class CheckedModel:
         if labels is not None and labels.dim() > 1 and not self._are_labels(labels):
             return False
         return 0 <= int(ids.min()) <= int(ids.max()) < self._vocabulary
+
+
+def is_same_update(before: Update | None, after: Update | None) -> bool:
+    """Whether two updates of one group differ by no more than rounding."""
+    if before is None or after is None:
+        return before is after
+    allowed = _SAME_ON_CUDA if before[0].is_cuda else _SAME
+    size = sum(float(a.double().square().sum()) for a in before) ** 0.5
+    gaps = [
+        float((a.double() - b.double()).square().sum()) for a, b in zip(before, after, strict=True)
+    ]
+    distance = sum(gaps) ** 0.5
+    # Not finite on both sides is the same: such a group counts as zero.
+    return distance <= allowed * size or not math.isfinite(size)
 
 
 def without_rows(group: Batch) -> Batch:

@@ -16,11 +16,11 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch import nn
 
-from userdp.checked_model import CheckedModel, without_rows
+from userdp.checked_model import CheckedModel, is_same_update, without_rows
 from userdp.clipping.flat import ClippedSum
 from userdp.clipping.rules import CLIP_RULES
 from userdp.clipping.settings import StepSettings
-from userdp.errors import BudgetExhaustedError, InputError
+from userdp.errors import BudgetExhaustedError, InputError, MixedExamplesError
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
 from userdp.losses import Batch, RecordLoss, causal_lm_loss
@@ -102,6 +102,7 @@ class PrivateStep:
         )
         self._drawn: Cohort | None = None
         self._drawn_at = -1
+        self._is_doubted = False
 
     # These are read-only: what a step is priced by and acts on must not be replaced during a run.
 
@@ -181,7 +182,10 @@ class PrivateStep:
         if not self._checked.is_tried(cohort, groups, self._index):
             groups = [without_rows(group) for group in groups]
         could_differ = not self._checked.summation.differs
+        before = self._checked.update_of_one(groups)
         total = self._checked.summation.clipped_sum(groups, self._clip)
+        if not is_same_update(before, self._checked.update_of_one(groups)):
+            self._refuse_memory()
         if could_differ and self._checked.summation.differs and self.record.steps:
             # Released steps used batch shapes that were not compared, so nothing is promised any
             # more.
@@ -189,6 +193,17 @@ class PrivateStep:
                 f"the paths were seen to differ after {self.record.steps:,} released steps"
             )
         self._release(total)
+
+    def _refuse_memory(self) -> None:
+        """The loss or the model gave one group two updates: it keeps something of other groups."""
+        what = (
+            "the loss or the model keeps something of one group for the next, outside its modules"
+        )
+        if not self.record.steps:
+            raise MixedExamplesError(f"{what}. It cannot be trained with a guarantee.")
+        if not self._is_doubted:
+            self._is_doubted = True
+            self.record.doubt(f"{what}: seen after {self.record.steps:,} released steps")
 
     def check_model(self, example: Batch | None = None) -> None:
         """Raise if one user can move the clipped sum by more than the clip norm (`probe`).

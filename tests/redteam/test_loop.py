@@ -739,3 +739,32 @@ def test_odd_labels_of_one_user_do_not_end_the_run(value: float) -> None:
     step.draw()
     step.apply(groups)
     assert step.ledger.steps == 1
+
+
+@pytest.mark.parametrize("path", ["fast", "plain"])
+def test_a_loss_that_keeps_records_leaves_no_promise_once_it_uses_them(path: Any) -> None:
+    # A memory bank that is used when it is full: a probe is over before that.
+    bank: list[float] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        found = model(batch["x"])[:, 0] ** 2
+        bank.extend(found.detach().tolist())
+        del bank[:-200]
+        return found * (1.0 if len(bank) < 200 else sum(bank[-8:]))
+
+    model = nn.Linear(3, 1)
+    step = PrivateStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        everybody_of(8, steps=60),
+        UserIndex.from_owners(range(8)),
+        record_loss=loss,
+        settings=StepSettings(path=path),
+    )
+    step.check_model({"x": torch.randn(2, 3)})
+    del bank[:]
+    rows = torch.randn(8, 3)
+    for cohort in step.cohorts():
+        step.apply({"x": rows[group]} for group in cohort)
+    assert not step.statement().guarantee
+    assert any("keeps something" in doubt for doubt in step.ledger.doubts)
