@@ -10,8 +10,9 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from userdp.clipping.batches.users import PADDING, is_padded
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.summation import Summation, summation
-from userdp.errors import UntriedModelError
+from userdp.errors import NothingSeenError, UntriedModelError
 from userdp.index import IGNORED_LABEL, UserIndex
 from userdp.losses import Batch, RecordLoss, Update, causal_lm_loss, masked_lm_loss
 from userdp.models.proven import is_proven, ways_of
@@ -56,14 +57,14 @@ class CheckedModel:
     ) -> None:
         self._model = model
         self._num_users = plan.num_users
-        self._new_summation = partial(
+        self._settings = settings
+        self._summation = partial(
             summation,
             model,
             parameters,
             plan.update,
             plan.clip,
             record_loss=record_loss,
-            settings=settings,
             sequence_length=sequence_length,
         )
         # In a model that is not proven, rows may affect each other in some batch shapes only.
@@ -95,6 +96,12 @@ class CheckedModel:
         self._is_length_given = sequence_length is not None
         self._longest = sequence_length or usual_length(model)
         self._vocabulary = vocabulary_of(model)
+
+    def _new_summation(
+        self, *, every_shape: bool, path: Literal["fast", "plain"] | None = None
+    ) -> Summation:
+        settings = replace(self._settings, path=path or self._settings.path)
+        return self._summation(settings=settings, every_shape=every_shape)
 
     def check_model(self, example: Batch | None) -> None:
         """Probe the model, once, with rows like those of the example, which is public."""
@@ -132,7 +139,14 @@ class CheckedModel:
 
     def _probe(self, example: Batch | None) -> None:
         self._example, self._ways = example, ways_of(self._model)
-        self.is_checked = self._check(example, sequence_length=self._longest)
+        try:
+            self.is_checked = self._check(example, sequence_length=self._longest)
+        except NothingSeenError as error:
+            # Alone, users cannot affect each other in a batch. What a model keeps in its modules is
+            # put back after every user, and a loss of one's own is watched at every step.
+            _LOG.warning("users run one at a time: %s", error)
+            self.summation = self._new_summation(path="plain", every_shape=True)
+            self.is_checked = True
         if self.is_checked and not self._is_length_given and "input_ids" in (example or TOKENS):
             self._is_length_given = True
             _LOG.warning(

@@ -25,6 +25,10 @@ class UntriedModelError(MixedExamplesError):
     """The model fails on rows made up like an example: nothing is known of it."""
 
 
+class NothingSeenError(UntriedModelError):
+    """Made-up rows have no gradient: a probe of them would show nothing."""
+
+
 class LedgerError(InputError):
     """A ledger is missing, was edited, or belongs to something else."""
 

@@ -24,7 +24,7 @@ from userdp.clipping.layer_groups import clip_groups
 from userdp.clipping.plain import PlainClipping, clip_update
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
-from userdp.errors import UntriedModelError
+from userdp.errors import NothingSeenError, UntriedModelError
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, Update, wide_dtype
 from userdp.models.checks import trainable_parameters
 from userdp.updates.contract import UpdateRule
@@ -380,7 +380,7 @@ def _that_clips(rule: ClipRule, updates: Sequence[Update]) -> ClipRule:
             "the gradients of made-up rows are not finite: look at the model's weights."
         )
     if not norms[-1] > 0:
-        raise UntriedModelError(
+        raise NothingSeenError(
             "the gradients of made-up rows are all zero, so nothing can be seen of the model. Give "
             "PrivateStep.check_model or verify() an example of made-up rows that have a gradient."
         )

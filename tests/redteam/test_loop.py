@@ -24,6 +24,7 @@ from userdp.clipping.checks.verify import FastPathError
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.flat import HalfAddedError
 from userdp.clipping.gradients.sums import Sums
+from userdp.clipping.plain import PlainClipping
 from userdp.errors import InputError, MixedExamplesError, UntriedModelError
 from userdp.ledger import Ledger
 from userdp.losses import causal_lm_loss
@@ -670,6 +671,27 @@ def test_made_up_rows_without_a_gradient_show_nothing() -> None:
     found = verify(nn.Linear(3, 1), example, record_loss=masked)
     assert not found.safe
     assert "all zero" in found.cause
+
+
+def test_without_a_gradient_to_see_users_run_one_at_a_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def nothing(model: nn.Module, batch: Any) -> Tensor:
+        return 0.0 * model(batch["x"])[:, 0]
+
+    model = nn.Linear(3, 1)
+    step = PrivateStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        everybody_of(4, steps=1),
+        UserIndex.from_owners(range(4)),
+        record_loss=nothing,
+    )
+    with caplog.at_level("WARNING"):
+        step.apply(ones(step.draw()))
+    assert "one at a time" in caplog.text
+    assert isinstance(step._checked.summation, PlainClipping)
+    assert step.ledger.steps == 1
 
 
 def test_a_loss_that_remembers_is_not_taken_for_dropout() -> None:
