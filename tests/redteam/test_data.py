@@ -119,9 +119,24 @@ def test_a_run_on_records_removed_across_users_says_so_in_its_statement(
 
 
 @pytest.mark.parametrize(
-    "spelling", ["ann\u200b", "\ufeffann", "a\u00adnn", "ann\u2060", "\u200dANN"]
+    "spelling",
+    [
+        *("ann\u200b", "\ufeffann", "a\u00adnn", "ann\u2060", "\u200dANN"),
+        *("ann\ufe0f", "a\ufe00nn", "ann\U000e0100", "an\u034fn", "ann\u3164", "ann\uffa0"),
+        *("ann\u2800", "ann\u180b", "ann\u180f", "ann\x7f", "\x1bann", "a\x01nn", "ann\u0085"),
+        *("ann\U000e0fff", "\ufff0ann", " ann\u2800 ", "\u3164 ann"),
+    ],
 )
 def test_an_id_with_characters_that_nobody_sees_is_the_same_person(spelling: str) -> None:
     # One person under two ids would be clipped twice.
     assert normalise(spelling) == normalise("ann")
     assert normalise("ann  \u00a0lee") == normalise("Ann Lee")
+
+
+def test_an_id_is_compared_the_same_however_often_it_is_normalised() -> None:
+    # What is unseen may stand between two characters that NFKC and case folding make one.
+    assert normalise("jose\u200b\u0301") == normalise("jos\u00e9")
+    assert normalise("\u0391\u03aa\u0301\u0394") == normalise("\u03b1\u0390\u03b4")
+    for number in (*range(0xD800), *range(0xE000, 0x32000), *range(0xE0000, 0xE1000)):
+        once = normalise(f"a{chr(number)}\u0301")
+        assert normalise(once) == once

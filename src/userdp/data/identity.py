@@ -1,7 +1,8 @@
 """When two ids are the same person, and what replaces an id in a store.
 
 Ids are compared after Unicode NFKC and case folding, without characters that cannot be seen
-(zero-width ones, soft hyphens), and with every run of white space as one space. If two different
+(zero-width ones, variation selectors, controls), and with every run of white space as one space.
+This is repeated until nothing changes any more. If two different
 spellings become equal, this is an error until the caller says what they mean: `merge` (one person)
 or `exact` (different people). A person with two ids would get half the protection, because each id
 is clipped separately.
@@ -31,6 +32,29 @@ from userdp.errors import InputError
 
 PSEUDONYM_BYTES = 16
 
+# Unicode's Default_Ignorable_Code_Point: text shows nothing in their place. They are listed here
+# because Python's tables lack this property, and because some are not even assigned yet.
+_IGNORABLE = (
+    (0x00AD, 0x00AD),
+    (0x034F, 0x034F),
+    (0x061C, 0x061C),
+    (0x115F, 0x1160),
+    (0x17B4, 0x17B5),
+    (0x180B, 0x180F),
+    (0x200B, 0x200F),
+    (0x202A, 0x202E),
+    (0x2060, 0x206F),
+    (0x3164, 0x3164),
+    (0xFE00, 0xFE0F),
+    (0xFEFF, 0xFEFF),
+    (0xFFA0, 0xFFA0),
+    (0xFFF0, 0xFFF8),
+    (0x1BCA0, 0x1BCA3),
+    (0x1D173, 0x1D17A),
+    (0xE0000, 0xE0FFF),
+)
+_BRAILLE_BLANK = "\u2800"
+
 
 class IdRule(StrEnum):
     """What to do with spellings that become equal when normalised."""
@@ -48,12 +72,29 @@ def normalise(raw_id: str) -> str:
     >>> normalise("Ann  Lee\u200b") == normalise("ann lee")
     True
     """
-    if raw_id.isascii():
+    if raw_id.isascii() and raw_id.isprintable():
         # The same result, faster.
         return " ".join(raw_id.split()).lower()
-    composed = unicodedata.normalize("NFKC", raw_id)
-    seen = "".join(sign for sign in composed if unicodedata.category(sign) != "Cf")
-    return " ".join(seen.split()).casefold()
+    compared = raw_id
+    while True:
+        # Dropping a character may bring two together that NFKC makes one, and so may case folding.
+        folded = unicodedata.normalize("NFKC", compared).casefold()
+        seen = "".join(sign for sign in folded if not _is_unseen(sign))
+        after = " ".join(seen.split())
+        if after == compared:
+            return after
+        compared = after
+
+
+def _is_unseen(sign: str) -> bool:
+    """Whether a character leaves no mark and is no white space."""
+    if sign.isspace():
+        return False
+    return (
+        unicodedata.category(sign) in ("Cc", "Cf")
+        or sign == _BRAILLE_BLANK
+        or any(first <= ord(sign) <= last for first, last in _IGNORABLE)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
