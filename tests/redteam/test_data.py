@@ -140,3 +140,58 @@ def test_an_id_is_compared_the_same_however_often_it_is_normalised() -> None:
     for number in (*range(0xD800), *range(0xE000, 0x32000), *range(0xE0000, 0xE1000)):
         once = normalise(f"a{chr(number)}\u0301")
         assert normalise(once) == once
+
+
+ODD_CELLS = ["so", "so ", " so", "so\t", "so\u00a0", "\u200bso \u200b", "so\ufe0f", "S\u00f6"]
+"""Cells of a template's id, which two readers must read alike."""
+
+
+def users_of(source: Path, out: Path, *options: str) -> list[bytes]:
+    """The pseudonym of each record's owner, in the order of the source."""
+    key = out.parent / "ids.key"
+    columns = ("--user", "{site}/{id}", "--ids", "merge")
+    result = userdp("import", source, "--out", out, "--key", key, *columns, *options)
+    assert result.code == 0, result.err
+    store = UserStore.open(out)
+    names = store.pseudonyms.to_pylist()
+    return [names[user] for user in store.record_users.tolist()]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+@pytest.mark.parametrize("odd", ["none", "time", "row"])
+def test_both_readers_give_the_same_ids(tmp_path: Path, kind: str, odd: str) -> None:
+    rows = [
+        {"site": cell, "id": f"{number} ", "text": "a b c", "date": "2020-01-01"}
+        for number in range(3)
+        for cell in ODD_CELLS
+    ]
+    plain, strange = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
+    if kind == "jsonl":
+        content = "".join(json.dumps(row) + "\n" for row in rows)
+        # A duplicate key is for the careful reader to judge, and so is a lone surrogate.
+        last = '{"site": "so", "id": "0", "x": "\\ud800", "text": "old", "text": "d e f"}\n'
+    else:
+        lines = [",".join(f'"{cell}"' for cell in row.values()) for row in rows]
+        content = "\n".join(["site,id,text,date", *lines]) + "\n"
+        last = 'so,0,"d\ne f",2020-01-01\r\n'
+    plain.write_text(content, newline="")
+    strange.write_text(content + (last if odd == "row" else ""), newline="")
+    options = ("--time", "date") if odd == "time" else ()
+    fast, careful = users_of(plain, tmp_path / "a"), users_of(strange, tmp_path / "b", *options)
+    assert careful[: len(rows)] == fast
+    # Two sites, and three ids in each.
+    assert len(set(fast)) == 6
+    assert len(set(careful)) == 6
+
+
+@pytest.mark.parametrize("cell", ["1.0", "true", "[1]", '{"a": 1}'])
+@pytest.mark.parametrize("options", [(), ("--time", "date")])
+def test_a_template_takes_strings_and_whole_numbers_only(
+    tmp_path: Path, cell: str, options: tuple[str, ...]
+) -> None:
+    source = tmp_path / "a.jsonl"
+    good = '{"site": "so", "id": 1, "text": "a b", "date": "2020-01-01"}\n'
+    source.write_text(good * 2 + good.replace('"id": 1', f'"id": {cell}'))
+    told = userdp("import", source, "--out", tmp_path / "s", "--user", "{site}/{id}", *options)
+    assert told.code == 2
+    assert "a.jsonl, line 3: field 'id' must hold user ids as strings or whole numbers" in told.err

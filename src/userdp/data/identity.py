@@ -86,6 +86,22 @@ def normalise(raw_id: str) -> str:
         compared = after
 
 
+def trimmed(text: str) -> str:
+    """The text without white space and unseen characters at both ends.
+
+    Every reader trims the cells that an id is built from by this rule.
+
+    >>> trimmed(" so\u200b\\t")
+    'so'
+    """
+    begin, end = 0, len(text)
+    while begin < end and (text[begin].isspace() or _is_unseen(text[begin])):
+        begin += 1
+    while begin < end and (text[end - 1].isspace() or _is_unseen(text[end - 1])):
+        end -= 1
+    return text[begin:end]
+
+
 def _is_unseen(sign: str) -> bool:
     """Whether a character leaves no mark and is no white space."""
     if sign.isspace():

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from userdp.data.identity import as_is
 from userdp.data.importers import columnar
 from userdp.data.importers.bounded import MAX_LINE_BYTES, check_compressed, lines
 from userdp.data.importers.columns import (
     Columns,
+    FromCells,
     checked,
     id_of,
     is_blank,
@@ -70,7 +70,7 @@ def _query(path: Path, columns: Columns, *, several: bool) -> columnar.Query:
                 else f"NOT starts_with({columnar.name(user)}, '[')",
             ]
         ),
-        decode_id=as_is if is_template(user) else _decode_id,
+        decode_id=FromCells(user) if is_template(user) else _decode_id,
         mean_bytes=columnar.mean_line_bytes(path),
     )
 
