@@ -120,7 +120,8 @@ def write_training_users(run: Path, digest: str, store: UserStore, homes: tuple[
 def shared_users(run: Path, held_out: UserStore) -> int | None:
     """How many users of `held_out` were trained on, in this run or one before it.
 
-    None if that cannot be known: a list is missing, or ids were hidden under different keys.
+    None if that cannot be known: a list is missing, or ids were hidden under different keys or
+    compared by different rules.
     """
     ledger = Ledger.read(run / "ledger.jsonl")
     digests = (ledger.run_digest, *(item.run for item in ledger.earlier))

@@ -12,8 +12,9 @@ import pytest
 from cli_runner import userdp
 from stores import KEY
 from userdp.data.duplicates import ACROSS_USERS_CAUTION
-from userdp.data.identity import normalise
+from userdp.data.identity import IdRule, normalise
 from userdp.data.record import Record
+from userdp.data.split import write_subset
 from userdp.data.store import UserStore, write_store
 
 
@@ -195,3 +196,18 @@ def test_a_template_takes_strings_and_whole_numbers_only(
     told = userdp("import", source, "--out", tmp_path / "s", "--user", "{site}/{id}", *options)
     assert told.code == 2
     assert "a.jsonl, line 3: field 'id' must hold user ids as strings or whole numbers" in told.err
+
+
+def test_overlap_with_a_store_of_exact_ids_is_unknown(tmp_path: Path) -> None:
+    records = [Record("a b c", ("Ann",), "here"), Record("d e f", ("Bob",), "here")]
+    stores: dict[IdRule, UserStore] = {}
+    for rule in IdRule:
+        write_store(records, tmp_path / rule, key=KEY, id_rule=rule)
+        stores[rule] = UserStore.open(tmp_path / rule)
+    assert stores[IdRule.REFUSE].shares_users_with(stores[IdRule.MERGE]) == 2
+    # Their pseudonyms are of "Ann" and of "ann": no match would say nothing.
+    assert stores[IdRule.REFUSE].shares_users_with(stores[IdRule.EXACT]) is None
+    # A part of a store can be compared with whatever the store can be compared with.
+    for rule in IdRule:
+        write_subset(stores[rule], np.arange(1), tmp_path / f"part {rule}")
+        assert UserStore.open(tmp_path / f"part {rule}").shares_users_with(stores[rule]) == 1

@@ -32,6 +32,9 @@ from userdp.errors import InputError
 
 PSEUDONYM_BYTES = 16
 
+# To be raised with every change of what `normalise` returns: pseudonyms then differ.
+NORMALISER = 2
+
 # Unicode's Default_Ignorable_Code_Point: text shows nothing in their place. They are listed here
 # because Python's tables lack this property, and because some are not even assigned yet.
 _IGNORABLE = (
@@ -146,9 +149,12 @@ class DropRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Pseudonyms:
-    """How ids are replaced, and the public name of the key that does it."""
+    """How ids are replaced, and the public name of the key that does it.
 
-    key_name: str
+    `key_name` gives the name from the rule by which the ids were made that `of` replaces.
+    """
+
+    key_name: Callable[[IdRule], str]
     of: Callable[[str], bytes]
     fingerprint_key: bytes
 
@@ -156,7 +162,7 @@ class Pseudonyms:
     def under(key: bytes) -> Pseudonyms:
         """Keyed hashes: 128 bits of BLAKE2b."""
         return Pseudonyms(
-            key_name=key_name(key),
+            key_name=lambda rule: key_name(key, rule),
             of=lambda compared: pseudonym(compared, key),
             fingerprint_key=fingerprint_key(key),
         )
@@ -169,7 +175,8 @@ class Pseudonyms:
         store gets one of its own.
         """
         return Pseudonyms(
-            key_name=name,
+            # The ids are pseudonyms already; the rule that they were made by is in the name.
+            key_name=lambda _: name,
             of=bytes.fromhex,
             fingerprint_key=fingerprint_key or secrets.token_bytes(32),
         )
@@ -289,9 +296,15 @@ def pseudonym(compared_id: str, key: bytes) -> bytes:
     return hashlib.blake2b(compared_id.encode(), key=key, digest_size=PSEUDONYM_BYTES).digest()
 
 
-def key_name(key: bytes) -> str:
-    """A public name of a key. Stores with the same key name can be compared user by user."""
-    return hashlib.blake2b(b"userdp key name", key=key, digest_size=8).hexdigest()
+def key_name(key: bytes, rule: IdRule) -> str:
+    """A public name of a key and of how ids are compared.
+
+    Stores with the same key name can be compared user by user. An id that is kept exact and the
+    same id normalised have different pseudonyms, so their stores get different names.
+    """
+    compared = "exact" if rule is IdRule.EXACT else f"normalised {NORMALISER}"
+    name = f"userdp key name, ids {compared}"
+    return hashlib.blake2b(name.encode(), key=key, digest_size=8).hexdigest()
 
 
 def fingerprint_key(key: bytes) -> bytes:

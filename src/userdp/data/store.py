@@ -206,7 +206,10 @@ class UserStore:
         return np.asarray(self.record_users)
 
     def shares_users_with(self, other: UserStore) -> int | None:
-        """How many users are in both stores; None if their ids are hidden under different keys."""
+        """How many users are in both stores; None if that is not known.
+
+        It is not where ids are hidden under different keys, or were compared by different rules.
+        """
         if self.manifest["key_name"] != other.manifest["key_name"]:
             return None
         ours = set(self.pseudonyms.to_pylist())

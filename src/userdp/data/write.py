@@ -111,7 +111,7 @@ def write_batches(
         staged = _stage(batches, partial, spellings)
         result = _finish(staged, partial, spellings, pseudonyms, first_owner_only, engine)
         shutil.rmtree(staging)
-        _write_manifest(partial, result, pseudonyms, staged.is_chat)
+        _write_manifest(partial, result, pseudonyms, id_rule, staged.is_chat)
         os.replace(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -351,7 +351,7 @@ def _write_users(directory: Path, pseudonyms: list[bytes]) -> None:
 
 
 def _write_manifest(
-    directory: Path, result: ImportResult, pseudonyms: Pseudonyms, is_chat: bool
+    directory: Path, result: ImportResult, pseudonyms: Pseudonyms, id_rule: IdRule, is_chat: bool
 ) -> None:
     files = sorted(path for path in directory.iterdir() if path.is_file())
     for path in files:
@@ -363,7 +363,7 @@ def _write_manifest(
         "users": result.users,
         "edges": result.edges,
         "fingerprint": result.fingerprint,
-        "key_name": pseudonyms.key_name,
+        "key_name": pseudonyms.key_name(id_rule),
         # This key never leaves the store. It lies beside the texts, which reveal more than it does.
         "fingerprint_key": pseudonyms.fingerprint_key.hex(),
         "text_kind": "chat" if is_chat else "plain",
