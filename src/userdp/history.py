@@ -38,12 +38,14 @@ class Record(Protocol):
 class History:
     """Runs that ended (`entries`), and the one that may still go on (`record`).
 
-    `homes` are the directories of those runs, where they are known.
+    `homes` are the directories of those runs, where they are known; `loaded` are the directories
+    that weights were read from.
     """
 
     entries: tuple[Entry, ...] = ()
     record: Record | None = None
     homes: tuple[Path, ...] = ()
+    loaded: tuple[Path, ...] = ()
 
     def all_entries(self) -> tuple[Entry, ...]:
         """Every run behind the weights as they are now."""
@@ -52,14 +54,22 @@ class History:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> History:
         # A copy of the model stands where the model stands now; what comes later is not its own.
-        return History(entries=self.all_entries(), homes=self.homes)
+        return _rebuilt(*self._fixed())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.all_entries(), self.homes)
+        return _rebuilt, self._fixed()
+
+    def _fixed(self) -> Fixed:
+        return self.all_entries(), self.homes, self.loaded
 
 
-def _rebuilt(entries: tuple[Entry, ...], homes: tuple[Path, ...]) -> History:
-    return History(entries=entries, homes=homes)
+Fixed = tuple[tuple[Entry, ...], tuple[Path, ...], tuple[Path, ...]]
+
+
+def _rebuilt(
+    entries: tuple[Entry, ...], homes: tuple[Path, ...], loaded: tuple[Path, ...]
+) -> History:
+    return History(entries=entries, homes=homes, loaded=loaded)
 
 
 class Module(Protocol):
@@ -88,8 +98,10 @@ def merged(*histories: History) -> History:
     """
     entries: dict[str, Entry] = {}
     homes: dict[Path, None] = {}
+    loaded: dict[Path, None] = {}
     for history in histories:
         homes.update(dict.fromkeys(history.homes))
+        loaded.update(dict.fromkeys(history.loaded))
         for entry in history.all_entries():
             # The same run may be carried twice, by an adapter and its base: the longer one holds.
             known = entries.get(entry["run"])
@@ -99,6 +111,7 @@ def merged(*histories: History) -> History:
     return History(
         entries=tuple(e | {"people": people[e["run"]]} for e in entries.values()),
         homes=tuple(homes),
+        loaded=tuple(loaded),
     )
 
 
@@ -115,6 +128,12 @@ def carry(model: Module, history: History) -> None:
     """Let the model and its parts carry `history`: a part may be taken out and trained on."""
     for module in model.modules():
         setattr(module, ATTRIBUTE, history)
+
+
+def home_of(directory: Path) -> Path | None:
+    """The run that a model's directory lies in, at any depth; None if there is none."""
+    inside = (above for above in directory.parents if (above / "ledger.jsonl").is_file())
+    return next(inside, None)
 
 
 def read_history(directory: Path) -> History | None:
@@ -144,7 +163,10 @@ def read_history(directory: Path) -> History | None:
             f"{path} cannot be read, so what was spent on this model is not known. Restore the "
             "file, or start from another model."
         )
-    return History(entries=tuple(entries), homes=(home,))
+    # A link may lead into a run or out of one: both ends are looked at.
+    places = tuple(dict.fromkeys((directory.absolute(), directory.resolve())))
+    homes = dict.fromkeys(home_of(place) or place.parent for place in places)
+    return History(entries=tuple(entries), homes=tuple(homes), loaded=places)
 
 
 def write_history(directory: Path, history: History) -> None:

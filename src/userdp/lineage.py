@@ -6,6 +6,8 @@ caller's own.
 
 from __future__ import annotations
 
+import dataclasses
+
 from userdp.earlier import Earlier, inherited
 from userdp.errors import InputError
 from userdp.history import ATTRIBUTE, History, Module, carry, history_of
@@ -21,7 +23,7 @@ def earlier_runs(model: Module, *, other_people: bool = False, data: str = "") -
     """
     history = history_of(model)
     before = [Earlier.from_json(entry) for entry in history.entries]
-    check_homes(history.homes)
+    check_homes(history.homes, history.loaded)
     if other_people and any(data and item.data == data for item in before):
         raise InputError(
             "other_people is declared, and an earlier run behind these weights was on this very "
@@ -45,7 +47,7 @@ def begin_run(model: Module, ledger: Ledger) -> None:
         before = earlier_runs(model)
         ledger.inherit([item for item in before if known.get(item.run, -1) < item.steps])
     entries = tuple(item.to_json() for item in ledger.earlier)
-    carry(model, History(entries=entries, record=ledger, homes=history.homes))
+    carry(model, dataclasses.replace(history, entries=entries, record=ledger))
 
 
 def check_current(model: Module, ledger: Ledger) -> None:

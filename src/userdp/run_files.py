@@ -19,6 +19,7 @@ from userdp.data.files import file_digest
 from userdp.data.identity import PSEUDONYM_BYTES
 from userdp.data.store import UserStore
 from userdp.errors import LedgerError
+from userdp.history import home_of
 from userdp.ledger import Ledger
 from userdp.statement import Statement
 
@@ -62,11 +63,12 @@ def read_run(run: Path, *, unfinished: bool = False) -> RecordedRun:
     return RecordedRun(ledger=ledger, problems=tuple(problems))
 
 
-def check_homes(homes: Sequence[Path]) -> None:
+def check_homes(homes: Sequence[Path], loaded: Sequence[Path] = ()) -> None:
     """Refuse a model whose past is not what the ledger of its own run says.
 
     The model's directory says what was spent on it; where the run's ledger lies beside it, the
-    closing row must name just these files. A model that was taken out of its run has none.
+    closing row must name just these files. The same holds for a directory of any other name inside
+    the run, if the model was `loaded` from it. A model that was taken out of its run has no ledger.
     """
     for home in homes:
         if not (home / "ledger.jsonl").is_file():
@@ -76,6 +78,17 @@ def check_homes(homes: Sequence[Path]) -> None:
             raise LedgerError(
                 f"{home}: {problems[0]} What was spent on this model cannot be trusted, so it is "
                 "not trained on. Restore the run's files, or start from another model."
+            )
+    for directory in loaded:
+        home = home_of(directory)
+        if home is None or directory == home / "model":
+            continue
+        end = Ledger.read(home / "ledger.jsonl").end
+        if end is None or model_files(directory) != end["model_files"]:
+            raise LedgerError(
+                f"{directory} lies in a run and is not the model that the run closed with. What "
+                "was spent on this model cannot be trusted, so it is not trained on. Start from "
+                f"{home / 'model'}, or from another model."
             )
 
 

@@ -340,12 +340,17 @@ def test_no_loss_on_the_users_of_an_earlier_run_is_printed(root: Path, tmp_path:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_past_that_the_runs_own_ledger_contradicts_is_refused(root: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(root / "run", tmp_path / "earlier"))
-    path = run / "model" / ANCESTRY_FILE
+def edited_past(directory: Path) -> None:
+    """Let the model's file say that one step was taken, not three."""
+    path = directory / ANCESTRY_FILE
     data = json.loads(path.read_text())
     data["runs"][0]["steps"] = data["runs"][0]["event"]["count"] = 1
     path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+
+
+def test_a_past_that_the_runs_own_ledger_contradicts_is_refused(root: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(root / "run", tmp_path / "earlier"))
+    edited_past(run / "model")
     config = config_on(root, tmp_path / "a.toml", model=str(run / "model"))
     result = command("train", config, "--out", tmp_path / "run")
     assert result.code == 2
@@ -487,3 +492,24 @@ def test_rows_of_a_selection_are_taken_from_a_verified_cache(
     (cache / "digests.json").unlink()
     with pytest.raises(InputError, match="cache of tokens changed"):
         training._rows(store, tokenizer, records_plan(5), selection, 16)
+
+
+@pytest.mark.parametrize("place", ["best", "kept/best", "link"])
+def test_a_copy_inside_a_run_is_held_to_the_runs_ledger(
+    root: Path, tmp_path: Path, place: str
+) -> None:
+    run = Path(shutil.copytree(root / "run", tmp_path / "earlier"))
+    if place == "link":
+        copied = Path(shutil.copytree(run / "model", tmp_path / "elsewhere"))
+        (run / place).symlink_to(copied)
+    else:
+        copied = Path(shutil.copytree(run / "model", run / place))
+    model, _ = load_model(run / place)
+    # The same files under another name are the run's model.
+    assert own_loop(model) is not None
+    edited_past(copied)
+    model, tokenizer = load_model(run / place)
+    with pytest.raises(LedgerError, match="not the model that the run closed with"):
+        own_loop(copy.deepcopy(model))
+    with pytest.raises(LedgerError, match="not the model that the run closed with"):
+        trained(model, tokenizer, UserStore.open(root / "others"))
