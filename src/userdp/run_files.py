@@ -28,11 +28,14 @@ FREE_FILES = frozenset({"README.md"})
 
 
 def model_files(directory: Path) -> dict[str, str]:
-    """The files of a saved model and the digest of each."""
+    """The files of a saved model and the digest of each.
+
+    A saved model has no links; one that is there is named as such, wherever it leads.
+    """
     return {
-        path.relative_to(directory).as_posix(): file_digest(path)
+        path.relative_to(directory).as_posix(): "link" if path.is_symlink() else file_digest(path)
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.name not in FREE_FILES
+        if path.is_symlink() or (path.is_file() and path.name not in FREE_FILES)
     }
 
 
