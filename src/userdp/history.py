@@ -11,6 +11,7 @@ earlier runs keep their own records, which is remembered in memory only.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,22 +40,28 @@ class History:
     """Runs that ended (`entries`), and the one that may still go on (`record`).
 
     `homes` are the directories of those runs, where they are known; `loaded` are the directories
-    that weights were read from.
+    that weights were read from. `watched` are the records of runs that the model was copied from
+    while they went on: a doubt that comes up later is about the copy's steps too.
     """
 
     entries: tuple[Entry, ...] = ()
     record: Record | None = None
     homes: tuple[Path, ...] = ()
     loaded: tuple[Path, ...] = ()
+    watched: tuple[Record, ...] = ()
 
     def all_entries(self) -> tuple[Entry, ...]:
         """Every run behind the weights as they are now."""
         latest = self.record.as_entry() if self.record is not None else None
-        return self.entries if latest is None else (*self.entries, latest)
+        own = self.entries if latest is None else (*self.entries, latest)
+        now = [entry for record in self.watched if (entry := record.as_entry()) is not None]
+        return tuple(_doubted(e, *(n for n in now if n["run"] == e["run"])) for e in own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> History:
         # A copy of the model stands where the model stands now; what comes later is not its own.
-        return _rebuilt(*self._fixed())
+        ongoing = () if self.record is None else (self.record,)
+        copied = _rebuilt(*self._fixed())
+        return dataclasses.replace(copied, watched=(*self.watched, *ongoing))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, self._fixed()
@@ -70,6 +77,12 @@ def _rebuilt(
     entries: tuple[Entry, ...], homes: tuple[Path, ...], loaded: tuple[Path, ...]
 ) -> History:
     return History(entries=entries, homes=homes, loaded=loaded)
+
+
+def _doubted(entry: Entry, *others: Entry) -> Entry:
+    """The entry with every doubt that it or another entry of the same run tells."""
+    doubts = dict.fromkeys(reason for e in (entry, *others) for reason in e.get("doubts", ()))
+    return entry | {"doubts": list(doubts)} if doubts else entry
 
 
 class Module(Protocol):
@@ -99,19 +112,22 @@ def merged(*histories: History) -> History:
     entries: dict[str, Entry] = {}
     homes: dict[Path, None] = {}
     loaded: dict[Path, None] = {}
+    watched: dict[int, Record] = {}
     for history in histories:
         homes.update(dict.fromkeys(history.homes))
         loaded.update(dict.fromkeys(history.loaded))
+        watched.update({id(record): record for record in history.watched})
         for entry in history.all_entries():
             # The same run may be carried twice, by an adapter and its base: the longer one holds.
-            known = entries.get(entry["run"])
-            if known is None or known["steps"] <= entry["steps"]:
-                entries[entry["run"]] = entry
+            known = entries.get(entry["run"], entry)
+            longer = entry if known["steps"] <= entry["steps"] else known
+            entries[entry["run"]] = _doubted(longer, known, entry)
     people = _people([history.all_entries() for history in histories], set(entries))
     return History(
         entries=tuple(e | {"people": people[e["run"]]} for e in entries.values()),
         homes=tuple(homes),
         loaded=tuple(loaded),
+        watched=tuple(watched.values()),
     )
 
 

@@ -28,7 +28,7 @@ from userdp.data.store import UserStore, write_store
 from userdp.data.tokens import tokenise
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.history import ANCESTRY_FILE, history_of, merged
-from userdp.lineage import earlier_runs
+from userdp.lineage import begin_run, earlier_runs
 from userdp.noise.gaussian import Gaussian
 from userdp.run_record import RunRecord
 from userdp.sampling import PoissonUsers
@@ -513,3 +513,28 @@ def test_a_copy_inside_a_run_is_held_to_the_runs_ledger(
         own_loop(copy.deepcopy(model))
     with pytest.raises(LedgerError, match="not the model that the run closed with"):
         trained(model, tokenizer, UserStore.open(root / "others"))
+
+
+def doubts_of(model: torch.nn.Module) -> list[list[str]]:
+    """What the next run on the model is told of each earlier one."""
+    return [list(item.doubts) for item in earlier_runs(model)]
+
+
+def test_no_copy_and_no_joining_loses_a_doubt() -> None:
+    model = torch.nn.Linear(2, 2)
+    ledger = Ledger.create(the_plan(), bound_to={}, fixed_seed=False)
+    begin_run(model, ledger)
+    ledger.charge_step()
+    copied = copy.deepcopy(model)
+    pickled = pickle.loads(pickle.dumps(copied))
+    ledger.doubt("the paths differ")
+    for found in (model, copied, copy.deepcopy(copied), copy.deepcopy(model)):
+        assert doubts_of(found) == [["the paths differ"]]
+    # What was written away before the doubt cannot know it; what it is joined with does.
+    assert doubts_of(pickled) == [[]]
+    for parts in ([pickled, model], [model, pickled]):
+        assert doubts_of(torch.nn.ModuleList(parts)) == [["the paths differ"]]
+    later = Ledger.create(the_plan(), bound_to={}, fixed_seed=False)
+    begin_run(copied, later)
+    later.charge_step()
+    assert later.statement().guarantee is False
