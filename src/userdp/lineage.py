@@ -10,7 +10,7 @@ import dataclasses
 
 from userdp.earlier import Earlier, inherited
 from userdp.errors import InputError
-from userdp.history import ATTRIBUTE, History, Module, carry, history_of
+from userdp.history import ATTRIBUTE, History, Module, carry, history_of, home_of
 from userdp.ledger import Ledger
 from userdp.run_files import check_homes
 
@@ -30,6 +30,18 @@ def earlier_runs(model: Module, *, other_people: bool = False, data: str = "") -
             "data. Leave the declaration out: both runs are then composed."
         )
     return list(inherited(before, other_people=other_people))
+
+
+UNCOMPARED_PAST = (
+    "what was spent before is as the model's own file says; its run's ledger is not here to compare"
+)
+
+
+def past_cautions(model: Module) -> tuple[str, ...]:
+    """What to say of a model that was loaded from a directory outside its run."""
+    loaded = history_of(model).loaded
+    compared = {place.resolve() for place in loaded if home_of(place) is not None}
+    return () if all(place.resolve() in compared for place in loaded) else (UNCOMPARED_PAST,)
 
 
 def begin_run(model: Module, ledger: Ledger) -> None:

@@ -28,7 +28,7 @@ from userdp.data.store import UserStore, write_store
 from userdp.data.tokens import tokenise
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.history import ANCESTRY_FILE, history_of, merged
-from userdp.lineage import begin_run, earlier_runs
+from userdp.lineage import UNCOMPARED_PAST, begin_run, earlier_runs
 from userdp.noise.gaussian import Gaussian
 from userdp.run_record import RunRecord
 from userdp.sampling import PoissonUsers
@@ -538,3 +538,29 @@ def test_no_copy_and_no_joining_loses_a_doubt() -> None:
     begin_run(copied, later)
     later.charge_step()
     assert later.statement().guarantee is False
+
+
+def test_an_entry_that_spends_nothing_is_refused(root: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(root / "run" / "model", tmp_path / "model"))
+    data = json.loads((copied / ANCESTRY_FILE).read_text())
+    data["runs"][0] |= {"steps": 0, "event": None}
+    (copied / ANCESTRY_FILE).write_text(json.dumps(data))
+    model, tokenizer = load_model(copied)
+    with pytest.raises(LedgerError, match="nothing was spent"):
+        trained(model, tokenizer, UserStore.open(root / "others"))
+    with pytest.raises(LedgerError, match="nothing was spent"):
+        own_loop(model)
+
+
+def test_a_past_without_its_ledger_is_told_in_the_statement(root: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(root / "run" / "model", tmp_path / "model"))
+    others = UserStore.open(root / "others")
+    for directory, told in (
+        (copied, True),
+        (root / "run" / "model", False),
+        (root / "base", False),
+    ):
+        model, tokenizer = load_model(directory)
+        statement = trained(copy.deepcopy(model), tokenizer, others).statement
+        assert (UNCOMPARED_PAST in statement.cautions) is told
+        assert (UNCOMPARED_PAST in own_loop(model).statement().cautions) is told
