@@ -1,7 +1,7 @@
 """What lies in a run's directory beside the ledger, and whether it belongs together.
 
     ledger.jsonl  model/                     public, bound to each other by the closing row
-    secret/ledger.key                        marks the ledger's rows as its owner's
+    secret/ledger.key                        marks rows of the ledger and lists of users
     secret/users/RUN.bin                     pseudonyms of the training users, for the overlap check
 
 Everything in `secret/` is for the owner alone (mode 0600) and is no part of the model. Needs no
@@ -10,11 +10,12 @@ torch.
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from userdp.chain import write_private
+from userdp.chain import read_key, write_private
 from userdp.data.files import file_digest
 from userdp.data.identity import PSEUDONYM_BYTES
 from userdp.data.store import UserStore
@@ -123,14 +124,16 @@ def run_of(model: Path) -> Path | None:
 def write_training_users(run: Path, digest: str, store: UserStore, homes: tuple[Path, ...]) -> None:
     """Leave in the run's secret directory whom it was trained on, and the runs before it.
 
-    Pseudonyms are keyed hashes: they name nobody without the store's key.
+    Pseudonyms are keyed hashes: they name nobody without the store's key. Each list is marked with
+    the key of the run's ledger; a list of an earlier run that does not have its mark is left out.
     """
     content = store.manifest["key_name"].encode() + b"\n" + b"".join(store.pseudonyms.to_pylist())
-    write_private(_users_file(run, digest), content)
+    _write_list(run, digest, content)
     for home in homes:
         for path in sorted((home / "secret" / "users").glob("*.bin")):
-            if not (target := _users_file(run, path.stem)).exists():
-                write_private(target, path.read_bytes())
+            found = _read_list(home, path.stem)
+            if found is not None and not _users_file(run, path.stem).exists():
+                _write_list(run, path.stem, found)
 
 
 def shared_users(run: Path, held_out: UserStore) -> int | None:
@@ -174,18 +177,39 @@ def overlap(store: UserStore, people: Mapping[str, int], homes: Sequence[Path]) 
 
 
 def _users_of(digest: str, homes: Sequence[Path], key_name: str) -> set[bytes] | None:
-    """The pseudonyms of a run's users; None if no list of them under this key is there."""
+    """The pseudonyms of a run's users; None if no sound list of them under this key is there."""
     for home in homes:
-        path = _users_file(home, digest)
-        if not path.is_file():
+        content = _read_list(home, digest)
+        if content is None:
             continue
-        written, _, users = path.read_bytes().partition(b"\n")
+        written, _, users = content.partition(b"\n")
         if written == key_name.encode():
             return {
                 users[start : start + PSEUDONYM_BYTES]
                 for start in range(0, len(users), PSEUDONYM_BYTES)
             }
     return None
+
+
+def _write_list(run: Path, digest: str, content: bytes) -> None:
+    """Leave a list in `run`: the mark, and the content that it is of."""
+    key = read_key(run / "ledger.jsonl")
+    assert key is not None
+    write_private(_users_file(run, digest), _mark(key, digest, content) + b"\n" + content)
+
+
+def _read_list(home: Path, digest: str) -> bytes | None:
+    """The content of a list; None if it is not there, or not as the run's owner wrote it."""
+    path, key = _users_file(home, digest), read_key(home / "ledger.jsonl")
+    if key is None or not path.is_file():
+        return None
+    written, _, content = path.read_bytes().partition(b"\n")
+    return content if hmac.compare_digest(written, _mark(key, digest, content)) else None
+
+
+def _mark(key: bytes, digest: str, content: bytes) -> bytes:
+    # The run's digest is marked too, so that no list can take the place of another.
+    return hmac.digest(key, f"userdp users {digest}\n".encode() + content, "sha256").hex().encode()
 
 
 def _users_file(run: Path, digest: str) -> Path:

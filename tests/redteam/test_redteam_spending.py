@@ -564,3 +564,33 @@ def test_a_past_without_its_ledger_is_told_in_the_statement(root: Path, tmp_path
         statement = trained(copy.deepcopy(model), tokenizer, others).statement
         assert (UNCOMPARED_PAST in statement.cautions) is told
         assert (UNCOMPARED_PAST in own_loop(model).statement().cautions) is told
+
+
+def emptied(users: Path) -> None:
+    (path,) = users.glob("*.bin")
+    mark, name, _ = path.read_bytes().split(b"\n", 2)
+    path.write_bytes(mark + b"\n" + name + b"\n")
+
+
+def without_mark(users: Path) -> None:
+    (path,) = users.glob("*.bin")
+    path.write_bytes(path.read_bytes().partition(b"\n")[2])
+
+
+def without_key(users: Path) -> None:
+    (users.parent / "ledger.key").unlink()
+
+
+@pytest.mark.parametrize("spoil", [emptied, without_mark, without_key])
+def test_a_list_of_users_that_its_owner_did_not_write_is_unknown(
+    root: Path, tmp_path: Path, spoil: Any
+) -> None:
+    run = Path(shutil.copytree(root / "run", tmp_path / "earlier"))
+    spoil(run / "secret" / "users")
+    model, tokenizer = load_model(run / "model")
+    # The same people with other texts: they would be refused by the list as it was.
+    same = make_store(tmp_path / "same", [2] * 20, seed=5)
+    later = trained(model, tokenizer, same, other_people=True, out=tmp_path / "later")
+    assert UNCHECKED_PEOPLE in later.statement.cautions
+    # Nor does a later run take such a list over.
+    assert len(list((tmp_path / "later" / "secret" / "users").glob("*.bin"))) == 1
