@@ -16,6 +16,7 @@ from userdp.data.identity import IdRule, normalise
 from userdp.data.record import Record
 from userdp.data.split import write_subset
 from userdp.data.store import UserStore, write_store
+from userdp.errors import InputError
 
 
 def stored(path: Path, records: list[Record]) -> Path:
@@ -211,3 +212,23 @@ def test_overlap_with_a_store_of_exact_ids_is_unknown(tmp_path: Path) -> None:
     for rule in IdRule:
         write_subset(stores[rule], np.arange(1), tmp_path / f"part {rule}")
         assert UserStore.open(tmp_path / f"part {rule}").shares_users_with(stores[rule]) == 1
+
+
+@pytest.mark.parametrize("forget_mark", [False, True])
+def test_cautions_cannot_be_taken_away_with_their_file(tmp_path: Path, forget_mark: bool) -> None:
+    whole = UserStore.open(stored(tmp_path / "whole", [Record("a b c", ("ann",), "here")]))
+    whole.verify()
+    write_subset(whole, np.arange(1), tmp_path / "part", cautions=["removed across users"])
+    (tmp_path / "part" / "history.json").unlink()
+    path = tmp_path / "part" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sizes"]["history.json"], manifest["sha256"]["history.json"]
+    if forget_mark:
+        del manifest["history"]
+    path.write_text(json.dumps(manifest))
+    part = UserStore.open(tmp_path / "part")
+    with pytest.raises(InputError, match="taken away with the cautions"):
+        part.verify()
+    # A store that is made from it would have no cautions either.
+    with pytest.raises(InputError, match="taken away with the cautions"):
+        write_subset(part, np.arange(1), tmp_path / "again")
