@@ -95,6 +95,9 @@ class Earlier:
         counts = (found.steps, found.people)
         if not same or any(type(count) is not int or count < 0 for count in counts):
             raise LedgerError("an earlier run's entry is not as it was written.")
+        if not found.steps and not found.paid:
+            # No run leaves such an entry: with it an edited file would hide what a run spent.
+            raise LedgerError("an earlier run's entry says that nothing was spent.")
         if type(found.fixed_seed) is not bool:
             raise LedgerError("an earlier run's entry does not say whether its seed was fixed.")
         check_numbers(data["event"])

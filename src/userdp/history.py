@@ -11,6 +11,7 @@ runs keep their own records is private, and it is remembered in memory only.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,29 +39,50 @@ class Record(Protocol):
 class History:
     """The runs that ended (`entries`), and the one that may still go on (`record`).
 
-    `homes` are the directories of those runs, as far as they are known.
+    `homes` are the directories of those runs, where they are known; `loaded` are the directories
+    that weights were read from. `watched` are the records of runs that the model was copied from
+    while they went on: a doubt that comes up later is about the copy's steps too.
     """
 
     entries: tuple[Entry, ...] = ()
     record: Record | None = None
     homes: tuple[Path, ...] = ()
+    loaded: tuple[Path, ...] = ()
+    watched: tuple[Record, ...] = ()
 
     def all_entries(self) -> tuple[Entry, ...]:
         """Every run behind the weights as they are now."""
         latest = self.record.as_entry() if self.record is not None else None
-        return self.entries if latest is None else (*self.entries, latest)
+        own = self.entries if latest is None else (*self.entries, latest)
+        now = [entry for record in self.watched if (entry := record.as_entry()) is not None]
+        return tuple(_doubted(e, *(n for n in now if n["run"] == e["run"])) for e in own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> History:
-        # A copy of the model has the history up to now. Later steps of the run do not change the
-        # copy.
-        return History(entries=self.all_entries(), homes=self.homes)
+        # A copy of the model stands where the model stands now; what comes later is not its own.
+        ongoing = () if self.record is None else (self.record,)
+        copied = _rebuilt(*self._fixed())
+        return dataclasses.replace(copied, watched=(*self.watched, *ongoing))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.all_entries(), self.homes)
+        return _rebuilt, self._fixed()
+
+    def _fixed(self) -> Fixed:
+        return self.all_entries(), self.homes, self.loaded
 
 
-def _rebuilt(entries: tuple[Entry, ...], homes: tuple[Path, ...]) -> History:
-    return History(entries=entries, homes=homes)
+Fixed = tuple[tuple[Entry, ...], tuple[Path, ...], tuple[Path, ...]]
+
+
+def _rebuilt(
+    entries: tuple[Entry, ...], homes: tuple[Path, ...], loaded: tuple[Path, ...]
+) -> History:
+    return History(entries=entries, homes=homes, loaded=loaded)
+
+
+def _doubted(entry: Entry, *others: Entry) -> Entry:
+    """The entry with every doubt that it or another entry of the same run tells."""
+    doubts = dict.fromkeys(reason for e in (entry, *others) for reason in e.get("doubts", ()))
+    return entry | {"doubts": list(doubts)} if doubts else entry
 
 
 class Module(Protocol):
@@ -90,18 +112,23 @@ def merged(*histories: History) -> History:
     """
     entries: dict[str, Entry] = {}
     homes: dict[Path, None] = {}
+    loaded: dict[Path, None] = {}
+    watched: dict[int, Record] = {}
     for history in histories:
         homes.update(dict.fromkeys(history.homes))
+        loaded.update(dict.fromkeys(history.loaded))
+        watched.update({id(record): record for record in history.watched})
         for entry in history.all_entries():
-            # The same run may be carried twice, by an adapter and its base. The one with more steps
-            # is kept.
-            known = entries.get(entry["run"])
-            if known is None or known["steps"] <= entry["steps"]:
-                entries[entry["run"]] = entry
+            # The same run may be carried twice, by an adapter and its base: the longer one holds.
+            known = entries.get(entry["run"], entry)
+            longer = entry if known["steps"] <= entry["steps"] else known
+            entries[entry["run"]] = _doubted(longer, known, entry)
     people = _people([history.all_entries() for history in histories], set(entries))
     return History(
         entries=tuple(e | {"people": people[e["run"]]} for e in entries.values()),
         homes=tuple(homes),
+        loaded=tuple(loaded),
+        watched=tuple(watched.values()),
     )
 
 
@@ -118,6 +145,12 @@ def carry(model: Module, history: History) -> None:
     """Let the model and its parts carry `history`: a part may be taken out and trained further."""
     for module in model.modules():
         setattr(module, ATTRIBUTE, history)
+
+
+def home_of(directory: Path) -> Path | None:
+    """The run that a model's directory lies in, at any depth; None if there is none."""
+    inside = (above for above in directory.parents if (above / "ledger.jsonl").is_file())
+    return next(inside, None)
 
 
 def read_history(directory: Path) -> History | None:
@@ -147,7 +180,10 @@ def read_history(directory: Path) -> History | None:
             f"{path} cannot be read, so what was spent on this model is not known. Restore the "
             "file, or start from another model."
         )
-    return History(entries=tuple(entries), homes=(home,))
+    # A link may lead into a run or out of one: both ends are looked at.
+    places = tuple(dict.fromkeys((directory.absolute(), directory.resolve())))
+    homes = dict.fromkeys(home_of(place) or place.parent for place in places)
+    return History(entries=tuple(entries), homes=tuple(homes), loaded=places)
 
 
 def write_history(directory: Path, history: History) -> None:

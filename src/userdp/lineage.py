@@ -6,9 +6,11 @@ own loop.
 
 from __future__ import annotations
 
+import dataclasses
+
 from userdp.earlier import Earlier, inherited
 from userdp.errors import InputError
-from userdp.history import ATTRIBUTE, History, Module, carry, history_of
+from userdp.history import ATTRIBUTE, History, Module, carry, history_of, home_of
 from userdp.ledger import Ledger
 from userdp.run_files import check_homes
 
@@ -22,13 +24,25 @@ def earlier_runs(model: Module, *, other_people: bool = False, data: str = "") -
     """
     history = history_of(model)
     before = [Earlier.from_json(entry) for entry in history.entries]
-    check_homes(history.homes)
+    check_homes(history.homes, history.loaded)
     if other_people and any(data and item.data == data for item in before):
         raise InputError(
             "other_people is declared, and an earlier run behind these weights was on this very "
             "data. Leave the declaration out: both runs are then composed."
         )
     return list(inherited(before, other_people=other_people))
+
+
+UNCOMPARED_PAST = (
+    "what was spent before is as the model's own file says; its run's ledger is not here to compare"
+)
+
+
+def past_cautions(model: Module) -> tuple[str, ...]:
+    """What to say of a model that was loaded from a directory outside its run."""
+    loaded = history_of(model).loaded
+    compared = {place.resolve() for place in loaded if home_of(place) is not None}
+    return () if all(place.resolve() in compared for place in loaded) else (UNCOMPARED_PAST,)
 
 
 def begin_run(model: Module, ledger: Ledger) -> None:
@@ -47,7 +61,7 @@ def begin_run(model: Module, ledger: Ledger) -> None:
         before = earlier_runs(model)
         ledger.inherit([item for item in before if known.get(item.run, -1) < item.steps])
     entries = tuple(item.to_json() for item in ledger.earlier)
-    carry(model, History(entries=entries, record=ledger, homes=history.homes))
+    carry(model, dataclasses.replace(history, entries=entries, record=ledger))
 
 
 def check_current(model: Module, ledger: Ledger) -> None:

@@ -1,7 +1,7 @@
 """What a run's directory holds beside the ledger, and whether its files belong together.
 
     ledger.jsonl  model/                     public, bound to each other by the closing row
-    secret/ledger.key                        marks the ledger's rows as its owner's
+    secret/ledger.key                        marks rows of the ledger and lists of users
     secret/users/RUN.bin                     pseudonyms of the training users, for the overlap check
 
 Everything in `secret/` is for the owner alone (mode 0600) and is not part of the model. This file
@@ -10,15 +10,17 @@ needs no torch.
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from userdp.chain import write_private
+from userdp.chain import read_key, write_private
 from userdp.data.files import file_digest
 from userdp.data.identity import PSEUDONYM_BYTES
 from userdp.data.store import UserStore
 from userdp.errors import LedgerError
+from userdp.history import home_of
 from userdp.ledger import Ledger
 from userdp.statement import Statement
 
@@ -27,11 +29,14 @@ FREE_FILES = frozenset({"README.md"})
 
 
 def model_files(directory: Path) -> dict[str, str]:
-    """The files of a saved model, with the digest of each."""
+    """The files of a saved model and the digest of each.
+
+    A saved model has no links; one that is there is named as such, wherever it leads.
+    """
     return {
-        path.relative_to(directory).as_posix(): file_digest(path)
+        path.relative_to(directory).as_posix(): "link" if path.is_symlink() else file_digest(path)
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.name not in FREE_FILES
+        if path.is_symlink() or (path.is_file() and path.name not in FREE_FILES)
     }
 
 
@@ -62,12 +67,12 @@ def read_run(run: Path, *, unfinished: bool = False) -> RecordedRun:
     return RecordedRun(ledger=ledger, problems=tuple(problems))
 
 
-def check_homes(homes: Sequence[Path]) -> None:
+def check_homes(homes: Sequence[Path], loaded: Sequence[Path] = ()) -> None:
     """Refuse a model whose past is not what the ledger of its own run says.
 
-    The model's directory says what was spent on the model. If the run's ledger lies beside it, the
-    closing row must name exactly these files. A model that was taken out of its run has no such
-    ledger, so nothing is checked.
+    The model's directory says what was spent on it; where the run's ledger lies beside it, the
+    closing row must name just these files. The same holds for a directory of any other name inside
+    the run, if the model was `loaded` from it. A model that was taken out of its run has no ledger.
     """
     for home in homes:
         if not (home / "ledger.jsonl").is_file():
@@ -77,6 +82,17 @@ def check_homes(homes: Sequence[Path]) -> None:
             raise LedgerError(
                 f"{home}: {problems[0]} What was spent on this model cannot be trusted, so it is "
                 "not trained on. Restore the run's files, or start from another model."
+            )
+    for directory in loaded:
+        home = home_of(directory)
+        if home is None or directory == home / "model":
+            continue
+        end = Ledger.read(home / "ledger.jsonl").end
+        if end is None or model_files(directory) != end["model_files"]:
+            raise LedgerError(
+                f"{directory} lies in a run and is not the model that the run closed with. What "
+                "was spent on this model cannot be trusted, so it is not trained on. Start from "
+                f"{home / 'model'}, or from another model."
             )
 
 
@@ -108,21 +124,23 @@ def run_of(model: Path) -> Path | None:
 def write_training_users(run: Path, digest: str, store: UserStore, homes: tuple[Path, ...]) -> None:
     """Write to the run's secret directory which users this and the earlier runs were trained on.
 
-    Users are listed by pseudonyms. These are keyed hashes: they name nobody without the store's
-    key.
+    Pseudonyms are keyed hashes: they name nobody without the store's key. Each list is marked with
+    the key of the run's ledger; a list of an earlier run that does not have its mark is left out.
     """
     content = store.manifest["key_name"].encode() + b"\n" + b"".join(store.pseudonyms.to_pylist())
-    write_private(_users_file(run, digest), content)
+    _write_list(run, digest, content)
     for home in homes:
         for path in sorted((home / "secret" / "users").glob("*.bin")):
-            if not (target := _users_file(run, path.stem)).exists():
-                write_private(target, path.read_bytes())
+            found = _read_list(home, path.stem)
+            if found is not None and not _users_file(run, path.stem).exists():
+                _write_list(run, path.stem, found)
 
 
 def shared_users(run: Path, held_out: UserStore) -> int | None:
     """How many users of `held_out` were trained on, in this run or an earlier one.
 
-    None if that is not known, because a list is missing or ids were hidden under different keys.
+    None if that cannot be known: a list is missing, or ids were hidden under different keys or
+    compared by different rules.
     """
     ledger = Ledger.read(run / "ledger.jsonl")
     digests = (ledger.run_digest, *(item.run for item in ledger.earlier))
@@ -159,18 +177,39 @@ def overlap(store: UserStore, people: Mapping[str, int], homes: Sequence[Path]) 
 
 
 def _users_of(digest: str, homes: Sequence[Path], key_name: str) -> set[bytes] | None:
-    """The pseudonyms of a run's users; None if there is no list of them under this key."""
+    """The pseudonyms of a run's users; None if no sound list of them under this key is there."""
     for home in homes:
-        path = _users_file(home, digest)
-        if not path.is_file():
+        content = _read_list(home, digest)
+        if content is None:
             continue
-        written, _, users = path.read_bytes().partition(b"\n")
+        written, _, users = content.partition(b"\n")
         if written == key_name.encode():
             return {
                 users[start : start + PSEUDONYM_BYTES]
                 for start in range(0, len(users), PSEUDONYM_BYTES)
             }
     return None
+
+
+def _write_list(run: Path, digest: str, content: bytes) -> None:
+    """Leave a list in `run`: the mark, and the content that it is of."""
+    key = read_key(run / "ledger.jsonl")
+    assert key is not None
+    write_private(_users_file(run, digest), _mark(key, digest, content) + b"\n" + content)
+
+
+def _read_list(home: Path, digest: str) -> bytes | None:
+    """The content of a list; None if it is not there, or not as the run's owner wrote it."""
+    path, key = _users_file(home, digest), read_key(home / "ledger.jsonl")
+    if key is None or not path.is_file():
+        return None
+    written, _, content = path.read_bytes().partition(b"\n")
+    return content if hmac.compare_digest(written, _mark(key, digest, content)) else None
+
+
+def _mark(key: bytes, digest: str, content: bytes) -> bytes:
+    # The run's digest is marked too, so that no list can take the place of another.
+    return hmac.digest(key, f"userdp users {digest}\n".encode() + content, "sha256").hex().encode()
 
 
 def _users_file(run: Path, digest: str) -> Path:

@@ -35,7 +35,7 @@ from userdp.errors import InputError, MixedExamplesError
 from userdp.history import ATTRIBUTE, carry, history_of, write_history
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
-from userdp.lineage import begin_run, check_current
+from userdp.lineage import begin_run, check_current, past_cautions
 from userdp.models.load import adapter_tensors, save_model
 from userdp.models.proven import model_check
 from userdp.plan import Plan
@@ -109,9 +109,8 @@ class RunRecord:
                 "code": code_version(),
             },
             fixed_seed=secret.fixed_seed,
-            data_cautions=cautions,
-            # With a fixed seed the whole record repeats, key included. Otherwise no two runs share
-            # a key.
+            data_cautions=(*cautions, *past_cautions(model)),
+            # Under a fixed seed the whole record repeats; otherwise no two runs share a key.
             key=secret.ledger_key() if secret.fixed_seed else None,
             model_check=model_check(model, checked=settings.checks_model),
         )

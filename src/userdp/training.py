@@ -161,8 +161,8 @@ def train(
 OTHER_BASE = "the base model that was loaded is not the one the adapter was trained on."
 UNCHECKED_PEOPLE = (
     "that the people of the earlier runs are others was declared and could not be checked: a list "
-    "of their users is not there, or hides ids under another key; whoever is in several runs has "
-    "spent more than is stated"
+    "of their users is not there, or hides ids under another key, or compares ids by another rule; "
+    "whoever is in several runs has spent more than is stated"
 )
 
 

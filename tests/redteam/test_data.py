@@ -13,9 +13,11 @@ import pytest
 from cli_runner import userdp
 from stores import KEY
 from userdp.data.duplicates import ACROSS_USERS_CAUTION
-from userdp.data.identity import normalise
+from userdp.data.identity import IdRule, normalise
 from userdp.data.record import Record
+from userdp.data.split import write_subset
 from userdp.data.store import UserStore, write_store
+from userdp.errors import InputError
 
 
 def stored(path: Path, records: list[Record]) -> Path:
@@ -120,12 +122,17 @@ def test_a_run_on_records_removed_across_users_says_so_in_its_statement(
 
 
 @pytest.mark.parametrize(
-    "spelling", ["ann\u200b", "\ufeffann", "a\u00adnn", "ann\u2060", "\u200dANN"]
+    "spelling",
+    [
+        *("ann\u200b", "\ufeffann", "a\u00adnn", "ann\u2060", "\u200dANN"),
+        *("ann\ufe0f", "a\ufe00nn", "ann\U000e0100", "an\u034fn", "ann\u3164", "ann\uffa0"),
+        *("ann\u2800", "ann\u180b", "ann\u180f", "ann\x7f", "\x1bann", "a\x01nn", "ann\u0085"),
+        *("ann\U000e0fff", "\ufff0ann", " ann\u2800 ", "\u3164 ann"),
+    ],
 )
 def test_an_id_with_characters_that_nobody_sees_is_the_same_person(spelling: str) -> None:
     # One person under two ids would be clipped twice.
     assert normalise(spelling) == normalise("ann")
-    assert normalise("ann  \u00a0lee") == normalise("Ann Lee")
 
 
 def imported(folder: Path, content: bytes, *options: str, name: str = "data.jsonl") -> Path:
@@ -243,3 +250,102 @@ def test_a_senders_header_takes_no_receiver_from_the_owners(tmp_path: Path, head
         tmp_path / "declared", head + header + body, "--drop-user", "bob@example.org", name="a.mbox"
     )
     assert len(users_and_texts(declared)) == 1
+
+
+def test_an_id_is_compared_the_same_however_often_it_is_normalised() -> None:
+    # What is unseen may stand between two characters that NFKC and case folding make one.
+    assert normalise("jose\u200b\u0301") == normalise("jos\u00e9")
+    assert normalise("\u0391\u03aa\u0301\u0394") == normalise("\u03b1\u0390\u03b4")
+    for number in (*range(0xD800), *range(0xE000, 0x32000), *range(0xE0000, 0xE1000)):
+        once = normalise(f"a{chr(number)}\u0301")
+        assert normalise(once) == once
+
+
+ODD_CELLS = ["so", "so ", " so", "so\t", "so\u00a0", "\u200bso \u200b", "so\ufe0f", "S\u00f6"]
+"""Cells of a template's id, which two readers must read alike."""
+
+
+def users_of(source: Path, out: Path, *options: str) -> list[bytes]:
+    """The pseudonym of each record's owner, in the order of the source."""
+    key = out.parent / "ids.key"
+    columns = ("--user", "{site}/{id}", "--ids", "merge")
+    result = userdp("import", source, "--out", out, "--key", key, *columns, *options)
+    assert result.code == 0, result.err
+    store = UserStore.open(out)
+    names = store.pseudonyms.to_pylist()
+    return [names[user] for user in store.record_users.tolist()]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+@pytest.mark.parametrize("odd", ["none", "time", "row"])
+def test_both_readers_give_the_same_ids(tmp_path: Path, kind: str, odd: str) -> None:
+    rows = [
+        {"site": cell, "id": f"{number} ", "text": "a b c", "date": "2020-01-01"}
+        for number in range(3)
+        for cell in ODD_CELLS
+    ]
+    plain, strange = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
+    if kind == "jsonl":
+        content = "".join(json.dumps(row) + "\n" for row in rows)
+        # A duplicate key is for the careful reader to judge, and so is a lone surrogate.
+        last = '{"site": "so", "id": "0", "x": "\\ud800", "text": "old", "text": "d e f"}\n'
+    else:
+        lines = [",".join(f'"{cell}"' for cell in row.values()) for row in rows]
+        content = "\n".join(["site,id,text,date", *lines]) + "\n"
+        last = 'so,0,"d\ne f",2020-01-01\r\n'
+    plain.write_text(content, newline="")
+    strange.write_text(content + (last if odd == "row" else ""), newline="")
+    options = ("--time", "date") if odd == "time" else ()
+    fast, careful = users_of(plain, tmp_path / "a"), users_of(strange, tmp_path / "b", *options)
+    assert careful[: len(rows)] == fast
+    # Two sites, and three ids in each.
+    assert len(set(fast)) == 6
+    assert len(set(careful)) == 6
+
+
+@pytest.mark.parametrize("cell", ["1.0", "true", "[1]", '{"a": 1}'])
+@pytest.mark.parametrize("options", [(), ("--time", "date")])
+def test_a_template_takes_strings_and_whole_numbers_only(
+    tmp_path: Path, cell: str, options: tuple[str, ...]
+) -> None:
+    source = tmp_path / "a.jsonl"
+    good = '{"site": "so", "id": 1, "text": "a b", "date": "2020-01-01"}\n'
+    source.write_text(good * 2 + good.replace('"id": 1', f'"id": {cell}'))
+    told = userdp("import", source, "--out", tmp_path / "s", "--user", "{site}/{id}", *options)
+    assert told.code == 2
+    assert "a.jsonl, line 3: field 'id' must hold user ids as strings or whole numbers" in told.err
+
+
+def test_overlap_with_a_store_of_exact_ids_is_unknown(tmp_path: Path) -> None:
+    records = [Record("a b c", ("Ann",), "here"), Record("d e f", ("Bob",), "here")]
+    stores: dict[IdRule, UserStore] = {}
+    for rule in IdRule:
+        write_store(records, tmp_path / rule, key=KEY, id_rule=rule)
+        stores[rule] = UserStore.open(tmp_path / rule)
+    assert stores[IdRule.REFUSE].shares_users_with(stores[IdRule.MERGE]) == 2
+    # Their pseudonyms are of "Ann" and of "ann": no match would say nothing.
+    assert stores[IdRule.REFUSE].shares_users_with(stores[IdRule.EXACT]) is None
+    # A part of a store can be compared with whatever the store can be compared with.
+    for rule in IdRule:
+        write_subset(stores[rule], np.arange(1), tmp_path / f"part {rule}")
+        assert UserStore.open(tmp_path / f"part {rule}").shares_users_with(stores[rule]) == 1
+
+
+@pytest.mark.parametrize("forget_mark", [False, True])
+def test_cautions_cannot_be_taken_away_with_their_file(tmp_path: Path, forget_mark: bool) -> None:
+    whole = UserStore.open(stored(tmp_path / "whole", [Record("a b c", ("ann",), "here")]))
+    whole.verify()
+    write_subset(whole, np.arange(1), tmp_path / "part", cautions=["removed across users"])
+    (tmp_path / "part" / "history.json").unlink()
+    path = tmp_path / "part" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sizes"]["history.json"], manifest["sha256"]["history.json"]
+    if forget_mark:
+        del manifest["history"]
+    path.write_text(json.dumps(manifest))
+    part = UserStore.open(tmp_path / "part")
+    with pytest.raises(InputError, match="taken away with the cautions"):
+        part.verify()
+    # A store that is made from it would have no cautions either.
+    with pytest.raises(InputError, match="taken away with the cautions"):
+        write_subset(part, np.arange(1), tmp_path / "again")

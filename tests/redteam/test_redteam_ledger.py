@@ -300,6 +300,22 @@ def cut_tail(run: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
 
 
+def linked_directory(run: Path) -> None:
+    other = run.parent / "other"
+    other.mkdir()
+    (other / "adapter_config.json").write_text("{}")
+    (run / "model" / "more").symlink_to(other)
+
+
+def dangling_link(run: Path) -> None:
+    (run / "model" / "more").symlink_to(run / "nowhere")
+
+
+def linked_file(run: Path) -> None:
+    saved = run / "model" / "config.json"
+    (run / "model" / "README.md").symlink_to(saved)
+
+
 def extra_weights(run: Path) -> None:
     (run / "model" / "more.safetensors").write_bytes(b"x")
 
@@ -322,6 +338,14 @@ def test_commands_refuse_a_run_that_is_not_whole_and_say_unfinished_when_asked(
     card = Path(files["card"]).read_text()
     assert "unfinished" in card
     assert "protected" not in card.split("## Privacy")[0]
+
+
+@pytest.mark.parametrize("add_link", [linked_directory, dangling_link, linked_file])
+def test_a_link_in_a_model_is_a_changed_file(run: Path, add_link: Any) -> None:
+    add_link(run)
+    refused = userdp("account", run)
+    assert refused.code == 2
+    assert "is not what the ledger's closing row names" in refused.err
 
 
 def test_a_whole_run_is_accounted_and_reported(run: Path) -> None:

@@ -28,7 +28,7 @@ from userdp.data.store import UserStore, write_store
 from userdp.data.tokens import tokenise
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.history import ANCESTRY_FILE, history_of, merged
-from userdp.lineage import earlier_runs
+from userdp.lineage import UNCOMPARED_PAST, begin_run, earlier_runs
 from userdp.noise.gaussian import Gaussian
 from userdp.run_record import RunRecord
 from userdp.sampling import PoissonUsers
@@ -340,12 +340,17 @@ def test_no_loss_on_the_users_of_an_earlier_run_is_printed(root: Path, tmp_path:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_past_that_the_runs_own_ledger_contradicts_is_refused(root: Path, tmp_path: Path) -> None:
-    run = Path(shutil.copytree(root / "run", tmp_path / "earlier"))
-    path = run / "model" / ANCESTRY_FILE
+def edited_past(directory: Path) -> None:
+    """Let the model's file say that one step was taken, not three."""
+    path = directory / ANCESTRY_FILE
     data = json.loads(path.read_text())
     data["runs"][0]["steps"] = data["runs"][0]["event"]["count"] = 1
     path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+
+
+def test_a_past_that_the_runs_own_ledger_contradicts_is_refused(root: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(root / "run", tmp_path / "earlier"))
+    edited_past(run / "model")
     config = config_on(root, tmp_path / "a.toml", model=str(run / "model"))
     result = command("train", config, "--out", tmp_path / "run")
     assert result.code == 2
@@ -487,3 +492,105 @@ def test_rows_of_a_selection_are_taken_from_a_verified_cache(
     (cache / "digests.json").unlink()
     with pytest.raises(InputError, match="cache of tokens changed"):
         training._rows(store, tokenizer, records_plan(5), selection, 16)
+
+
+@pytest.mark.parametrize("place", ["best", "kept/best", "link"])
+def test_a_copy_inside_a_run_is_held_to_the_runs_ledger(
+    root: Path, tmp_path: Path, place: str
+) -> None:
+    run = Path(shutil.copytree(root / "run", tmp_path / "earlier"))
+    if place == "link":
+        copied = Path(shutil.copytree(run / "model", tmp_path / "elsewhere"))
+        (run / place).symlink_to(copied)
+    else:
+        copied = Path(shutil.copytree(run / "model", run / place))
+    model, _ = load_model(run / place)
+    # The same files under another name are the run's model.
+    assert own_loop(model) is not None
+    edited_past(copied)
+    model, tokenizer = load_model(run / place)
+    with pytest.raises(LedgerError, match="not the model that the run closed with"):
+        own_loop(copy.deepcopy(model))
+    with pytest.raises(LedgerError, match="not the model that the run closed with"):
+        trained(model, tokenizer, UserStore.open(root / "others"))
+
+
+def doubts_of(model: torch.nn.Module) -> list[list[str]]:
+    """What the next run on the model is told of each earlier one."""
+    return [list(item.doubts) for item in earlier_runs(model)]
+
+
+def test_no_copy_and_no_joining_loses_a_doubt() -> None:
+    model = torch.nn.Linear(2, 2)
+    ledger = Ledger.create(the_plan(), bound_to={}, fixed_seed=False)
+    begin_run(model, ledger)
+    ledger.charge_step()
+    copied = copy.deepcopy(model)
+    pickled = pickle.loads(pickle.dumps(copied))
+    ledger.doubt("the paths differ")
+    for found in (model, copied, copy.deepcopy(copied), copy.deepcopy(model)):
+        assert doubts_of(found) == [["the paths differ"]]
+    # What was written away before the doubt cannot know it; what it is joined with does.
+    assert doubts_of(pickled) == [[]]
+    for parts in ([pickled, model], [model, pickled]):
+        assert doubts_of(torch.nn.ModuleList(parts)) == [["the paths differ"]]
+    later = Ledger.create(the_plan(), bound_to={}, fixed_seed=False)
+    begin_run(copied, later)
+    later.charge_step()
+    assert later.statement().guarantee is False
+
+
+def test_an_entry_that_spends_nothing_is_refused(root: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(root / "run" / "model", tmp_path / "model"))
+    data = json.loads((copied / ANCESTRY_FILE).read_text())
+    data["runs"][0] |= {"steps": 0, "event": None}
+    (copied / ANCESTRY_FILE).write_text(json.dumps(data))
+    model, tokenizer = load_model(copied)
+    with pytest.raises(LedgerError, match="nothing was spent"):
+        trained(model, tokenizer, UserStore.open(root / "others"))
+    with pytest.raises(LedgerError, match="nothing was spent"):
+        own_loop(model)
+
+
+def test_a_past_without_its_ledger_is_told_in_the_statement(root: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(root / "run" / "model", tmp_path / "model"))
+    others = UserStore.open(root / "others")
+    for directory, told in (
+        (copied, True),
+        (root / "run" / "model", False),
+        (root / "base", False),
+    ):
+        model, tokenizer = load_model(directory)
+        statement = trained(copy.deepcopy(model), tokenizer, others).statement
+        assert (UNCOMPARED_PAST in statement.cautions) is told
+        assert (UNCOMPARED_PAST in own_loop(model).statement().cautions) is told
+
+
+def emptied(users: Path) -> None:
+    (path,) = users.glob("*.bin")
+    mark, name, _ = path.read_bytes().split(b"\n", 2)
+    path.write_bytes(mark + b"\n" + name + b"\n")
+
+
+def without_mark(users: Path) -> None:
+    (path,) = users.glob("*.bin")
+    path.write_bytes(path.read_bytes().partition(b"\n")[2])
+
+
+def without_key(users: Path) -> None:
+    (users.parent / "ledger.key").unlink()
+
+
+@pytest.mark.parametrize("spoil", [emptied, without_mark, without_key])
+def test_a_list_of_users_that_its_owner_did_not_write_is_unknown(
+    root: Path, tmp_path: Path, spoil: Any
+) -> None:
+    run = Path(shutil.copytree(root / "run", tmp_path / "earlier"))
+    spoil(run / "secret" / "users")
+    model, tokenizer = load_model(run / "model")
+    # The same people with other texts: they would be refused by the list as it was.
+    same = make_store(tmp_path / "same", [2] * 20, seed=5)
+    later = trained(model, tokenizer, same, other_people=True, out=tmp_path / "later")
+    assert UNCHECKED_PEOPLE in later.statement.cautions
+    # Nor does a later run take such a list over.
+    assert len(list((tmp_path / "later" / "secret" / "users").glob("*.bin"))) == 1

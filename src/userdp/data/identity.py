@@ -1,10 +1,10 @@
 """When two ids are the same person, and what replaces an id in a store.
 
 Ids are compared after Unicode NFKC and case folding, without characters that cannot be seen
-(zero-width ones, soft hyphens), and with every run of white space as one space. If two different
-spellings become equal, this is an error until the caller says what they mean: `merge` (one person)
-or `exact` (different people). A person with two ids would get half the protection, because each id
-is clipped separately.
+(zero-width ones, variation selectors, controls) and without white space at both ends. This is
+repeated until nothing changes any more. If two different spellings become equal, this is an error
+until the caller says what they mean: `merge` (one person) or `exact` (different people). A person
+with two ids would get half the protection, because each id is clipped separately.
 
 A store never contains an id. A keyed hash replaces each one, and the key is kept outside the store.
 With both, one can look up a known id. The store alone names nobody.
@@ -31,6 +31,32 @@ from userdp.errors import InputError
 
 PSEUDONYM_BYTES = 16
 
+# To be raised with every change of what `normalise` returns: pseudonyms then differ.
+NORMALISER = 2
+
+# Unicode's Default_Ignorable_Code_Point: text shows nothing in their place. They are listed here
+# because Python's tables lack this property, and because some are not even assigned yet.
+_IGNORABLE = (
+    (0x00AD, 0x00AD),
+    (0x034F, 0x034F),
+    (0x061C, 0x061C),
+    (0x115F, 0x1160),
+    (0x17B4, 0x17B5),
+    (0x180B, 0x180F),
+    (0x200B, 0x200F),
+    (0x202A, 0x202E),
+    (0x2060, 0x206F),
+    (0x3164, 0x3164),
+    (0xFE00, 0xFE0F),
+    (0xFEFF, 0xFEFF),
+    (0xFFA0, 0xFFA0),
+    (0xFFF0, 0xFFF8),
+    (0x1BCA0, 0x1BCA3),
+    (0x1D173, 0x1D17A),
+    (0xE0000, 0xE0FFF),
+)
+_BRAILLE_BLANK = "\u2800"
+
 
 class IdRule(StrEnum):
     """What to do with spellings that become equal when normalised."""
@@ -45,15 +71,48 @@ def normalise(raw_id: str) -> str:
 
     >>> normalise(" Ann@Example.org ") == normalise("ann@example.ORG")
     True
-    >>> normalise("Ann  Lee\u200b") == normalise("ann lee")
+    >>> normalise("Ann Lee\u200b") == normalise("ann lee")
     True
     """
-    if raw_id.isascii():
+    if raw_id.isascii() and raw_id.isprintable():
         # The same result, faster.
-        return " ".join(raw_id.split()).lower()
-    composed = unicodedata.normalize("NFKC", raw_id)
-    seen = "".join(sign for sign in composed if unicodedata.category(sign) != "Cf")
-    return " ".join(seen.split()).casefold()
+        return raw_id.strip().lower()
+    compared = raw_id
+    while True:
+        # Dropping a character may bring two together that NFKC makes one, and so may case folding.
+        folded = unicodedata.normalize("NFKC", compared).casefold()
+        seen = "".join(sign for sign in folded if not _is_unseen(sign))
+        after = seen.strip()
+        if after == compared:
+            return after
+        compared = after
+
+
+def trimmed(text: str) -> str:
+    """The text without white space and unseen characters at both ends.
+
+    Every reader trims the cells that an id is built from by this rule.
+
+    >>> trimmed(" so\u200b\\t")
+    'so'
+    """
+    begin, end = 0, len(text)
+    while begin < end and (text[begin].isspace() or _is_unseen(text[begin])):
+        begin += 1
+    while begin < end and (text[end - 1].isspace() or _is_unseen(text[end - 1])):
+        end -= 1
+    return text[begin:end]
+
+
+def _is_unseen(sign: str) -> bool:
+    """Whether a character leaves no mark and is no white space."""
+    if sign.isspace():
+        return False
+    return (
+        unicodedata.category(sign) in ("Cc", "Cf")
+        or sign == _BRAILLE_BLANK
+        or any(first <= ord(sign) <= last for first, last in _IGNORABLE)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +148,12 @@ class DropRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Pseudonyms:
-    """How ids are replaced, and the public name of the key that does it."""
+    """How ids are replaced, and the public name of the key that does it.
 
-    key_name: str
+    `key_name` gives the name from the rule by which the ids were made that `of` replaces.
+    """
+
+    key_name: Callable[[IdRule], str]
     of: Callable[[str], bytes]
     fingerprint_key: bytes
 
@@ -99,7 +161,7 @@ class Pseudonyms:
     def under(key: bytes) -> Pseudonyms:
         """Keyed hashes: 128 bits of BLAKE2b."""
         return Pseudonyms(
-            key_name=key_name(key),
+            key_name=lambda rule: key_name(key, rule),
             of=lambda compared: pseudonym(compared, key),
             fingerprint_key=fingerprint_key(key),
         )
@@ -112,7 +174,8 @@ class Pseudonyms:
         store gets one of its own.
         """
         return Pseudonyms(
-            key_name=name,
+            # The ids are pseudonyms already; the rule that they were made by is in the name.
+            key_name=lambda _: name,
             of=bytes.fromhex,
             fingerprint_key=fingerprint_key or secrets.token_bytes(32),
         )
@@ -232,9 +295,15 @@ def pseudonym(compared_id: str, key: bytes) -> bytes:
     return hashlib.blake2b(compared_id.encode(), key=key, digest_size=PSEUDONYM_BYTES).digest()
 
 
-def key_name(key: bytes) -> str:
-    """A public name of a key. Stores with the same key name can be compared user by user."""
-    return hashlib.blake2b(b"userdp key name", key=key, digest_size=8).hexdigest()
+def key_name(key: bytes, rule: IdRule) -> str:
+    """A public name of a key and of how ids are compared.
+
+    Stores with the same key name can be compared user by user. An id that is kept exact and the
+    same id normalised have different pseudonyms, so their stores get different names.
+    """
+    compared = "exact" if rule is IdRule.EXACT else f"normalised {NORMALISER}"
+    name = f"userdp key name, ids {compared}"
+    return hashlib.blake2b(name.encode(), key=key, digest_size=8).hexdigest()
 
 
 def fingerprint_key(key: bytes) -> bytes:

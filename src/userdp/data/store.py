@@ -37,7 +37,14 @@ from userdp.data.files import (
     read_column,
     read_texts,
 )
-from userdp.data.write import FORMAT, HISTORY, ImportResult, write_batches, write_store
+from userdp.data.write import (
+    FORMAT,
+    HISTORY,
+    ImportResult,
+    history_digest,
+    write_batches,
+    write_store,
+)
 from userdp.errors import InputError
 
 __all__ = ["FORMAT", "ImportResult", "UserStore", "write_batches", "write_store"]
@@ -123,6 +130,7 @@ class UserStore:
 
     def verify(self) -> None:
         """Read every file, and refuse the store if one has changed since the import."""
+        self._check_history()
         for name, digest in self.manifest["sha256"].items():
             if file_digest(self.path / name) != digest:
                 raise InputError(f"{self.path / name}: changed since the import.")
@@ -206,7 +214,10 @@ class UserStore:
         return np.asarray(self.record_users)
 
     def shares_users_with(self, other: UserStore) -> int | None:
-        """How many users are in both stores; None if their ids are hidden under different keys."""
+        """How many users are in both stores; None if that is not known.
+
+        It is not where ids are hidden under different keys, or were compared by different rules.
+        """
         if self.manifest["key_name"] != other.manifest["key_name"]:
             return None
         ours = set(self.pseudonyms.to_pylist())
@@ -223,8 +234,14 @@ class UserStore:
         return tuple(self._history().get("user_splits", ()))
 
     def _history(self) -> dict[str, list[str]]:
-        if HISTORY not in self.manifest["sizes"]:
-            return {}
-        if file_digest(self.path / HISTORY) != self.manifest["sha256"][HISTORY]:
-            raise InputError(f"{self.path / HISTORY}: changed since the import.")
-        return json.loads((self.path / HISTORY).read_text())
+        self._check_history()
+        path = self.path / HISTORY
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    def _check_history(self) -> None:
+        found = history_digest(self.path, self.fingerprint, self.fingerprint_key)
+        if self.manifest.get("history") != found:
+            raise InputError(
+                f"{self.path / HISTORY}: changed since the import, or taken away with the cautions "
+                "in it; or an older version wrote the store. Import the data again."
+            )

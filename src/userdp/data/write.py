@@ -27,6 +27,7 @@ from userdp.data.files import (
     TextWriter,
     file_digest,
     fingerprint,
+    keyed_digest,
     pc,
     read_texts,
 )
@@ -111,7 +112,7 @@ def write_batches(
         staged = _stage(batches, partial, spellings)
         result = _finish(staged, partial, spellings, pseudonyms, first_owner_only, engine)
         shutil.rmtree(staging)
-        _write_manifest(partial, result, pseudonyms, staged.is_chat)
+        _write_manifest(partial, result, pseudonyms, id_rule, staged.is_chat)
         os.replace(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -350,8 +351,15 @@ def _write_users(directory: Path, pseudonyms: list[bytes]) -> None:
         writer.write_batch(pa.record_batch([column], schema))
 
 
+def history_digest(directory: Path, fingerprint: str, key: bytes) -> str:
+    """A keyed digest of a store's history, which may be none, together with its data's name."""
+    path = directory / HISTORY
+    content = path.read_bytes() if path.is_file() else b""
+    return keyed_digest(f"history of {fingerprint}\n".encode() + content, key=key)
+
+
 def _write_manifest(
-    directory: Path, result: ImportResult, pseudonyms: Pseudonyms, is_chat: bool
+    directory: Path, result: ImportResult, pseudonyms: Pseudonyms, id_rule: IdRule, is_chat: bool
 ) -> None:
     files = sorted(path for path in directory.iterdir() if path.is_file())
     for path in files:
@@ -363,10 +371,11 @@ def _write_manifest(
         "users": result.users,
         "edges": result.edges,
         "fingerprint": result.fingerprint,
-        "key_name": pseudonyms.key_name,
+        "key_name": pseudonyms.key_name(id_rule),
         # This key never leaves the store. It lies beside the texts, which reveal more than it does.
         "fingerprint_key": pseudonyms.fingerprint_key.hex(),
         "text_kind": "chat" if is_chat else "plain",
+        "history": history_digest(directory, result.fingerprint, pseudonyms.fingerprint_key),
         "sizes": {path.name: path.stat().st_size for path in files},
         "sha256": {
             path.name: file_digest(path) for path in files if path.name not in FINGERPRINTED

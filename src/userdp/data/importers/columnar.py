@@ -6,7 +6,7 @@ in the result raises `Doubt`. Then the format's careful reader takes over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from userdp.data.engine import duckdb_connection, file_name, quoted
 from userdp.data.importers.bounded import open_bytes
-from userdp.data.importers.columns import is_template, parts_of
+from userdp.data.importers.columns import is_template, names_in, parts_of
 from userdp.data.record import ImportBatch, Record, batches_of
 
 __all__ = ["Doubt", "Query", "batches", "file_name", "quoted"]
@@ -58,13 +58,15 @@ def struct(types: Mapping[str, str]) -> str:
 
 
 def json_user(choice: str, *, several: bool) -> str:
-    """SQL for the owner cells: JSON of one id, a list of such, or an id built from columns."""
+    """SQL for the owner cells: JSON of one id, a list of such, or of the cells of a template."""
     if is_template(choice):
-        return " || ".join(
-            f"nullif(trim({name(piece)} ->> '$'), '')" if is_column else quoted(piece)
-            for is_column, piece in parts_of(choice)
-        )
+        return json_cells([f"{name(column)}::VARCHAR" for column in names_in(choice)])
     return name(choice) + ("::VARCHAR[]" if several else "::VARCHAR")
+
+
+def json_cells(cells: Sequence[str]) -> str:
+    """SQL for a JSON list of cells, each given as SQL for its JSON; `FromCells` reads it."""
+    return "'[' || " + " || ',' || ".join(cells) + " || ']'"
 
 
 def json_text(choice: str) -> str:

@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from userdp.data.identity import as_is
 from userdp.data.importers import columnar
 from userdp.data.importers.bounded import MAX_LINE_BYTES, check_compressed, lines
 from userdp.data.importers.columns import (
     Columns,
+    FromCells,
     is_template,
     names_in,
     owners_of,
     parts_of,
+    plain_id,
     seconds_of,
     text_of,
 )
@@ -63,22 +64,25 @@ def _query(path: Path, header: list[str], columns: Columns) -> columnar.Query:
             f"escape = '\"', strict_mode = true, null_padding = false, ignore_errors = false, "
             f"max_line_size = {MAX_LINE_BYTES})"
         ),
-        user=_concatenated(user, "nullif(trim({}), '')"),
-        text=_concatenated(text, "coalesce({}, '')"),
+        user=_cells(user) if is_template(user) else columnar.name(user),
+        text=_text(text),
         is_plain="true",
-        decode_id=as_is,
+        decode_id=FromCells(user) if is_template(user) else plain_id,
         mean_bytes=columnar.mean_line_bytes(path),
     )
 
 
-def _concatenated(choice: str, cell: str) -> str:
-    if not is_template(choice):
-        # An id keeps its own spelling. It is trimmed only to see whether it is blank.
-        name = columnar.name(choice)
-        return f"CASE WHEN {cell.format(name)} IS NOT NULL THEN coalesce({name}, '') END"
+def _cells(template: str) -> str:
+    return columnar.json_cells(
+        [f"to_json({columnar.name(column)})::VARCHAR" for column in names_in(template)]
+    )
+
+
+def _text(choice: str) -> str:
+    parts = parts_of(choice) if is_template(choice) else [(True, choice)]
     return " || ".join(
-        cell.format(columnar.name(piece)) if is_column else columnar.quoted(piece)
-        for is_column, piece in parts_of(choice)
+        f"coalesce({columnar.name(piece)}, '')" if is_column else columnar.quoted(piece)
+        for is_column, piece in parts
     )
 
 
@@ -106,11 +110,7 @@ def records(path: Path, columns: Columns) -> Iterator[Record]:
             )
         user, text = columns.named()
         fields = dict(zip(header, row, strict=True))
-        if is_template(user):
-            fields_for_id = {name: value.strip() for name, value in fields.items()}
-            owners = owners_of(fields_for_id, user, where)
-        else:
-            owners = owners_of(fields, user, where)
+        owners = owners_of(fields, user, where)
         if not owners:
             ownerless.append(where)
             continue

@@ -14,13 +14,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
-from userdp.data.identity import as_is
 from userdp.data.importers import columnar
 from userdp.data.importers.bounded import MAX_LINE_BYTES, check_compressed, lines
 from userdp.data.importers.columns import (
     TEXT_COLUMNS,
     USER_COLUMNS,
     Columns,
+    FromCells,
     checked,
     id_of,
     is_blank,
@@ -114,7 +114,7 @@ def _query(path: Path, columns: Columns, *, several: bool) -> columnar.Query:
                 *(f"{columnar.name(rival)} IS NULL" for rival in sorted(columns.rivals)),
             ]
         ),
-        decode_id=as_is if is_template(user) else _decode_id,
+        decode_id=FromCells(user) if is_template(user) else _decode_id,
         mean_bytes=columnar.mean_line_bytes(path),
     )
 
