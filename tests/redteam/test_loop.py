@@ -29,7 +29,7 @@ from userdp.errors import InputError, MixedExamplesError, UntriedModelError
 from userdp.ledger import Ledger
 from userdp.losses import causal_lm_loss
 from userdp.models.proven import is_proven
-from userdp.probe import UnsafeModelError
+from userdp.probe import UnsafeModelError, usual_length
 from userdp.run_record import RunRecord
 from userdp.streams import RunSecret
 
@@ -790,3 +790,31 @@ def test_a_loss_that_keeps_records_leaves_no_promise_once_it_uses_them(path: Any
         step.apply({"x": rows[group]} for group in cohort)
     assert not step.statement().guarantee
     assert any("keeps something" in doubt for doubt in step.ledger.doubts)
+
+
+def test_a_short_example_does_not_shorten_the_probe() -> None:
+    example = {"input_ids": torch.zeros(1, 2, dtype=torch.int64)}
+    assert usual_length(nn.Linear(3, 1), example) == usual_length(nn.Linear(3, 1)) == 128
+
+
+def test_a_batch_of_a_known_shape_leaves_nothing_in_the_model() -> None:
+    # Rotary embeddings of type "dynamic" grow with a long user and stay so until they are put back.
+    model = families.build(families.PLAIN_ONLY["llama, dynamic rotation"])
+    rule = FlatClip(clip_norm=1.0)
+    fast = FastClipping(
+        model,
+        list(model.parameters()),
+        rule,
+        record_loss=causal_lm_loss,
+        settings=StepSettings(check=False, join_records=False),
+    )
+    # All are longer than the 12 positions from which on the embeddings grow.
+    short = [MADE_UP.group(1, 15, seed=n) for n in range(3)]
+    long = [MADE_UP.group(1, 40, seed=n) for n in range(3)]
+
+    def sum_of(groups: list[Any]) -> Tensor:
+        return fast.clipped_sum(groups, rule).total.values.clone()
+
+    # Each shape twice: from the second time on it is no new one.
+    before, *_ = (sum_of(groups) for groups in (short, long, short, long))
+    assert torch.equal(sum_of(short), before)
