@@ -67,6 +67,9 @@ class Sampler(Part):
     unit: ClassVar[SamplingUnit]
     group_size: int
 
+    def __post_init__(self) -> None:
+        check_group_size(self.group_size)
+
     @classmethod
     @abstractmethod
     def configured(cls, public: PublicNumbers, **own: Any) -> Self:

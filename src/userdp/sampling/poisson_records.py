@@ -10,14 +10,7 @@ import numpy as np
 from userdp.errors import InputError
 from userdp.index import UserIndex
 from userdp.sampling.cohort import Cohort
-from userdp.sampling.contract import (
-    SAMPLERS,
-    PublicNumbers,
-    Sampler,
-    at_most,
-    check_group_size,
-    check_probability,
-)
+from userdp.sampling.contract import SAMPLERS, PublicNumbers, Sampler, at_most, check_probability
 from userdp.streams import Streams
 from userdp.units import SamplingUnit
 
@@ -43,8 +36,8 @@ class PoissonRecords(Sampler):
     record_sampling_prob: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_probability("record_sampling_prob", self.record_sampling_prob)
-        check_group_size(self.group_size)
 
     @classmethod
     def configured(cls, public: PublicNumbers, **own: Any) -> Self:
