@@ -14,7 +14,7 @@ from cli_runner import python
 ROOT = Path(userdp.__file__).parent
 
 # From the ground up; what each may import is listed, so that a new arrow is a decision.
-GROUND = {"errors", "units", "index", "history", "parts", "streams"}
+GROUND = {"errors", "units", "index", "history", "parts", "streams", "durable"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the
@@ -45,9 +45,11 @@ ABOVE = {
     | {"norms", "prices"},
     "own_keys": GROUND,
     "chain": GROUND,
+    "lock": GROUND,
     "ledger_rows": GROUND | {"chain"},
+    "rows_file": GROUND | {"chain", "lock"},
     "ledger": GROUND
-    | {"accounting", "chain", "earlier", "ledger_rows", "paid", "statement", "plan"},
+    | {"accounting", "chain", "earlier", "ledger_rows", "paid", "plan", "rows_file", "statement"},
     "run_files": GROUND | {"chain", "data", "ledger", "statement"},
     "config": GROUND
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
@@ -98,6 +100,9 @@ TORCH_FREE = [
     "plan",
     "planner",
     "chain",
+    "durable",
+    "lock",
+    "rows_file",
     "ledger",
     "run_files",
     "config",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -158,7 +159,8 @@ def test_charged_step_is_on_disk_when_the_call_returns(
     for _ in range(3):
         ledger.charge_step()
     ledger.close()
-    assert synced == [1, 2, 3, 4]
+    # The new file's name and its key are on the disk before the first row, then each row is.
+    assert synced == [0, 0, 0, 1, 2, 3, 4]
 
 
 def test_ledger_holds_public_fields_only(written: Path) -> None:
@@ -204,3 +206,129 @@ def test_reading_has_no_side_effect(written: Path) -> None:
     assert ledger.statement() == first
     assert ledger.steps == 5
     assert written.read_bytes() == before
+
+
+def test_steps_are_counted_and_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger.create(plan(steps=500), path=path, bound_to={}, fixed_seed=False)
+    for _ in range(500):
+        ledger.charge_step()
+    written = len(ledger._kept.rows)
+    ledger.close()
+    read = Ledger.read(path)
+    assert (written, len(read._kept.rows)) == (1, 1)
+    assert (ledger.steps, read.steps) == (500, 500)
+    assert ledger.head == read.head == json.loads(path.read_text().splitlines()[-1])["hash"]
+
+
+def test_a_ledger_without_the_remembered_row_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger.create(plan(), path=path, bound_to={}, fixed_seed=False)
+    positions = [ledger.position]
+    for step in range(4):
+        ledger.charge_step()
+        positions.append(ledger.position)
+        if step == 1:
+            ledger.doubt("a reason")
+            positions.append(ledger.position)
+    ledger.close()
+    assert [steps for steps, _ in positions] == [0, 1, 2, 2, 3, 4]
+    lines = path.read_text().splitlines(keepends=True)
+    for whole, position in enumerate(positions, start=1):
+        # Cut anywhere behind the remembered row, the ledger is taken; cut before it, it is not.
+        for length in range(1, len(lines) + 1):
+            path.write_text("".join(lines[:length]))
+            if length < whole:
+                with pytest.raises(LedgerError, match="cut off or replaced since the checkpoint"):
+                    Ledger.open(path, remembered=position)
+            else:
+                Ledger.open(path, remembered=position).close()
+                assert Ledger.read(path, remembered=position).steps <= 4
+    with pytest.raises(LedgerError, match="cut off or replaced"):
+        # The right row, and another number of steps.
+        Ledger.open(path, remembered=(1, positions[-1][1]))
+
+
+def test_a_row_torn_anywhere_is_cut_off_and_the_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger.create(plan(), path=path, bound_to={}, fixed_seed=False)
+    for _ in range(3):
+        ledger.charge_step()
+    ledger.close()
+    content = path.read_bytes()
+    start = content[:-1].rindex(b"\n") + 1
+    for end in range(start + 1, len(content) - 1):
+        path.write_bytes(content[:end])
+        with pytest.raises(LedgerError, match="cut short"):
+            Ledger.read(path)
+        opened = Ledger.open(path)
+        assert path.read_bytes() == content[:start]
+        assert opened.steps == 2
+        opened.charge_step()
+        opened.close()
+        # The same rows give the same bytes.
+        assert path.read_bytes() == content
+
+
+def test_a_row_that_lacks_only_its_newline_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger.create(plan(), path=path, bound_to={}, fixed_seed=False)
+    for _ in range(3):
+        ledger.charge_step()
+    ledger.close()
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    opened = Ledger.open(path)
+    assert opened.steps == 3
+    opened.close()
+    assert path.read_bytes() == content
+
+
+def test_a_refused_ledger_is_left_as_it_is(tmp_path: Path, written: Path) -> None:
+    torn = written.read_bytes() + b'{"kind": "st'
+    written.write_bytes(torn)
+    with pytest.raises(LedgerError, match="closed"):
+        Ledger.open(written)
+    chain.key_path(written).unlink()
+    with pytest.raises(LedgerError, match="without the run's key"):
+        Ledger.open(written)
+    assert written.read_bytes() == torn
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ledger.jsonl", "secret"]
+
+
+def test_a_ledger_without_a_whole_row_says_that_nothing_was_spent(written: Path) -> None:
+    for content in (b"", b'{"bound'):
+        written.write_bytes(content)
+        with pytest.raises(LedgerError, match="nothing was spent"):
+            Ledger.open(written)
+
+
+def test_after_a_failed_write_nothing_is_charged_and_the_file_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger.create(plan(), path=path, bound_to={}, fixed_seed=False)
+    ledger.charge_step()
+    content = path.read_bytes()
+    write = os.write
+    left = [20]
+
+    def full(descriptor: int, data: bytes) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken, left[0] = left[0], 0
+        return write(descriptor, data[:taken])
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        ledger.charge_step()
+    monkeypatch.undo()
+    assert path.read_bytes() == content
+    assert ledger.steps == 1
+    with pytest.raises(LedgerError, match=r"Ledger\.open"):
+        ledger.charge_step()
+    ledger.close()
+    opened = Ledger.open(path)
+    opened.charge_step()
+    opened.close()
+    assert Ledger.read(path).steps == 2

@@ -7,16 +7,18 @@ No tag can show whether the owner told the truth.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
+import io
 import json
 import os
 import secrets
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from userdp.durable import sync_directory
 from userdp.errors import LedgerError
 
 Row = dict[str, Any]
@@ -47,19 +49,31 @@ def sealed(before: str, row: Row, key: bytes) -> Row:
 
 def read_rows(path: Path, key: bytes | None) -> list[Row]:
     """The rows of a file. Every byte is checked; tags are checked only with the key."""
-    if not path.is_file():
-        raise LedgerError(f"{path} is not there: is this the directory of a run?")
-    content = path.read_bytes()
-    if content and not content.endswith(b"\n"):
-        raise LedgerError(f"{path}: its last row is cut short.")
-    rows: list[Row] = []
+    return list(rows_of(read_content(path), path, key))
+
+
+def read_content(path: Path) -> bytes:
+    """Every byte of the file at `path`, which must be there."""
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise LedgerError(f"{path} is not there: is this the directory of a run?") from None
+
+
+def rows_of(content: bytes, path: Path, key: bytes | None) -> Iterator[Row]:
+    """The rows in `content` (of the file at `path`), one after the other, each checked.
+
+    So whoever needs only some of the rows never holds all of them.
+    """
     before = ""
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+    for number, line in enumerate(io.BytesIO(content), start=1):
+        if not line.endswith(b"\n"):
+            raise LedgerError(f"{path}: its last row is cut short.")
         try:
             row: Row = json.loads(line)
             claimed = row.pop("hash")
-            exact = canonical(row | {"hash": claimed}).encode() == line
-        except (ValueError, KeyError, AttributeError, TypeError):
+            exact = canonical(row | {"hash": claimed}).encode() + b"\n" == line
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise LedgerError(f"{path}, line {number}: not a ledger row.") from None
         if not exact or claimed != chained(before, row):
             raise LedgerError(
@@ -72,8 +86,27 @@ def read_rows(path: Path, key: bytes | None) -> list[Row]:
                 "else wrote it, or the key is another run's."
             )
         before = row["hash"] = claimed
-        rows.append(row)
-    return rows
+        yield row
+
+
+def without_torn_row(content: bytes) -> bytes:
+    """The content as it was before a write that was stopped in its middle.
+
+    What a row is about happens only after the row is on the disk, newline included. So a part of a
+    row is about nothing that happened. A row that lacks nothing but its newline is kept, because
+    counting it is never wrong.
+
+    >>> without_torn_row(b'{"a": 1}\\n{"b"'), without_torn_row(b'{"a": 1}\\n{"b": 2}')
+    (b'{"a": 1}\\n', b'{"a": 1}\\n{"b": 2}\\n')
+    """
+    whole, newline, torn = content.rpartition(b"\n")
+    if not torn:
+        return content
+    try:
+        json.loads(torn)
+    except ValueError:
+        return whole + newline
+    return content + b"\n"
 
 
 def key_path(path: Path) -> Path:
@@ -110,21 +143,9 @@ def write_private(place: Path, content: bytes) -> None:
         raise LedgerError(f"{place} is there already: choose another output directory.") from None
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
-
-
-def lock(file: IO[str], path: Path) -> None:
-    """Lock the open `file` (at `path`), so that nobody else adds rows until it is closed."""
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise LedgerError(
-            f"{path} is open already, here or in another process: two runs that add rows to one "
-            "ledger would not count each other's steps. Close the other one first."
-        ) from None
-    except OSError:
-        # This file system has no locks. If two writers add rows, the chain breaks, and reading
-        # finds it.
-        return
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(place.parent)
 
 
 def new_key() -> bytes:

@@ -20,11 +20,10 @@ is keyed.
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from userdp import chain
 from userdp.accounting import events
@@ -32,9 +31,10 @@ from userdp.chain import Row
 from userdp.chain import chained as _chained
 from userdp.earlier import Earlier
 from userdp.errors import InputError, LedgerError
-from userdp.ledger_rows import FORMAT, check_content
+from userdp.ledger_rows import FORMAT, Kept, Position, kept_rows
 from userdp.paid import Paid
 from userdp.plan import Plan
+from userdp.rows_file import RowsFile
 from userdp.statement import Statement
 
 __all__ = ["FORMAT", "Ledger", "_chained"]
@@ -53,20 +53,18 @@ class Ledger:
     `read` cannot be charged.
     """
 
-    def __init__(
-        self, rows: list[Row], *, key: bytes | None, file: IO[str] | None, writable: bool
-    ) -> None:
-        self._rows = rows
+    def __init__(self, kept: Kept, *, key: bytes | None, writable: bool) -> None:
+        self._kept = kept
         self._key = key
-        self._file = file
+        # Where rows are appended on disk; None for a ledger in memory.
+        self._file: RowsFile | None = None
         self._writable = writable
         # Held while a step is taken: two at a time would have the same number.
         self.turn = chain.Turn()
         # Rows that were read back may be incomplete. Then only a closing row shows that nothing is
         # missing, even if rows were added since.
-        self._from_disk = bool(rows)
-        self._plan = _recorded_plan(rows[0]) if rows else None
-        self._steps = sum(row["kind"] == "step" for row in rows)
+        self._from_disk = bool(kept.rows)
+        self._plan = _recorded_plan(kept.rows[0]) if kept.rows else None
 
     @staticmethod
     def create(
@@ -86,27 +84,14 @@ class Ledger:
         the store, and every statement repeats them. The `key` marks the rows as written by its
         holder. By default a new key is made and kept beside the ledger in `secret/`.
         """
-        file = None
         if key is None:
             # With a fixed seed everything repeats, the key too. `train` gives a key that it derives
             # from the seed.
             fixed = hashlib.sha256(b"userdp fixed seed").digest()
             key = fixed if fixed_seed else chain.new_key()
+        ledger = Ledger(Kept(), key=key, writable=True)
         if path is not None:
-            try:
-                file = path.open("x", encoding="utf-8")
-            except FileExistsError:
-                raise LedgerError(
-                    f"{path} already holds a run: choose another output directory."
-                ) from None
-            try:
-                chain.lock(file, path)
-                chain.write_key(path, key)
-            except LedgerError:
-                file.close()
-                path.unlink()
-                raise
-        ledger = Ledger([], key=key, file=file, writable=True)
+            ledger._file = RowsFile.create(path, key)
         ledger._plan = plan
         ledger._append(
             {
@@ -127,32 +112,39 @@ class Ledger:
         return ledger
 
     @staticmethod
-    def read(path: Path) -> Ledger:
+    def read(path: Path, *, remembered: Position | None = None) -> Ledger:
         """The ledger at `path`, only to look at: charging it raises.
 
-        Its chain is checked. If the run's key lies beside it, who wrote it is checked, too.
+        Its chain is checked. If the run's key lies beside it, who wrote it is checked, too. A
+        `remembered` position (see `position`) must be among its rows.
         """
+        return Ledger._of_content(chain.read_content(path), path, remembered)
+
+    @staticmethod
+    def _of_content(content: bytes, path: Path, remembered: Position | None) -> Ledger:
         key = chain.read_key(path)
-        rows = chain.read_rows(path, key)
-        check_content(rows, path)
-        ledger = Ledger(rows, key=key, file=None, writable=False)
+        kept = kept_rows(chain.rows_of(content, path, key), path, remembered=remembered)
+        ledger = Ledger(kept, key=key, writable=False)
         ledger._check_events(path)
         return ledger
 
     @staticmethod
-    def open(path: Path) -> Ledger:
+    def open(path: Path, *, remembered: Position | None = None) -> Ledger:
         """The unfinished ledger at `path`, to continue: rows are appended on disk.
 
         Needs the run's key. Refuses a ledger that has its closing row or is open elsewhere. Nothing
-        is promised before `finish`, because rows may have been cut off earlier.
+        is promised before `finish`, because rows may have been cut off earlier. A checkpoint that
+        remembers a `position` shows that none were cut off before it, so give it as `remembered`.
+
+        A program that is stopped while it writes a row leaves a part of it. The part is cut off:
+        nothing that it is about was visible to anyone.
         """
-        # Check the file first: opening it to append would create a missing one.
-        Ledger.read(path)
-        file = path.open("a", encoding="utf-8")
+        # Only under the lock can nobody else add a row.
+        file = RowsFile.open(path)
         try:
-            chain.lock(file, path)
-            # Read again: only now can nobody else add a row, and what was read before may be old.
-            found = Ledger.read(path)
+            content = chain.read_content(path)
+            right = chain.without_torn_row(content)
+            found = Ledger._of_content(right, path, remembered)
             if found._key is None:
                 raise LedgerError(
                     f"{chain.key_path(path)} is not there: without the run's key no row can be "
@@ -160,7 +152,8 @@ class Ledger:
                 )
             if found.is_finished:
                 raise LedgerError(f"{path} is closed: a finished run takes no further step.")
-        except LedgerError:
+            file.put_right(content, right)
+        except BaseException:
             file.close()
             raise
         found._file = file
@@ -173,7 +166,7 @@ class Ledger:
             plan.check_paid(self.paid, earlier=self.earlier)
         except InputError as error:
             raise LedgerError(f"{path}: {error}") from None
-        if not plan.non_private and self._rows[0]["event"] != events.to_json(plan.event()):
+        if not plan.non_private and self._kept.rows[0]["event"] != events.to_json(plan.event()):
             raise LedgerError(f"{path}: the recorded event is not the one of the recorded plan.")
         event = self._event()
         if self.end and self.end.get("event") != (None if event is None else events.to_json(event)):
@@ -188,51 +181,55 @@ class Ledger:
     @property
     def fixed_seed(self) -> bool:
         """Whether anyone who knows the seed can repeat the noise."""
-        return self._rows[0]["fixed_seed"]
+        return self._kept.rows[0]["fixed_seed"]
 
     @property
     def bound_to(self) -> dict[str, str]:
         """What the run depends on, by name."""
-        return dict(self._rows[0]["bound_to"])
+        return dict(self._kept.rows[0]["bound_to"])
 
     @property
     def model_check(self) -> str:
         """How the model was shown to keep users apart."""
-        return self._rows[0]["model_check"]
+        return self._kept.rows[0]["model_check"]
 
     @property
     def steps(self) -> int:
         """How many steps were charged."""
-        return self._steps
+        return self._kept.steps
 
     @property
     def paid(self) -> tuple[Paid, ...]:
         """The looks at the users' data that were charged before the first step."""
-        return tuple(Paid.from_json(row) for row in self._before_steps("paid"))
+        return tuple(Paid.from_json(row) for row in self._rows_of("paid"))
 
     @property
     def earlier(self) -> tuple[Earlier, ...]:
         """The runs behind the weights that this one started from."""
-        return tuple(Earlier.from_json(row) for row in self._before_steps("earlier"))
+        return tuple(Earlier.from_json(row) for row in self._rows_of("earlier"))
 
-    def _before_steps(self, kind: str) -> list[Row]:
-        found: list[Row] = []
-        for row in self._rows[1:]:
-            if row["kind"] in ("step", "end"):
-                break
-            if row["kind"] == kind:
-                found.append(row)
-        return found
+    def _rows_of(self, kind: str) -> list[Row]:
+        return [row for row in self._kept.rows if row["kind"] == kind]
+
+    @property
+    def head(self) -> str:
+        """The hash of the last row. It stands for all rows."""
+        return self._kept.head
+
+    @property
+    def position(self) -> Position:
+        """The number of steps and the head: what a checkpoint remembers of its ledger."""
+        return self._kept.steps, self._kept.head
 
     @property
     def run_digest(self) -> str:
         """The hash of the first row. It names the plan and what the run was bound to."""
-        return self._rows[0]["hash"]
+        return self._kept.rows[0]["hash"]
 
     @property
     def end(self) -> dict[str, Any] | None:
         """The closing row; None while there is none."""
-        return self._rows[-1] if self._rows[-1]["kind"] == "end" else None
+        return self._kept.rows[-1] if self._kept.is_closed else None
 
     @property
     def is_finished(self) -> bool:
@@ -285,13 +282,12 @@ class Ledger:
 
     def charge_step(self) -> None:
         """Record the next step; returns once it is on disk."""
-        self._append({"kind": "step", "step": self._steps})
-        self._steps += 1
+        self._append({"kind": "step", "step": self.steps})
 
     @property
     def doubts(self) -> tuple[str, ...]:
         """The reasons, seen while the run went on, why nothing is promised from this record."""
-        return tuple(row["reason"] for row in self._rows if row["kind"] == "doubt")
+        return tuple(row["reason"] for row in self._rows_of("doubt"))
 
     def doubt(self, reason: str) -> None:
         """Record that the guarantee does not hold, and why; returns once it is on disk.
@@ -316,7 +312,7 @@ class Ledger:
         self._append(
             {
                 "kind": "end",
-                "steps": self._steps,
+                "steps": self.steps,
                 "event": None if event is None else events.to_json(event),
                 "digests": self.bound_to | digests,
                 "model_files": model_files or {},
@@ -326,14 +322,14 @@ class Ledger:
 
     def as_entry(self) -> dict[str, Any] | None:
         """This run as a later run on the same weights will see it; None if nothing was spent."""
-        if not self._steps and not self.paid:
+        if not self.steps and not self.paid:
             return None
         return Earlier(
             run=self.run_digest,
-            data=self._rows[0]["bound_to"].get("data", ""),
+            data=self._kept.rows[0]["bound_to"].get("data", ""),
             plan=self.plan.to_json(),
             event=self._event(),
-            steps=self._steps,
+            steps=self.steps,
             adjacency=self.plan.adjacency,
             fixed_seed=self.fixed_seed,
             paid=self.paid,
@@ -342,7 +338,7 @@ class Ledger:
 
     def _event(self) -> events.DpEvent | None:
         """The cost of the steps taken; None without a step, or without privacy."""
-        return self.plan.event(self._steps) if self._steps and not self.plan.non_private else None
+        return self.plan.event(self.steps) if self.steps and not self.plan.non_private else None
 
     def statement(self, *, unfinished: bool = False) -> Statement:
         """What may be said about the model after everything recorded here, paid items included.
@@ -351,7 +347,7 @@ class Ledger:
         incomplete.
         """
         return self.plan.statement(
-            steps=self._steps,
+            steps=self.steps,
             fixed_seed=self.fixed_seed,
             paid=self.paid,
             earlier=self.earlier,
@@ -359,7 +355,7 @@ class Ledger:
             model_check=self.model_check,
             doubts=self.doubts,
             more_cautions=(
-                *self._rows[0].get("data_cautions", ()),
+                *self._kept.rows[0].get("data_cautions", ()),
                 *(() if self.is_verified else (UNVERIFIED,)),
             ),
         )
@@ -372,19 +368,21 @@ class Ledger:
             self._file = None
 
     def _check_unbegun(self, rule: str) -> None:
-        if self._steps:
-            raise LedgerError(f"{self._steps:,} steps are recorded: {rule}.")
+        if self.steps:
+            raise LedgerError(f"{self.steps:,} steps are recorded: {rule}.")
 
     def _append(self, row: Row) -> None:
         self.check_open()
         assert self._key is not None
-        before = self._rows[-1]["hash"] if self._rows else ""
-        row = chain.sealed(before, row, self._key)
+        row = chain.sealed(self._kept.head, row, self._key)
         if self._file is not None:
-            self._file.write(chain.canonical(row) + "\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self._rows.append(row)
+            try:
+                self._file.append(chain.canonical(row).encode() + b"\n")
+            except BaseException:
+                # What is on the disk is not known now. `open` finds it out.
+                self._writable = False
+                raise
+        self._kept.add(row)
 
 
 def _recorded_plan(row: Row) -> Plan:

@@ -1,7 +1,9 @@
-"""Which rows a ledger has, and in which order."""
+"""Which rows a ledger has, in which order, and what of them is kept in memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from userdp.chain import Row
@@ -9,34 +11,85 @@ from userdp.errors import LedgerError
 
 FORMAT = 3
 
+# How many steps there were, and the hash of the last row then.
+Position = tuple[int, str]
 
-def check_content(rows: list[Row], path: Path) -> None:
-    """Refuse rows that make no sense, even if they are chained correctly."""
-    if not rows or rows[0].get("kind") != "run":
+
+@dataclass(kw_only=True)
+class Kept:
+    """The rows of a ledger without those of the steps, which are only counted.
+
+    So a long run needs no more memory than a short one. `head` is the hash of the last row.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    steps: int = 0
+    head: str = ""
+
+    def add(self, row: Row) -> None:
+        """Take in the next row."""
+        if row["kind"] == "step":
+            self.steps += 1
+        else:
+            self.rows.append(row)
+        self.head = row["hash"]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the closing row is there."""
+        return bool(self.rows) and self.rows[-1]["kind"] == "end"
+
+
+def kept_rows(rows: Iterable[Row], path: Path, *, remembered: Position | None = None) -> Kept:
+    """Read rows. Rows that make no sense are refused, even if they are chained correctly.
+
+    A `remembered` position must be among them, because the hash there stands for all rows before.
+    """
+    kept = Kept()
+    is_there = remembered is None
+    for row in rows:
+        if not kept.rows:
+            _check_first(row, path)
+        else:
+            _check_next(row, kept, path)
+        kept.add(row)
+        is_there = is_there or remembered == (kept.steps, kept.head)
+    if not kept.rows:
+        raise LedgerError(
+            f"{path} has no row: the run was stopped before it began, and nothing was spent. "
+            "Delete its directory and begin again."
+        )
+    if not is_there:
+        raise LedgerError(
+            f"{path}: rows were cut off or replaced since the checkpoint was written. What these "
+            "rows say was spent is not what was spent. Restore the ledger."
+        )
+    return kept
+
+
+def _check_first(row: Row, path: Path) -> None:
+    if row.get("kind") != "run":
         raise LedgerError(f"{path}: the first row must describe the run.")
-    if rows[0].get("format") != FORMAT:
+    if row.get("format") != FORMAT:
         raise LedgerError(f"{path}: written in a format this version does not read.")
-    kinds = [row.get("kind") for row in rows[1:] if row.get("kind") != "doubt"]
-    if any(not isinstance(row.get("reason"), str) for row in rows if row.get("kind") == "doubt"):
-        raise LedgerError(f"{path}: a row of doubt gives no reason.")
-    is_closed = kinds[-1:] == ["end"]
-    if is_closed:
-        kinds.pop()
-    num_before = sum(kind in ("paid", "earlier") for kind in kinds)
-    if any(kind not in ("paid", "earlier") for kind in kinds[:num_before]) or any(
-        kind != "step" for kind in kinds[num_before:]
-    ):
+    if type(row.get("fixed_seed")) is not bool or not isinstance(row.get("bound_to"), dict):
+        raise LedgerError(f"{path}: the first row lacks what the run was bound to.")
+    if not isinstance(row.get("model_check"), str):
+        raise LedgerError(f"{path}: the first row does not say how the model was checked.")
+
+
+def _check_next(row: Row, kept: Kept, path: Path) -> None:
+    kind = row.get("kind")
+    is_early = kind in ("paid", "earlier")
+    is_known = is_early or kind in ("step", "doubt", "end")
+    if not is_known or kept.is_closed or (is_early and kept.steps):
         raise LedgerError(
             f"{path}: after the run come the earlier runs and the paid rows, then the steps, then "
             "at most one closing row, and nothing else."
         )
-    steps = [row.get("step") for row in rows if row.get("kind") == "step"]
-    if steps != list(range(len(steps))):
+    if kind == "doubt" and not isinstance(row.get("reason"), str):
+        raise LedgerError(f"{path}: a row of doubt gives no reason.")
+    if kind == "step" and row.get("step") != kept.steps:
         raise LedgerError(f"{path}: the steps are not consecutive.")
-    if is_closed and rows[-1].get("steps") != len(steps):
+    if kind == "end" and row.get("steps") != kept.steps:
         raise LedgerError(f"{path}: the closing row counts other steps than there are.")
-    first = rows[0]
-    if type(first.get("fixed_seed")) is not bool or not isinstance(first.get("bound_to"), dict):
-        raise LedgerError(f"{path}: the first row lacks what the run was bound to.")
-    if not isinstance(first.get("model_check"), str):
-        raise LedgerError(f"{path}: the first row does not say how the model was checked.")

@@ -264,12 +264,12 @@ def test_a_ledger_is_open_once_at_a_time(tmp_path: Path) -> None:
     assert refusal(path) == ""
 
 
-def test_a_ledger_is_not_opened_without_its_key_or_with_a_cut_row(tmp_path: Path) -> None:
+def test_a_ledger_is_not_opened_without_its_key_nor_read_with_a_cut_row(tmp_path: Path) -> None:
     path = small_ledger(tmp_path, finish=False)
     content = path.read_bytes()
     path.write_bytes(content[:-5])
     with pytest.raises(LedgerError, match="cut short"):
-        Ledger.open(path)
+        Ledger.read(path)
     path.write_bytes(content)
     chain.key_path(path).unlink()
     with pytest.raises(LedgerError, match="without the run's key"):
@@ -365,7 +365,7 @@ def test_counting_steps_does_not_read_all_rows_again() -> None:
         def __iter__(self) -> Any:
             raise AssertionError("all rows were read to count the steps")
 
-    ledger._rows = Counted(ledger._rows)
+    ledger._kept.rows = Counted(ledger._kept.rows)
     ledger.charge_step()
     assert ledger.steps == 4
 
