@@ -30,7 +30,7 @@ from userdp.models.load import Lora, add_lora
 from userdp.plan import Plan
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
-from userdp.training import cohort_batches
+from userdp.training_rows import cohort_batches
 
 LENGTH = 64
 END = 256

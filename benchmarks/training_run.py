@@ -31,7 +31,7 @@ from userdp.plan import Plan
 from userdp.run_record import RunRecord
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
-from userdp.training import cohort_batches
+from userdp.training_rows import cohort_batches
 
 
 def ragged_rows(

@@ -14,7 +14,7 @@ from cli_runner import python
 ROOT = Path(userdp.__file__).parent
 
 # From the ground up; what each may import is listed, so that a new arrow is a decision.
-GROUND = {"errors", "units", "index", "history", "parts", "streams", "durable"}
+GROUND = {"errors", "units", "index", "history", "parts", "streams", "durable", "interrupts"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the
@@ -62,15 +62,22 @@ ABOVE = {
     "neighbours": GROUND | {"clipping", "losses", "models", "updates"},
     "checked_model": GROUND | {"clipping", "losses", "models", "plan", "probe", "sampling"},
     "probe": GROUND | {"kept"} | {"clipping", "losses", "models", "neighbours", "updates"},
+    "checkpoints": GROUND | {"chain", "data"},
+    "same_run": GROUND | {"digests", "ledger", "plan"},
     "run_record": GROUND
-    | {"clipping", "digests", "ledger", "lineage", "models", "plan", "run_files", "statement"},
+    | {"clipping", "digests", "ledger", "lineage", "models", "plan", "run_files", "statement"}
+    | {"chain", "checkpoints", "same_run"},
     "step": GROUND
     | {"checked_model", "clipping", "ledger", "losses", "models", "noise", "plan", "run_record"}
     | {"sampling", "statement"},
+    "continuing": GROUND
+    | {"chain", "checkpoints", "ledger", "losses", "models", "rows_file", "run_record", "step"},
+    "training_rows": GROUND | {"bounding", "data", "losses", "plan", "sampling"},
     "training": GROUND
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
-    | {"losses", "models", "paid", "plan", "probe", "run_files", "run_record", "sampling"}
-    | {"statement", "step"},
+    | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
+    | {"continuing", "same_run", "statement", "step", "training_rows"},
+    "saved_run": GROUND | {"config", "digests", "ledger", "models"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }
 TOP = {"cli", "quickstart"}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import models_zoo
-from userdp import training
+from userdp import saved_run, training
 from userdp.clipping import summation
 from userdp.clipping.batches import cohort
 from userdp.clipping.settings import StepSettings
@@ -62,7 +62,7 @@ def test_ledger_is_bound_to_data_and_configuration(
     assert bound["config"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert set(bound) == {
         *("data", "selection", "sequence_length", "tokenizer", "model", "initial_weights"),
-        *("optimizer", "schedule", "settings", "device", "code", "config"),
+        *("optimizer", "schedule", "settings", "device", "hardware", "code", "config"),
     }
     assert first["fixed_seed"] is True
     assert (tmp_path / "run" / "config.toml").read_bytes() == path.read_bytes()
@@ -74,7 +74,7 @@ def test_loaded_run_is_the_trained_model(config_file: Callable[..., Path], tmp_p
         path = config_file(model=more, name=f"{name}.toml")
         config = load_config(path)
         run = training.train_from_config(path, config, config.plan(), tmp_path / name)
-        again, _, _ = training.load_run(tmp_path / name)
+        again, _, _ = saved_run.load_run(tmp_path / name)
         ids = torch.tensor([[1, 2, 3, 4]])
         with torch.no_grad():
             ours, theirs = (m.eval()(input_ids=ids).logits for m in (run.model, again))

@@ -16,7 +16,7 @@ import tiny
 import userdp
 from userdp import Plan, PrivateStep, StepSettings
 from userdp.data.tokens import tokenise
-from userdp.training import cohort_batches
+from userdp.training_rows import cohort_batches
 
 SOURCE = Path(userdp.__file__).parent
 PAGE = (Path(__file__).parents[1] / "docs" / "walk.md").read_text()

@@ -86,6 +86,8 @@ class CheckedModel:
             else PlainClipping(model, parameters, record_loss=record_loss, update=plan.update)
         )
         self.is_checked = False
+        # Whether users run one at a time because made-up rows have no gradient.
+        self._is_alone = False
         # The example that the model was checked with (secret), and how the model computed then.
         self._example: Batch | None = None
         self._ways: list[Any] = []
@@ -111,6 +113,26 @@ class CheckedModel:
             self._longest = usual_length(self._model, example)
         self._probe(example)
 
+    def state_dict(self) -> dict[str, Any]:
+        """How the sums are computed from here on, where that changed since the beginning."""
+        return {
+            "is_checked": self.is_checked,
+            "alone": self._is_alone,
+            "sums": self.summation.state_dict(),
+            "longest": self._longest,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], example: Batch | None) -> None:
+        """Go on as after the probe and the steps that led to this state."""
+        if not state["is_checked"]:
+            return
+        self._longest, self._is_length_given = state["longest"], True
+        if state["alone"]:
+            self._run_alone()
+        self._example, self._ways = example, ways_of(self._model)
+        self.is_checked = self.summation.skip_failing = True
+        self.summation.load_state_dict(state["sums"])
+
     def update_of_one(self, groups: Sequence[Batch]) -> Update | None:
         """The update of the first group with rows, if the loss is one's own. Secret.
 
@@ -126,6 +148,10 @@ class CheckedModel:
         except Exception:
             # This group's own data fails; the sum counts it as zero.
             return None
+
+    def _run_alone(self) -> None:
+        self._is_alone = True
+        self.summation = self._new_summation(path="plain", every_shape=True)
 
     def _check_changed(self) -> None:
         """Check the model again if its mode, a hook or a method changed since the last check."""
@@ -145,7 +171,7 @@ class CheckedModel:
             # Alone, users cannot affect each other in a batch. What a model keeps in its modules is
             # put back after every user, and a loss of one's own is watched at every step.
             _LOG.warning("users run one at a time: %s", error)
-            self.summation = self._new_summation(path="plain", every_shape=True)
+            self._run_alone()
             self.is_checked = True
         if self.is_checked and not self._is_length_given and "input_ids" in (example or TOKENS):
             self._is_length_given = True

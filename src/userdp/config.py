@@ -151,6 +151,13 @@ class TrainingSettings(_WithParts):
         description="Several short records in one row (fast); default: for users it saves much.",
     )
     device: str = "cpu"
+    checkpoint_every: int | None = Field(
+        None, ge=1, description="Steps from one checkpoint to the next; default: by the minutes."
+    )
+    checkpoint_minutes: float = Field(
+        5.0, gt=0, description="Minutes from one checkpoint to the next."
+    )
+    keep_checkpoints: int = Field(2, ge=1, description="How many checkpoints are kept.")
     fixed_seed: int | None = Field(
         None, description="For tests only: whoever knows it can remove the noise."
     )

@@ -37,3 +37,9 @@ class BudgetExhaustedError(RuntimeError):
     """Every planned step was taken: one more would exceed the stated epsilon. Exit code 3."""
 
     exit_code = 3
+
+
+class StoppedRunError(RuntimeError):
+    """The machine, not the input, stopped a run: a full disk, a lost mount. Exit code 1."""
+
+    exit_code = 1

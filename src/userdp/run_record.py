@@ -2,6 +2,10 @@
 
 The step and the loop only compute. Whatever leaves them goes through here. A step's row is on disk
 before anyone can see a weight of the step.
+
+A run that was stopped goes on from a checkpoint. The ledger may be ahead of it: then the steps in
+between are taken again, with the same cohorts and the same noise, from the same weights. The result
+is what was charged already, so these steps are not charged again.
 """
 
 from __future__ import annotations
@@ -20,26 +24,29 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch import nn
 
+from userdp.chain import read_key, write_private
+from userdp.checkpoints import Checkpoints, Moment, Saving, hardware_of
 from userdp.clipping.settings import StepSettings
 from userdp.digests import (
     base_digest,
-    code_version,
     frozen_digests,
     index_digest,
     optimizer_digest,
-    parts_version,
     trained_digest,
     weights_digest,
 )
-from userdp.errors import InputError, MixedExamplesError
+from userdp.durable import new_directory, write_file
+from userdp.errors import InputError, LedgerError, MixedExamplesError
 from userdp.history import ATTRIBUTE, carry, history_of, write_history
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
 from userdp.lineage import begin_run, check_current, past_cautions
+from userdp.models.checks import trainable_parameters
 from userdp.models.load import adapter_tensors, save_model
 from userdp.models.proven import model_check
 from userdp.plan import Plan
 from userdp.run_files import model_files
+from userdp.same_run import NOISE_KEY, check_same, digests_of, stored_secret
 from userdp.statement import Statement
 from userdp.streams import RunSecret, Streams
 
@@ -59,6 +66,7 @@ class RunRecord:
         secret: RunSecret | None = None,
         *,
         path: Path | None = None,
+        saving: Saving | None = None,
         on_step: OnStep | None = None,
     ) -> None:
         self.ledger = ledger
@@ -68,6 +76,12 @@ class RunRecord:
         self._model: nn.Module | None = None
         self._secret = secret or RunSecret.from_system()
         self._on_step = on_step
+        # How many steps the weights in memory have taken, and how many were charged before: a run
+        # that goes on takes those in between again.
+        self._position = self._charged_before = ledger.steps
+        # Whether the secret is one that was made for this very run.
+        self._is_own_secret = False
+        self.checkpoints = None if path is None else checkpoints_of(path, saving)
         # The digests of what must not change, by name; None before the run begins.
         self._frozen: dict[str, str] | None = None
 
@@ -83,6 +97,7 @@ class RunRecord:
         bound_to: Mapping[str, str] | None = None,
         config: Path | None = None,
         cautions: Sequence[str] = (),
+        saving: Saving | None = None,
         on_step: OnStep | None = None,
     ) -> RunRecord:
         """A new record. It is on disk if `path`, the run's directory, is given.
@@ -92,22 +107,23 @@ class RunRecord:
         those of the data.
         """
         secret = secret or RunSecret.from_system()
-        named = dict(bound_to or {})
-        if others := parts_version(plan.parts):
-            named["parts"] = others
+        bound = digests_of(plan, model, optimizer, bound_to or {})
         if config is not None:
-            named["config"] = hashlib.sha256(config.read_bytes()).hexdigest()
+            bound["config"] = hashlib.sha256(config.read_bytes()).hexdigest()
+        if not secret.fixed_seed:
+            # The caller may use a secret for several runs. Each run's own is different.
+            secret = secret.bound_to(secrets.token_hex(32))
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
+            if (path / "ledger.jsonl").exists():
+                raise LedgerError(f"{path} already holds a run: choose another output directory.")
+            if not secret.fixed_seed:
+                # The secret is on disk before the ledger: no charged step is without it.
+                write_private(path / NOISE_KEY, secret.key.hex().encode() + b"\n")
         ledger = Ledger.create(
             plan,
             path=path / "ledger.jsonl" if path is not None else None,
-            bound_to=named
-            | {
-                "initial_weights": weights_digest(model),
-                "optimizer": optimizer_digest(optimizer),
-                "code": code_version(),
-            },
+            bound_to=bound,
             fixed_seed=secret.fixed_seed,
             data_cautions=(*cautions, *past_cautions(model)),
             # Under a fixed seed the whole record repeats; otherwise no two runs share a key.
@@ -116,9 +132,76 @@ class RunRecord:
         )
         if path is not None and config is not None:
             shutil.copyfile(config, path / "config.toml")
-        record = RunRecord(ledger, secret, path=path, on_step=on_step)
+        record = RunRecord(ledger, secret, path=path, saving=saving, on_step=on_step)
         record._model = model
+        record._is_own_secret = True
         return record
+
+    @staticmethod
+    def resume(
+        plan: Plan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        path: Path,
+        moment: Moment | None,
+        bound_to: Mapping[str, str],
+        secret: RunSecret | None = None,
+        config: Path | None = None,
+        saving: Saving | None = None,
+        on_step: OnStep | None = None,
+    ) -> RunRecord:
+        """The record of the unfinished run in `path`, to go on with.
+
+        The model and the optimizer are as they were before the first step. `moment` is the
+        checkpoint to go on from; None goes on from the beginning. Anything that changes what the
+        run releases must be as it was: the same noise on other values would show the difference of
+        the two. A `secret` is given only for a fixed seed.
+        """
+        remembered = None if moment is None else (moment.step, moment.head)
+        ledger = Ledger.open(path / "ledger.jsonl", remembered=remembered)
+        try:
+            check_same(ledger, plan, digests_of(plan, model, optimizer, bound_to), config, path)
+            if secret is None or not secret.fixed_seed:
+                secret = stored_secret(path)
+            if secret.fixed_seed != ledger.fixed_seed:
+                raise InputError(f"{path} was begun with another kind of seed: put it back.")
+            _check_hardware(ledger, moment, next(model.parameters()).device)
+        except BaseException:
+            ledger.close()
+            raise
+        record = RunRecord(ledger, secret, path=path, saving=saving, on_step=on_step)
+        record._model = model
+        record._is_own_secret = True
+        record._position = 0 if moment is None else moment.step
+        return record
+
+    def keep_beginning(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, before: int
+    ) -> None:
+        """Save what the run begins with, if a new process could not make it again.
+
+        Adapters are drawn at random. A fork begins with a checkpoint, after `before` steps.
+        """
+        weights = trainable_parameters(model)
+        is_adapted = len(weights) < sum(1 for _ in model.parameters())
+        if self.checkpoints is not None and (is_adapted or before):
+            values = {"kind": type(optimizer).__name__, "values": optimizer.state_dict()}
+            self.checkpoints.save_initial(weights, {"before": before, "optimizer": values})
+
+    def moment(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> Moment:
+        """The run as it is now, for a checkpoint."""
+        return Moment(
+            step=self._position,
+            head=self.ledger.head,
+            weights=weights,
+            state=state,
+        )
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the next step was charged before the run was stopped."""
+        return self._position < self._charged_before
 
     def begin(
         self, plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, index: UserIndex
@@ -130,7 +213,7 @@ class RunRecord:
             raise InputError("the record was made for another model: make one for each run.")
         begin_run(model, self.ledger)
         secret = self._secret.bound_to(self.ledger.run_digest)
-        if not secret.fixed_seed:
+        if not secret.fixed_seed and not self._is_own_secret:
             # Somebody may copy a ledger and continue both copies with one secret. If the noise
             # depended only on the run's name, both would get the same noise, and the difference of
             # the two models would have none.
@@ -146,8 +229,8 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """How many steps were charged."""
-        return self.ledger.steps
+        """How many steps the weights in memory have taken."""
+        return self._position
 
     def check_current(self, model: nn.Module) -> None:
         """Refuse a step if another run has begun on the same model since."""
@@ -167,7 +250,8 @@ class RunRecord:
         if not self.ledger.turn.acquire(blocking=False):
             raise InputError("another step of this run is being taken: take one after the other.")
         try:
-            if number != self.ledger.steps:
+            charged = max(self._position, self._charged_before)
+            if number != self._position or charged != self.ledger.steps:
                 raise InputError(
                     f"the cohort was drawn for step {number}, and {self.ledger.steps} steps are "
                     "charged by now: another step of this run was taken in between. Draw and apply "
@@ -181,17 +265,20 @@ class RunRecord:
         raise TypeError("the record of a run cannot be copied: both would draw the same noise.")
 
     def charge_step(self) -> None:
-        """Record the next step; returns once it is on disk."""
-        self.ledger.charge_step()
+        """Record the next step; returns once it is on disk. A repeated step has its row already."""
+        if not self.is_repeating:
+            self.ledger.charge_step()
+        self._position += 1
 
     def doubt(self, reason: str) -> None:
         """Record why nothing is promised from here on; returns once it is on disk."""
-        self.ledger.doubt(reason)
+        if reason not in self.ledger.doubts:
+            self.ledger.doubt(reason)
 
     def step_done(self) -> None:
         """Tell `on_step` how many steps are done."""
         if self._on_step is not None:
-            self._on_step(self.ledger.steps)
+            self._on_step(self._position)
 
     def finish(self, model: nn.Module, tokenizer: Any = None) -> None:
         """Write the closing row. A run with a directory also writes the model and the statement.
@@ -204,11 +291,12 @@ class RunRecord:
         digests = {"final_weights": trained_digest(model)}
         if self.path is not None:
             saved = self.path / "model"
-            save_model(model, tokenizer, saved)
             history = vars(model)[ATTRIBUTE]
+            with new_directory(saved) as partial:
+                save_model(model, tokenizer, partial)
+                write_history(partial, history)
             homes = (*history_of(model).homes, self.path.resolve())
             carry(model, dataclasses.replace(history, homes=homes))
-            write_history(saved, history)
             files = model_files(saved)
             published = adapter_tensors(saved)
             if published is not None:
@@ -217,8 +305,7 @@ class RunRecord:
                 digests["base_weights"] = base_digest(model, published)
         self.ledger.finish(digests, model_files=files)
         if self.path is not None:
-            told = json.dumps(self.statement().to_json(), indent=1)
-            (self.path / "statement.json").write_text(told + "\n")
+            write_statement(self.path, self.statement())
 
     def _check_frozen(self, model: nn.Module) -> None:
         if self._frozen is None:
@@ -254,12 +341,44 @@ class RunRecord:
     def _discard(self) -> None:
         if self.path is None:
             return
-        for name in ("ledger.jsonl", "config.toml"):
-            (self.path / name).unlink(missing_ok=True)
-        shutil.rmtree(self.path / "secret", ignore_errors=True)
-        with contextlib.suppress(OSError):
-            # If the directory is not empty, it stays: the other files in it are not the run's.
-            self.path.rmdir()
+        discard(self.path)
+
+
+def checkpoints_of(run: Path, saving: Saving | None = None) -> Checkpoints:
+    """The checkpoints of the run in this directory."""
+    key = read_key(run / "ledger.jsonl")
+    if key is None:
+        raise LedgerError(f"{run / 'secret'} lacks the run's key: no checkpoint can be trusted.")
+    return Checkpoints(run / "checkpoints", key, saving)
+
+
+def discard(run: Path) -> None:
+    """Delete the files of a run that has released nothing."""
+    for name in ("ledger.jsonl", "config.toml"):
+        (run / name).unlink(missing_ok=True)
+    for name in ("secret", "checkpoints"):
+        shutil.rmtree(run / name, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        # If the directory is not empty, it stays: the other files in it are not the run's.
+        run.rmdir()
+
+
+def write_statement(run: Path, statement: Statement) -> None:
+    """Leave the statement in the run's directory."""
+    told = json.dumps(statement.to_json(), indent=1)
+    write_file(run / "statement.json", told.encode() + b"\n")
+
+
+def _check_hardware(ledger: Ledger, moment: Moment | None, device: torch.device) -> None:
+    """Refuse to repeat steps where they would be rounded in another way."""
+    repeated = ledger.steps - (0 if moment is None else moment.step)
+    before, now = ledger.bound_to.get("hardware", ""), hardware_of(device)
+    if repeated and before and before != now:
+        raise InputError(
+            f"{repeated:,} steps since the last checkpoint must be taken again exactly as they "
+            f"were, and this is other hardware: {now} instead of {before}. Go back to that, or say "
+            "--fork to take them with new noise at a new charge."
+        )
 
 
 def _unnamed(

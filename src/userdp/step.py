@@ -269,10 +269,15 @@ class PrivateStep:
             "step": self.record.steps,
             "clip": CLIP_RULES.to_json(self._clip),
             "noise": self._noise.state_dict(),
+            "model": self._checked.state_dict(),
+            "doubted": self._is_doubted,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict` that was taken after as many steps as are recorded."""
+    def load_state_dict(self, state: dict[str, Any], example: Batch | None = None) -> None:
+        """Continue from a `state_dict` that was taken after as many steps as are recorded.
+
+        `example` is what `check_model` was given.
+        """
         if self._drawn is not None or state["step"] != self.record.steps:
             raise InputError(
                 f"the state is that of step {state['step']}, and the record has "
@@ -283,6 +288,8 @@ class PrivateStep:
             raise InputError("the state is that of a step with another clip rule.")
         self._clip = clip
         self._noise.load_state_dict(state["noise"])
+        self._checked.load_state_dict(state["model"], example)
+        self._is_doubted = state["doubted"]
 
     def statement(self) -> Statement:
         """What may be said about the model after the steps taken so far."""

@@ -11,38 +11,51 @@ Nothing else leaves a run: no loss on its training users, no norm, no cohort.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
+from userdp.checkpoints import Moment, Saving, hardware_of
 from userdp.clipping.settings import StepSettings
-from userdp.config import Config, load_config
+from userdp.config import Config
+from userdp.continuing import (
+    Beginning,
+    Checkpoint,
+    beginning_of,
+    charged_ledger,
+    clear_unbegun,
+    move_parent,
+    restore,
+    restore_beginning,
+    restore_weights,
+)
+from userdp.continuing import fork as forked
 from userdp.data.store import UserStore
-from userdp.data.tokens import TokenRows, tokenise, tokenise_selected, tokenizer_digest
-from userdp.digests import base_digest, digest_precision, model_digest, scheduler_digest
+from userdp.data.tokens import tokenizer_digest
+from userdp.digests import model_digest, scheduler_digest
 from userdp.earlier import Earlier
-from userdp.errors import InputError, LedgerError
+from userdp.errors import InputError
 from userdp.history import history_of
+from userdp.interrupts import signals_wait_for_the_step
 from userdp.ledger import Ledger
 from userdp.lineage import earlier_runs
-from userdp.losses import Batch
 from userdp.models.checks import trainable_parameters
-from userdp.models.load import Lora, adapter_tensors, load_adapter, load_model, load_tokenizer
+from userdp.models.load import Lora, load_model
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.probe import check_positions
 from userdp.run_files import overlap, write_training_users
-from userdp.run_record import OnStep, RunRecord
-from userdp.sampling import Cohort
+from userdp.run_record import OnStep, RunRecord, checkpoints_of, write_statement
+from userdp.same_run import NOISE_KEY
 from userdp.statement import Statement
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
+from userdp.training_rows import cohort_batches, rows_of, selection_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +89,10 @@ def train(
     paid: Sequence[Paid] = (),
     other_people: bool = False,
     secret: RunSecret | None = None,
+    saving: Saving | None = None,
+    resume: bool = False,
+    fork: bool = False,
+    fork_step: int | None = None,
     on_step: OnStep | None = None,
 ) -> Run:
     """Train `model` on the store's users as `plan` says. The model is changed in place.
@@ -95,45 +112,97 @@ def train(
     with this run. `other_people` declares that nobody in this store was in those earlier runs. Then
     each person is in one run only, and the statement gives the largest epsilon. If the runs' lists
     of users are available, they are compared. If not, the statement says so.
+
+    Checkpoints are saved into `out` as `saving` says. With `resume`, the run in `out` goes on where
+    it was stopped; give the model, the optimizer and everything else as at its beginning. A
+    finished run goes on if the plan has more steps, and its cost is composed. With `fork`, a new
+    run begins with the last checkpoint in `out`, or that after `fork_step` steps, under whatever
+    has changed. What its parent was charged for is composed with it.
     """
+    path = Path(out) if out is not None else None
+    if path is None and (resume or fork):
+        raise InputError("resume and fork need `out`, the directory of the run to go on with.")
+    settings = settings or StepSettings()
+    if optimizer is None:
+        optimizer = make_optimizer(model, "adamw", learning_rate)
+    charged = charged_ledger(path) if path is not None and resume else None
+    if path is not None and charged is not None and charged.is_finished and not fork:
+        done = beginning_of(path).before + charged.steps
+        if plan.steps <= done:
+            return _finished(path, charged, model)
+        fork = True
+    goes_on = charged is not None and not fork
+    beginning = Beginning()
+    if path is not None and fork:
+        beginning = forked(path, model, step=fork_step)
+        plan = replace(plan, steps=_steps_left(plan, beginning))
+    elif path is not None and charged is not None:
+        beginning = beginning_of(path)
+        # The runs before a fork took some of the planned steps.
+        plan = replace(plan, steps=charged.plan.steps) if beginning.before else plan
+    elif path is not None and resume:
+        clear_unbegun(path)
+    restore_beginning(beginning, model, optimizer, scheduler)
+
     # The ledger will name this data, so make sure that the data has not changed.
     store.verify()
     before = earlier_runs(model, other_people=other_people, data=store.fingerprint)
     plan.check_paid(paid, earlier=before)
     cautions = (*store.cautions, *_check_declared(model, store, before))
     check_positions(model, sequence_length)
-    rows = _rows(store, tokenizer, plan, selection, sequence_length)
-    settings = settings or StepSettings()
-    if optimizer is None:
-        optimizer = make_optimizer(model, "adamw", learning_rate)
+    rows = rows_of(store, tokenizer, plan, selection, sequence_length)
+    device = next(model.parameters()).device
+    bound_to = {
+        "data": store.fingerprint,
+        "selection": selection_name(store, selection),
+        "sequence_length": str(sequence_length),
+        "tokenizer": tokenizer_digest(tokenizer),
+        "model": model_digest(model),
+        "schedule": scheduler_digest(scheduler),
+        "settings": str(settings),
+        "device": device.type,
+        "hardware": hardware_of(device),
+    }
     homes = history_of(model).homes
-    record = RunRecord.create(
-        plan,
-        model,
-        optimizer,
-        settings=settings,
-        secret=secret,
-        path=Path(out) if out is not None else None,
-        bound_to={
-            "data": store.fingerprint,
-            "selection": _selection_name(store, selection),
-            "sequence_length": str(sequence_length),
-            "tokenizer": tokenizer_digest(tokenizer),
-            "model": model_digest(model),
-            "schedule": scheduler_digest(scheduler),
-            "settings": str(settings),
-            "device": next(model.parameters()).device.type,
-        },
-        config=config,
-        cautions=cautions,
-        on_step=on_step,
-    )
-    with record.closing():
-        record.ledger.inherit(before)
-        for item in paid:
-            record.ledger.charge(item.event, what=item.what)
-        if record.path is not None:
-            write_training_users(record.path, record.ledger.run_digest, store, homes)
+    moment: Moment | None = None
+    if path is not None and goes_on:
+        moment = checkpoints_of(path).newest()
+        record = RunRecord.resume(
+            plan,
+            model,
+            optimizer,
+            path=path,
+            moment=moment,
+            bound_to=bound_to,
+            secret=secret,
+            config=config,
+            saving=saving,
+            on_step=on_step,
+        )
+    else:
+        if path is not None and beginning.parent is not None:
+            homes = (*homes, move_parent(path, beginning.parent))
+        record = RunRecord.create(
+            plan,
+            model,
+            optimizer,
+            settings=settings,
+            secret=secret,
+            path=path,
+            bound_to=bound_to,
+            config=config,
+            cautions=cautions,
+            saving=saving,
+            on_step=on_step,
+        )
+    with record.closing(), signals_wait_for_the_step() as stop:
+        if not goes_on:
+            record.ledger.inherit(before)
+            for item in paid:
+                record.ledger.charge(item.event, what=item.what)
+            if record.path is not None:
+                write_training_users(record.path, record.ledger.run_digest, store, homes)
+            record.keep_beginning(model, optimizer, before=beginning.before)
         # Dropout is off: the noise regularises enough, and a group's update then depends only on
         # its rows.
         model.eval()
@@ -148,17 +217,49 @@ def train(
         )
         # If the model does not tell its vocabulary, the rows are made up from the tokenizer's.
         tokens = torch.arange(len(tokenizer))[None]
-        step.check_model({"input_ids": tokens, "labels": tokens})
+        example = {"input_ids": tokens, "labels": tokens}
+        if moment is not None:
+            restore(moment, model, optimizer, scheduler, step, example)
+        step.check_model(example)
+        checkpoint = Checkpoint(record, model, optimizer, scheduler, step, beginning.before)
         for cohort in step.cohorts():
             step.apply(cohort_batches(rows, cohort, pad_token=tokenizer.pad_token_id))
             if scheduler is not None:
                 scheduler.step()
             record.step_done()
+            checkpoint.save_if_due()
+            if stop and step.steps_left:
+                checkpoint.save_and_stop(stop.number)
+        checkpoint.save()
         record.finish(model, tokenizer)
     return Run(model=model, ledger=record.ledger, path=record.path)
 
 
-OTHER_BASE = "the base model that was loaded is not the one the adapter was trained on."
+def _steps_left(plan: Plan, beginning: Beginning) -> int:
+    """How many of the planned steps a fork takes: those that its parents did not."""
+    left = plan.steps - beginning.before
+    if left < 1:
+        raise InputError(
+            f"the checkpoint has {beginning.before:,} steps and {plan.steps:,} are planned: there "
+            "is none left to take. Plan more steps, or fork an earlier checkpoint."
+        )
+    return left
+
+
+def _finished(path: Path, ledger: Ledger, model: nn.Module) -> Run:
+    """A run that had finished. If it was stopped at its very end, it gets what it lacks."""
+    moment = checkpoints_of(path).newest()
+    if moment is None or moment.step != ledger.steps:
+        raise InputError(
+            f"{path} is finished, and its last checkpoint is gone: load its weights from "
+            f"{path / 'model'}."
+        )
+    restore_weights(model, moment)
+    if not (path / "statement.json").is_file():
+        write_statement(path, ledger.statement())
+    return Run(model=model, ledger=ledger, path=path)
+
+
 UNCHECKED_PEOPLE = (
     "that the people of the earlier runs are others was declared and could not be checked: a list "
     "of their users is not there, or hides ids under another key, or compares ids by another rule; "
@@ -181,13 +282,6 @@ def _check_declared(model: nn.Module, store: UserStore, before: Sequence[Earlier
     return [] if found.is_known else [UNCHECKED_PEOPLE]
 
 
-def _selection_name(store: UserStore, selection: Selection | None) -> str:
-    """A keyed name, because it is private who owns how much."""
-    if selection is None:
-        return ""
-    return store.keyed_digest(f"selection {selection.sha256()}".encode())
-
-
 def make_optimizer(model: nn.Module, name: str, learning_rate: float) -> torch.optim.Optimizer:
     """The named torch optimizer over the trainable parameters. On CUDA it is fused."""
     kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
@@ -196,57 +290,19 @@ def make_optimizer(model: nn.Module, name: str, learning_rate: float) -> torch.o
     return kinds[name](parameters, lr=learning_rate, fused=fused)
 
 
-def _rows(
-    store: UserStore,
-    tokenizer: Any,
-    plan: Plan,
-    selection: Selection | None,
-    sequence_length: int,
-) -> TokenRows:
-    if selection is None:
-        if plan.adjacency.fixed_graph:
-            raise InputError(
-                f"adjacency {plan.adjacency.value!r} needs a selection: bound contributions first."
-            )
-        return tokenise(store, tokenizer, sequence_length=sequence_length, verify=True)
-    edges = Edges.load(store.path)
-    selection.check(edges)
-    if not plan.adjacency.fixed_graph:
-        # Rows keep their owners. The sampler limits what each owner contributes, as without a
-        # selection.
-        selection.check_user_by_user(edges)
-        return tokenise_selected(
-            store,
-            tokenizer,
-            selection.records(),
-            sequence_length=sequence_length,
-            owners=store.sole_owners(),
-            verify=True,
-        )
-    if plan.sampler.group_size < selection.realised_bound:
-        raise InputError(
-            f"the selection gives users up to {selection.realised_bound} records; the plan covers "
-            f"{plan.sampler.group_size} under {plan.adjacency.value}. Plan for the selection, "
-            "under fixed-graph adjacency."
-        )
-    return tokenise_selected(
-        store, tokenizer, selection.records(), sequence_length=sequence_length, verify=True
-    )
-
-
-def cohort_batches(rows: TokenRows, cohort: Cohort, *, pad_token: int) -> Iterator[Batch]:
-    """One batch per group: the group's records, padded on the right."""
-    for group in cohort:
-        input_ids, labels = rows.padded(group, pad_token=pad_token)
-        yield {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
-
-
 def train_from_config(
-    config_path: Path, config: Config, plan: Plan, out: Path, *, on_step: OnStep | None = None
+    config_path: Path,
+    config: Config,
+    plan: Plan,
+    out: Path,
+    *,
+    resume: bool = False,
+    fork: bool = False,
+    fork_step: int | None = None,
+    on_step: OnStep | None = None,
 ) -> Run:
     """Train as the configuration says and leave the run in `out`."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} already holds something: choose another output directory.")
+    _check_out(out, goes_on=resume or fork)
     paid = config.load_paid()
     plan.check_paid(paid)
     store = UserStore.open(config.data.store)
@@ -269,8 +325,25 @@ def train_from_config(
         paid=paid,
         other_people=config.privacy.other_people,
         secret=None if seed is None else RunSecret.fixed_for_tests(seed),
+        saving=Saving(
+            every_steps=settings.checkpoint_every,
+            every_minutes=settings.checkpoint_minutes,
+            keep=settings.keep_checkpoints,
+        ),
+        resume=resume,
+        fork=fork,
+        fork_step=fork_step,
         on_step=on_step,
     )
+
+
+def _check_out(out: Path, *, goes_on: bool) -> None:
+    holds_something = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    if holds_something and not goes_on:
+        way_out = " Say --resume to go on with the run in it." if (out / NOISE_KEY).exists() else ""
+        raise InputError(
+            f"{out} already holds something: choose another output directory.{way_out}"
+        )
 
 
 def load_configured_model(config: Config) -> tuple[nn.Module, Any]:
@@ -301,39 +374,3 @@ def make_schedule(optimizer: torch.optim.Optimizer, name: str, steps: int) -> An
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, 2 * max(0, steps - step) / steps)
     )
-
-
-def load_run(run: Path) -> tuple[nn.Module, Any, Config]:
-    """The model that a run left, its tokenizer and its configuration."""
-    config = load_config(run / "config.toml")
-    saved = run / "model"
-    if not saved.is_dir():
-        raise InputError(f"{run} holds no model: did the run finish?")
-    if config.model.lora is None:
-        model, tokenizer = load_model(saved)
-        return model, tokenizer, config
-    base, _ = load_model(config.model.path, gguf_file=config.model.gguf_file)
-    return load_adapter(base, saved), load_tokenizer(str(saved)), config
-
-
-def check_base(run: Path, ledger: Ledger, model: nn.Module, *, unfinished: bool) -> bool | None:
-    """Whether the base model below the run's adapter is the one that its closing row names.
-
-    Another base is refused, unless `unfinished` runs are accepted. None if there is nothing to
-    compare: the run left a whole model, or its ledger names no base.
-    """
-    published = adapter_tensors(run / "model")
-    named = (ledger.end or {}).get("digests", {}).get("base_weights")
-    if published is None or named is None:
-        return None
-    precision = digest_precision(str(named))
-    is_same = (
-        isinstance(getattr(torch, precision, None), torch.dtype)
-        and base_digest(model, published, precision=precision) == named
-    )
-    if not is_same and not unfinished:
-        raise LedgerError(
-            f"{run}: {OTHER_BASE} Restore that base model, or say --unfinished to measure the "
-            "adapter on this one."
-        )
-    return is_same

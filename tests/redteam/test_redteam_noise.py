@@ -23,7 +23,7 @@ from userdp import (
     PrivateStep,
     StepSettings,
     UserIndex,
-    run_record,
+    same_run,
     training,
 )
 from userdp.bounding.edges import Edges
@@ -152,7 +152,7 @@ def test_whatever_changes_the_released_values_changes_the_noise(bound: Any) -> N
 
 def test_code_and_device_are_bound_too(bound: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = bound()
-    monkeypatch.setattr(run_record, "code_version", lambda: "another version")
+    monkeypatch.setattr(same_run, "code_version", lambda: "another version")
     assert bound() != before
 
 

@@ -17,7 +17,7 @@ from dp_accounting.pld import PLDAccountant
 import userdp
 from cli_runner import userdp as command
 from tiny import WORDS, make_model, make_store
-from userdp import Adjacency, Ledger, Lora, Plan, PrivateStep, UserIndex, load_model, training
+from userdp import Adjacency, Ledger, Lora, Plan, PrivateStep, UserIndex, load_model, training_rows
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
 from userdp.clipping.rules import FlatClip
@@ -487,11 +487,11 @@ def test_rows_of_a_selection_are_taken_from_a_verified_cache(
     store, edges = shared_store(tmp_path / "shared")
     _, tokenizer = load_model(root / "base")
     selection = Selection.of(edges, np.ones(10, dtype=np.int64), 5, method="greedy")
-    training._rows(store, tokenizer, records_plan(5), selection, 16)
+    training_rows.rows_of(store, tokenizer, records_plan(5), selection, 16)
     (cache,) = (store.path / "tokens").iterdir()
     (cache / "digests.json").unlink()
     with pytest.raises(InputError, match="cache of tokens changed"):
-        training._rows(store, tokenizer, records_plan(5), selection, 16)
+        training_rows.rows_of(store, tokenizer, records_plan(5), selection, 16)
 
 
 @pytest.mark.parametrize("place", ["best", "kept/best", "link"])

@@ -26,7 +26,8 @@ from userdp.cli import (
     train,
     verify,
 )
-from userdp.errors import BudgetExhaustedError, InputError
+from userdp.errors import BudgetExhaustedError, InputError, StoppedRunError
+from userdp.interrupts import InterruptedRunError
 
 app = typer.Typer(
     name="userdp",
@@ -55,6 +56,9 @@ def main() -> None:
     """Run the program; our own errors become one line on stderr and their exit code."""
     try:
         app()
-    except (InputError, BudgetExhaustedError) as error:
+    except (InputError, BudgetExhaustedError, StoppedRunError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except InterruptedRunError as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(stopped.exit_code)

@@ -49,23 +49,23 @@ def evaluate(
     if not allow_overlap:
         _refuse_training_users(Path(model), run, held_out)
     common.quiet_transformers()
-    from userdp import evaluation, training
+    from userdp import evaluation, saved_run
     from userdp.data.tokens import tokenise
     from userdp.models.load import load_model
 
     if run is not None and (run / "config.toml").is_file():
-        loaded, tokenizer, config = training.load_run(run)
+        loaded, tokenizer, config = saved_run.load_run(run)
         length = config.data.sequence_length
     else:
         loaded, tokenizer = load_model(model if run is None else run / "model")
         length = DEFAULT_LENGTH
     base_checked = None
     if run is not None and record is not None and (run / "model/adapter_config.json").is_file():
-        base_checked = training.check_base(run, record.ledger, loaded, unfinished=unfinished)
+        base_checked = saved_run.check_base(run, record.ledger, loaded, unfinished=unfinished)
         if base_checked is None:
             common.say("note: the ledger does not name the base model, so it was not compared.")
         elif not base_checked:
-            common.say(f"unfinished: {training.OTHER_BASE}")
+            common.say(f"unfinished: {saved_run.OTHER_BASE}")
     if sequence_length is not None:
         length = sequence_length
     rows = tokenise(held_out, tokenizer, sequence_length=length)

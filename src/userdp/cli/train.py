@@ -42,7 +42,7 @@ def train(
 
     # Import torch only now, so that a wrong configuration is refused at once.
     common.quiet_transformers()
-    from userdp import evaluation, training
+    from userdp import evaluation, saved_run, training
     from userdp.data.tokens import tokenise
 
     held_out, unchecked = None, False
@@ -65,7 +65,7 @@ def train(
         shared = shared_users(out, held_out)
         common.refuse_overlap(shared, held_out, way_out=OTHER_USERS)
         unchecked = shared is None
-        model, tokenizer, _ = training.load_run(out)
+        model, tokenizer, _ = saved_run.load_run(out)
         rows = tokenise(held_out, tokenizer, sequence_length=settings.data.sequence_length)
         loss = evaluation.evaluate(model, rows, pad_token=tokenizer.pad_token_id).loss
     statement = run.statement

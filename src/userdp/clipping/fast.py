@@ -35,11 +35,9 @@ from userdp.clipping.execute.checkpoint import blocks_of
 from userdp.clipping.execute.execution import Execution
 from userdp.clipping.execute.models import has_aligned_head, most_positions, padded_rows
 from userdp.clipping.flat import ClippedSum, FlatBuffer, HalfAddedError
-from userdp.clipping.gradients.any_layer import AnyLayer
-from userdp.clipping.gradients.lstm import Lstm
 from userdp.clipping.gradients.many_users import ManyUsers, look_at
 from userdp.clipping.gradients.one_user import OneUser
-from userdp.clipping.gradients.survey import Survey, find_layers
+from userdp.clipping.gradients.survey import Survey, stores_little_by_row
 from userdp.clipping.module_state import ModuleState
 from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.rules import ClipRule
@@ -61,9 +59,6 @@ EAGER_SHAPES = 64
 # Memory for stored per-user gradients in one backward pass: bytes on the CPU, a share on CUDA.
 CPU_STORED_BYTES = 1 << 29
 CUDA_STORED_SHARE = 0.3
-# Ragged batches store the gradients of layers without a cheaper form for every row. This is how
-# many parameters such layers may have in all.
-MOST_STORED_PARAMETERS = 2**21
 
 
 class FastClipping:
@@ -126,7 +121,7 @@ class FastClipping:
         settings, on_cuda = self._settings, self._device.type == "cuda"
         half = (self._dtype or self._parameters[0].dtype) == torch.bfloat16
         ragged = self._graphs and half and has_aligned_head(self._model, self._record_loss)
-        ragged = ragged and _stores_little_by_row(self._model)
+        ragged = ragged and stores_little_by_row(self._model)
         max_users = self._stored_users()
         return Packing(
             self._model,
@@ -162,14 +157,12 @@ class FastClipping:
         """
         assert type(rule) is type(self._rule)
         self._clip_norm.fill_(rule.clip_norm)
-        self._num_within.zero_()
         # A group without a record adds nothing, neither to the sum nor to the counts.
         listed = [group for group in groups if size_of(group).rows]
-        failures = Failures(self.skip_failing)
         if self.differs:
             return self._plain().clipped_sum(listed, rule)
         try:
-            self._add_all(listed, rule, failures)
+            failures = self._add_all(listed, rule)
         except MixedExamplesError as error:
             if not self.skip_failing:
                 raise
@@ -181,15 +174,41 @@ class FastClipping:
         failures.warn_if_all_failed(len(listed))
         return ClippedSum(total=self._total, num_within=self._num_within, num_updates=len(listed))
 
-    def _add_all(self, listed: Sequence[Batch], rule: ClipRule, failures: Failures) -> None:
-        """Add up the cohort, batch by batch; a user larger than a batch runs alone."""
-        self._total.zero_()
-        large, batches = self._packing.split(listed)
-        for users in batches:
-            self._add_batch(users, rule, failures)
-        for group in large:
-            with failures.of_one_group():
-                self._add_large(group)
+    def _add_all(self, listed: Sequence[Batch], rule: ClipRule) -> Failures:
+        """Add up the cohort, batch by batch; a user larger than a batch runs alone.
+
+        If the memory does not suffice, the cohort is added up again in batches of half the size.
+        """
+        while True:
+            self._total.zero_()
+            self._num_within.zero_()
+            failures = Failures(self.skip_failing)
+            try:
+                large, batches = self._packing.split(listed)
+                for users in batches:
+                    self._add_batch(users, rule, failures)
+                for group in large:
+                    with failures.of_one_group():
+                        self._add_large(group)
+                return failures
+            except torch.OutOfMemoryError:
+                if not self._packing.halve():
+                    raise
+            _LOG.warning("out of memory: from here on batches have half as many tokens.")
+            # What was captured for the larger batches holds memory.
+            self._add_by_shape.clear()
+            self._pool = None
+            if self._graphs:
+                torch.cuda.empty_cache()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next sum depends on beside its groups and the weights. Secret."""
+        return {"differs": self.differs, "packing": self._packing.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.differs = state["differs"]
+        self._packing.load_state_dict(state["packing"])
 
     def _add_batch(self, users: Users, rule: ClipRule, failures: Failures) -> None:
         """Add a batch of users; if it cannot be run, each of them alone."""
@@ -369,13 +388,6 @@ class FastClipping:
                 except NothingFiniteError:
                     # These made-up updates all count as zero, so they show nothing: try others.
                     continue
-
-
-def _stores_little_by_row(model: nn.Module) -> bool:
-    """Whether layers without a cheaper form are small enough to store gradients for every row."""
-    layers = [layer for layer in find_layers(model) if layer.rule in (AnyLayer, Lstm)]
-    count = sum(p.numel() for layer in layers for p in layer.parameters.values())
-    return count <= MOST_STORED_PARAMETERS
 
 
 def _is_power_of_two(number: int) -> bool:

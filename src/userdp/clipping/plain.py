@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +117,13 @@ class PlainClipping:
         self.differs = False
         groups = clip_groups(model)
         self._layers = [groups[id(parameter)] for parameter in parameters]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the next sum depends on its groups and the weights alone."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing to go on from."""
 
     def clipped_sum(
         self, groups: Iterable[Batch], rule: ClipRule, *, failures: Failures | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -28,6 +28,14 @@ class Summation(Protocol):
 
     def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
         """The sum of one update per group, each clipped once. Secret."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next sum depends on beside its groups and the weights. Secret."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
         ...
 
 

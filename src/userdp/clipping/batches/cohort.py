@@ -59,6 +59,27 @@ class Packing:
         if self._join_all:
             self._refuse_if_it_cannot_join()
 
+    def halve(self) -> bool:
+        """Make batches half as large from here on; False if they hold one row already."""
+        if self._sizes.max_tokens <= max(1, self._sizes.longest):
+            return False
+        self._sizes.max_tokens //= 2
+        return True
+
+    def state_dict(self) -> dict[str, int]:
+        """The sizes that later batches depend on. Secret: they come from what was seen."""
+        sizes = self._sizes
+        return {
+            "max_tokens": sizes.max_tokens,
+            "longest": sizes.longest,
+            "most_seen": sizes.most_seen,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from what `state_dict` gave."""
+        for name, value in state.items():
+            setattr(self._sizes, name, value)
+
     def split(self, groups: Iterable[Batch]) -> tuple[list[Batch], Iterator[Users]]:
         """The users that are larger than a batch, and batches of all others."""
         large: list[Batch] = []

@@ -29,6 +29,10 @@ LayerRule = type[Product | LayerNorm | RmsNorm | Embedding | Lstm | MergedLora |
 TRIAL_ROWS = 2
 MORE_ROWS = 3
 
+# Ragged batches store the gradients of layers without a cheaper form for every row. This is how
+# many parameters such layers may have in all.
+MOST_STORED_PARAMETERS = 2**21
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
@@ -237,3 +241,10 @@ def check_rows(layer: Layer, called: Called, more: Called) -> None:
             f"{TRIAL_ROWS} rows: the fast path cannot tell records apart there. Use "
             'path="plain".'
         )
+
+
+def stores_little_by_row(model: nn.Module) -> bool:
+    """Whether layers without a cheaper form are small enough to store gradients for every row."""
+    layers = [layer for layer in find_layers(model) if layer.rule in (AnyLayer, Lstm)]
+    count = sum(p.numel() for layer in layers for p in layer.parameters.values())
+    return count <= MOST_STORED_PARAMETERS

@@ -1,0 +1,120 @@
+"""What a run is bound to, and whether a start that says "go on" is of the same run.
+
+A run goes on with the noise that it began with. The same noise on other values would show the
+difference of the two values. So everything that changes what a run releases must be as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from userdp.digests import code_version, optimizer_digest, parts_version, weights_digest
+from userdp.errors import InputError, LedgerError
+from userdp.ledger import Ledger
+from userdp.plan import Plan
+from userdp.streams import RunSecret
+
+NOISE_KEY = Path("secret", "noise.key")
+
+# What a run is bound to, in words.
+MEANINGS = {
+    "plan": "privacy settings or another number of steps",
+    "data": "store or other data in it",
+    "selection": "selection of records",
+    "sequence_length": "sequence length",
+    "tokenizer": "tokenizer",
+    "model": "model",
+    "initial_weights": "set of initial weights",
+    "schedule": "learning rate schedule",
+    "optimizer": "optimizer or learning rate",
+    "settings": "settings of the step",
+    "device": "device",
+    "code": "version of this package or of torch",
+    "parts": "code of its parts",
+    "config": "configuration",
+}
+
+
+# Settings that change nothing that is released.
+UNRELEASED = (
+    ("training", "checkpoint_every"),
+    ("training", "checkpoint_minutes"),
+    ("training", "keep_checkpoints"),
+    ("data", "evaluation"),
+)
+SECRET_BYTES = 32
+
+
+def digests_of(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, bound_to: Mapping[str, str]
+) -> dict[str, str]:
+    """Everything that changes what a run releases, by name, each with its digest."""
+    others = parts_version(plan.parts)
+    return (
+        dict(bound_to)
+        | ({"parts": others} if others else {})
+        | {
+            "initial_weights": weights_digest(model),
+            "optimizer": optimizer_digest(optimizer),
+            "code": code_version(),
+        }
+    )
+
+
+def check_same(
+    ledger: Ledger, plan: Plan, named: Mapping[str, str], config: Path | None, path: Path
+) -> None:
+    """Refuse to go on with a run under anything that would change what it releases."""
+    before = dict(ledger.bound_to)
+    written = before.pop("config", None)
+    # Only steps that are taken again need the same hardware.
+    before.pop("hardware", None)
+    named = {name: digest for name, digest in named.items() if name != "hardware"}
+    changed = {name for name in before.keys() | named if before.get(name) != named.get(name)}
+    if ledger.plan != plan:
+        changed.add("plan")
+    if config is not None and written is not None:
+        # The run's own copy is compared by what it says: the run's files may lie elsewhere now.
+        copy = (path / "config.toml").read_bytes()
+        if hashlib.sha256(copy).hexdigest() != written:
+            raise LedgerError(f"{path / 'config.toml'} is not what the ledger names: restore it.")
+        if _settings_of(copy) != _settings_of(config.read_bytes()):
+            changed.add("config")
+    if changed:
+        # Named is the first of these: others may follow from it.
+        first = min(changed, key=lambda name: (*MEANINGS, name).index(name))
+        meaning = MEANINGS.get(first, first)
+        raise InputError(
+            f"{path} was begun with another {meaning}: a run goes on only as it began. Put that "
+            "back, or say --fork to go on from the last checkpoint at a new charge."
+        )
+
+
+def _settings_of(config: bytes) -> dict[str, Any]:
+    """What a configuration says, without what changes nothing that is released."""
+    settings = tomllib.loads(config.decode())
+    for section, name in UNRELEASED:
+        settings.get(section, {}).pop(name, None)
+    return settings
+
+
+def stored_secret(path: Path) -> RunSecret:
+    """The secret that the run in `path` began with."""
+    place = path / NOISE_KEY
+    try:
+        key = bytes.fromhex(place.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        key = b""
+    if len(key) != SECRET_BYTES:
+        raise LedgerError(
+            f"{place} is not there or damaged: the run was finalized, or its secret is lost. It "
+            "cannot go on. Say --fork to go on from its last checkpoint at a new charge."
+        )
+    return RunSecret(key=key, fixed_seed=False)

@@ -1,0 +1,70 @@
+"""The rows that a run trains on: the store's records as tokens, bounded as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from userdp.bounding.edges import Edges
+from userdp.bounding.selection import Selection
+from userdp.data.store import UserStore
+from userdp.data.tokens import TokenRows, tokenise, tokenise_selected
+from userdp.errors import InputError
+from userdp.losses import Batch
+from userdp.plan import Plan
+from userdp.sampling import Cohort
+
+
+def rows_of(
+    store: UserStore,
+    tokenizer: Any,
+    plan: Plan,
+    selection: Selection | None,
+    sequence_length: int,
+) -> TokenRows:
+    """The rows of the store, or of the selection if there is one."""
+    if selection is None:
+        if plan.adjacency.fixed_graph:
+            raise InputError(
+                f"adjacency {plan.adjacency.value!r} needs a selection: bound contributions first."
+            )
+        return tokenise(store, tokenizer, sequence_length=sequence_length, verify=True)
+    edges = Edges.load(store.path)
+    selection.check(edges)
+    if not plan.adjacency.fixed_graph:
+        # Rows keep their owners. The sampler limits what each owner contributes, as without a
+        # selection.
+        selection.check_user_by_user(edges)
+        return tokenise_selected(
+            store,
+            tokenizer,
+            selection.records(),
+            sequence_length=sequence_length,
+            owners=store.sole_owners(),
+            verify=True,
+        )
+    if plan.sampler.group_size < selection.realised_bound:
+        raise InputError(
+            f"the selection gives users up to {selection.realised_bound} records; the plan covers "
+            f"{plan.sampler.group_size} under {plan.adjacency.value}. Plan for the selection, "
+            "under fixed-graph adjacency."
+        )
+    return tokenise_selected(
+        store, tokenizer, selection.records(), sequence_length=sequence_length, verify=True
+    )
+
+
+def cohort_batches(rows: TokenRows, cohort: Cohort, *, pad_token: int) -> Iterator[Batch]:
+    """One batch per group: the group's records, padded on the right."""
+    for group in cohort:
+        input_ids, labels = rows.padded(group, pad_token=pad_token)
+        yield {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+
+
+def selection_name(store: UserStore, selection: Selection | None) -> str:
+    """A keyed name, because it is private who owns how much."""
+    if selection is None:
+        return ""
+    return store.keyed_digest(f"selection {selection.sha256()}".encode())

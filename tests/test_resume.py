@@ -1,0 +1,371 @@
+"""Runs that were stopped go on bit for bit; forks and longer runs are charged for what they add."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import userdp
+from tiny import make_model, make_store
+from userdp import Lora, Plan, load_model
+from userdp.checkpoints import Saving
+from userdp.clipping.rules import AdaptiveClip
+from userdp.data.store import UserStore
+from userdp.errors import InputError, LedgerError
+from userdp.interrupts import InterruptedRunError
+from userdp.ledger import Ledger
+from userdp.streams import RunSecret
+from userdp.training import Run, make_optimizer, make_schedule
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("resume")
+    make_store(path / "store", [1, 2, 3, 4, 2, 5] * 4)
+    make_model(path / "base")
+    return path
+
+
+def plan(**changes: Any) -> Plan:
+    settings: dict[str, Any] = {
+        "num_users": 24,
+        "expected_cohort_size": 6,
+        "group_size": 3,
+        "steps": STEPS,
+        "clip_norm": 0.5,
+        "noise_multiplier": 1.0,
+        "delta": 1e-2,
+    }
+    return Plan.sample_users(**(settings | changes))
+
+
+class Stopped(Exception):
+    """The test stops the run here, as a kill would."""
+
+
+def run(
+    root: Path,
+    out: Path,
+    *,
+    stop_after: int | None = None,
+    lora: Lora | None = None,
+    lr: float = 0.01,
+    store: str = "store",
+    chosen: Plan | None = None,
+    seed: int | None = 3,
+    every: int | None = 2,
+    schedule: str = "linear",
+    **options: Any,
+) -> Run:
+    torch.manual_seed(0 if lora is None else int.from_bytes(out.name.encode()) % 1000)
+    model, tokenizer = load_model(root / "base", lora=lora)
+    optimizer = make_optimizer(model, "adamw", lr)
+    wanted = chosen or plan()
+
+    def on_step(done: int) -> None:
+        if stop_after is not None and done == stop_after:
+            raise Stopped
+
+    return userdp.train(
+        model,
+        tokenizer,
+        UserStore.open(root / store),
+        wanted,
+        optimizer=optimizer,
+        scheduler=make_schedule(optimizer, schedule, wanted.steps),
+        sequence_length=16,
+        out=out,
+        secret=None if seed is None else RunSecret.fixed_for_tests(seed),
+        saving=Saving(every_steps=every),
+        on_step=on_step,
+        **options,
+    )
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in run.model.named_parameters()}
+
+
+def assert_same(one: Run, other: Run) -> None:
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert one.path is not None
+    assert other.path is not None
+    for name in ("ledger.jsonl", "statement.json"):
+        assert (one.path / name).read_bytes() == (other.path / name).read_bytes()
+    for path in sorted((one.path / "model").iterdir()):
+        assert path.read_bytes() == (other.path / "model" / path.name).read_bytes(), path.name
+
+
+@pytest.fixture(scope="module")
+def whole(root: Path) -> Run:
+    return run(root, root / "whole")
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 3, 5, 6])
+def test_a_stopped_run_ends_as_if_it_had_not_been(
+    root: Path, whole: Run, tmp_path: Path, stop_after: int
+) -> None:
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "r", stop_after=stop_after)
+    assert Ledger.read(tmp_path / "r" / "ledger.jsonl").steps == stop_after
+    found = run(root, tmp_path / "r", resume=True)
+    assert_same(found, whole)
+    assert found.ledger.steps == STEPS
+
+
+def test_two_stops_and_a_resume_that_is_stopped(root: Path, whole: Run, tmp_path: Path) -> None:
+    for stop_after, options in ((3, {}), (4, {"resume": True}), (4, {"resume": True})):
+        with pytest.raises(Stopped):
+            run(root, tmp_path / "r", stop_after=stop_after, **options)
+    assert_same(run(root, tmp_path / "r", resume=True), whole)
+
+
+@pytest.mark.parametrize("path", ["fast", "plain"])
+def test_adaptive_clipping_and_the_plain_path_go_on(root: Path, tmp_path: Path, path: Any) -> None:
+    clip = AdaptiveClip(clip_norm=0.1, learning_rate=0.5, count_noise=5.0)
+    options = {
+        "chosen": plan(clip=clip, clip_norm=None),
+        "settings": userdp.StepSettings(path=path),
+    }
+    whole = run(root, tmp_path / "a", **options)
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "b", stop_after=5, **options)
+    assert_same(run(root, tmp_path / "b", resume=True, **options), whole)
+
+
+def test_adapters_that_were_drawn_at_random_go_on(root: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"lora": Lora(rank=2), "every": None}
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "one", stop_after=4, **options)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    # No step was saved: all are taken again, from the adapters that the first process drew.
+    first = run(root, tmp_path / "one", resume=True, **options)
+    assert_same(first, run(root, tmp_path / "two", resume=True, **options))
+    assert first.ledger.steps == STEPS
+
+
+def test_without_a_fixed_seed_the_secret_is_kept_for_the_owner_alone(
+    root: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "r", stop_after=3, seed=None)
+    secret = tmp_path / "r" / "secret" / "noise.key"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    shutil.copytree(tmp_path / "r", tmp_path / "copy")
+    ended = run(root, tmp_path / "r", resume=True, seed=None)
+    # A copy that goes on as the run went on releases the same once more: nothing new.
+    assert_same(run(root, tmp_path / "copy", resume=True, seed=None), ended)
+    assert ended.statement.guarantee
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    root: Path, whole: Run, tmp_path: Path
+) -> None:
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "r", stop_after=5)
+    newest = sorted((tmp_path / "r" / "checkpoints").iterdir())[-1]
+    (newest / "state.safetensors").write_bytes(b"")
+    with pytest.warns(UserWarning, match=f"{newest.name}/state.safetensors: damaged"):
+        found = run(root, tmp_path / "r", resume=True)
+    assert_same(found, whole)
+
+
+def test_a_torn_row_is_taken_again(root: Path, whole: Run, tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "r", stop_after=3)
+    ledger = tmp_path / "r" / "ledger.jsonl"
+    ledger.write_bytes(ledger.read_bytes()[:-20])
+    assert_same(run(root, tmp_path / "r", resume=True), whole)
+
+
+def test_a_run_that_was_stopped_before_its_first_step_begins_again(
+    root: Path, whole: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "r" / "secret").mkdir(parents=True)
+    (tmp_path / "r" / "secret" / "noise.key").write_text("half a ke")
+    (tmp_path / "r" / "ledger.jsonl").write_text('{"kind": "ru')
+    assert_same(run(root, tmp_path / "r", resume=True), whole)
+
+
+def test_a_finished_run_stays_as_it_is(root: Path, whole: Run, tmp_path: Path) -> None:
+    shutil.copytree(root / "whole", tmp_path / "r")
+    (tmp_path / "r" / "statement.json").unlink()
+    assert_same(run(root, tmp_path / "r", resume=True), whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"lr": 0.02}, "learning rate"),
+        ({"schedule": "constant"}, "learning rate schedule"),
+        ({"chosen": plan(noise_multiplier=2.0)}, "privacy settings"),
+        ({"chosen": plan(steps=STEPS + 1)}, "learning rate schedule|privacy settings"),
+        ({"settings": userdp.StepSettings(path="plain")}, "settings of the step"),
+        ({"store": "other"}, "another store"),
+        ({"lora": Lora(rank=2)}, "model"),
+        ({"seed": None}, "secret is lost|kind of seed"),
+    ],
+)
+def test_a_run_goes_on_only_as_it_began(
+    root: Path, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    if not (root / "other").exists():
+        make_store(root / "other", [1, 2, 3, 4, 2, 5] * 4, seed=1)
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "r", stop_after=3)
+    before = (tmp_path / "r" / "ledger.jsonl").read_bytes()
+    with pytest.raises(InputError, match=named):
+        run(root, tmp_path / "r", resume=True, **changes)
+    assert (tmp_path / "r" / "ledger.jsonl").read_bytes() == before
+
+
+def test_other_code_and_other_hardware_are_refused(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "r", stop_after=3)
+    with monkeypatch.context() as patched:
+        patched.setattr("userdp.same_run.code_version", lambda: "another version")
+        with pytest.raises(InputError, match="version of this package"):
+            run(root, tmp_path / "r", resume=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("userdp.run_record.hardware_of", lambda _: "another chip")
+        with pytest.raises(InputError, match=r"1 steps since the last checkpoint .* another chip"):
+            run(root, tmp_path / "r", resume=True)
+        # The checkpoint after step 2 is the ledger's end once its row of step 3 is gone.
+        ledger = tmp_path / "r" / "ledger.jsonl"
+        ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:-1]))
+        run(root, tmp_path / "r", resume=True)
+
+
+def test_a_ledger_that_was_cut_below_a_checkpoint_is_refused(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "r", stop_after=5)
+    ledger = tmp_path / "r" / "ledger.jsonl"
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    ledger.write_bytes(b"".join(lines[:-2]))
+    with pytest.raises(LedgerError, match="cut off"):
+        run(root, tmp_path / "r", resume=True)
+
+
+def test_weights_cannot_be_slipped_into_a_repeated_step(root: Path, tmp_path: Path) -> None:
+    """Two runs of one step with one noise, from other weights, would show the step's data."""
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "a", stop_after=3)
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "b", stop_after=3, lr=0.5)
+    ours, theirs = (tmp_path / name / "checkpoints" / "step-000000002" for name in "ab")
+    shutil.rmtree(ours)
+    shutil.copytree(theirs, ours)
+    # Under a fixed seed both runs have one key; the ledger's hash tells them apart.
+    with pytest.raises(LedgerError):
+        run(root, tmp_path / "a", resume=True)
+
+
+def test_a_fork_has_other_noise_and_is_charged(root: Path, whole: Run, tmp_path: Path) -> None:
+    shutil.copytree(root / "whole", tmp_path / "r")
+    found = run(root, tmp_path / "r", fork=True, fork_step=4, lr=0.0, chosen=plan(), resume=True)
+    assert found.ledger.steps == STEPS - 4
+    assert [item.steps for item in found.ledger.earlier] == [STEPS]
+    together = userdp.Plan.epsilon(plan(steps=STEPS + STEPS - 4))
+    assert found.statement.epsilon == pytest.approx(together, rel=1e-3)
+    assert (tmp_path / "r" / "earlier" / "001" / "ledger.jsonl").is_file()
+    assert Ledger.read(tmp_path / "r" / "ledger.jsonl").is_finished
+    # A learning rate of zero keeps the weights of the checkpoint.
+    kept = [d.name for d in sorted((tmp_path / "r" / "earlier" / "001" / "checkpoints").iterdir())]
+    assert kept == ["step-000000004", "step-000000006"]
+
+
+def test_a_fork_that_is_stopped_goes_on(root: Path, tmp_path: Path, whole: Run) -> None:
+    ended: dict[str, Run] = {}
+    for name, stop_after in (("a", None), ("b", 2)):
+        shutil.copytree(root / "whole", tmp_path / name)
+        options: dict[str, Any] = {"lr": 0.02, "chosen": plan(steps=STEPS + 3)}
+        if stop_after is None:
+            ended[name] = run(root, tmp_path / name, fork=True, **options)
+            continue
+        with pytest.raises(Stopped):
+            run(root, tmp_path / name, fork=True, stop_after=stop_after, **options)
+        ended[name] = run(root, tmp_path / name, resume=True, **options)
+    assert_same(ended["a"], ended["b"])
+    assert ended["a"].ledger.steps == 3
+
+
+def test_a_finished_run_goes_on_with_more_steps(root: Path, whole: Run, tmp_path: Path) -> None:
+    shutil.copytree(root / "whole", tmp_path / "r")
+    longer = run(root, tmp_path / "r", resume=True, chosen=plan(steps=STEPS + 2))
+    assert longer.ledger.steps == 2
+    assert longer.statement.epsilon == pytest.approx(plan(steps=STEPS + 2).epsilon(), rel=1e-3)
+    again = run(root, tmp_path / "r", resume=True, chosen=plan(steps=STEPS + 3))
+    assert [item.steps for item in again.ledger.earlier] == [STEPS, 2]
+    assert again.ledger.steps == 1
+
+
+def test_a_fork_that_was_stopped_while_it_moved_files_begins_again(
+    root: Path, whole: Run, tmp_path: Path
+) -> None:
+    shutil.copytree(root / "whole", tmp_path / "r")
+    moved = tmp_path / "r" / "earlier" / "001"
+    moved.mkdir(parents=True)
+    (tmp_path / "r" / "checkpoints").rename(moved / "checkpoints")
+    found = run(root, tmp_path / "r", fork=True, fork_step=4, lr=0.02)
+    assert [item.steps for item in found.ledger.earlier] == [STEPS]
+
+
+@pytest.mark.parametrize("number", [2, 15])
+def test_a_signal_ends_the_step_and_saves(
+    root: Path, whole: Run, tmp_path: Path, number: int
+) -> None:
+    import signal
+
+    def tell(done: int) -> None:
+        if done == 3:
+            signal.raise_signal(number)
+
+    model, tokenizer = load_model(root / "base")
+    optimizer = make_optimizer(model, "adamw", 0.01)
+    with pytest.raises(InterruptedRunError, match="stopped after step 3") as stopped:
+        userdp.train(
+            model,
+            tokenizer,
+            UserStore.open(root / "store"),
+            plan(),
+            optimizer=optimizer,
+            scheduler=make_schedule(optimizer, "linear", STEPS),
+            sequence_length=16,
+            out=tmp_path / "r",
+            secret=RunSecret.fixed_for_tests(3),
+            saving=Saving(every_steps=None),
+            on_step=tell,
+        )
+    assert stopped.value.exit_code == 128 + number
+    assert (tmp_path / "r" / "checkpoints" / "step-000000003").is_dir()
+    assert_same(run(root, tmp_path / "r", resume=True), whole)
+
+
+def test_a_run_in_memory_has_nothing_to_go_on_from(root: Path) -> None:
+    model, tokenizer = load_model(root / "base")
+    with pytest.raises(InputError, match="need `out`"):
+        userdp.train(model, tokenizer, UserStore.open(root / "store"), plan(), resume=True)
+
+
+def test_the_ledger_row_of_every_step_stays_where_it_was(
+    root: Path, whole: Run, tmp_path: Path
+) -> None:
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "r", stop_after=5)
+    written = (tmp_path / "r" / "ledger.jsonl").read_bytes()
+    run(root, tmp_path / "r", resume=True)
+    assert (tmp_path / "r" / "ledger.jsonl").read_bytes().startswith(written)
+    lines = (tmp_path / "r" / "ledger.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["step"] for row in rows if row["kind"] == "step"] == list(range(STEPS))
