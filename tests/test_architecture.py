@@ -63,20 +63,21 @@ ABOVE = {
     "checked_model": GROUND | {"clipping", "losses", "models", "plan", "probe", "sampling"},
     "probe": GROUND | {"kept"} | {"clipping", "losses", "models", "neighbours", "updates"},
     "checkpoints": GROUND | {"chain", "data"},
-    "same_run": GROUND | {"digests", "ledger", "plan"},
+    "same_run": GROUND | {"checkpoints", "digests", "ledger", "plan"},
     "run_record": GROUND
     | {"clipping", "digests", "ledger", "lineage", "models", "plan", "run_files", "statement"}
     | {"chain", "checkpoints", "same_run"},
     "step": GROUND
     | {"checked_model", "clipping", "ledger", "losses", "models", "noise", "plan", "run_record"}
     | {"sampling", "statement"},
-    "continuing": GROUND
-    | {"chain", "checkpoints", "ledger", "losses", "models", "rows_file", "run_record", "step"},
+    "continuing": GROUND | {"chain", "checkpoints", "ledger", "plan", "rows_file", "run_record"},
+    "run_state": GROUND
+    | {"checkpoints", "continuing", "ledger", "losses", "models", "run_record", "step"},
     "training_rows": GROUND | {"bounding", "data", "losses", "plan", "sampling"},
     "training": GROUND
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
-    | {"continuing", "same_run", "statement", "step", "training_rows"},
+    | {"continuing", "run_state", "same_run", "statement", "step", "training_rows"},
     "saved_run": GROUND | {"config", "digests", "ledger", "models"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }

@@ -8,25 +8,19 @@ charged for is composed with it. The parent's files move to `RUN/earlier/001/`, 
 from __future__ import annotations
 
 import os
-import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from userdp.chain import without_torn_row
-from userdp.checkpoints import Moment, check_saveable
+from userdp.checkpoints import Moment
 from userdp.errors import InputError
 from userdp.history import History, carry, history_of, merged
-from userdp.interrupts import InterruptedRunError
 from userdp.ledger import Ledger
-from userdp.losses import Batch
-from userdp.models.checks import trainable_parameters
+from userdp.plan import Plan
 from userdp.rows_file import RowsFile
-from userdp.run_record import RunRecord, checkpoints_of, discard
-from userdp.step import PrivateStep
+from userdp.run_record import checkpoints_of, discard
 
 EARLIER = "earlier"
 # The ledger moves last: as long as it is there, the files are not all moved.
@@ -162,130 +156,57 @@ def _move(run: Path, place: Path) -> None:
         held.close()
 
 
-def restore_beginning(
-    beginning: Beginning, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any
-) -> None:
-    """Put the model, the optimizer and the schedule where the run begins.
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """How a run starts: the plan of its own steps, what it begins with, and whether it goes on.
 
-    The optimizer keeps its new settings, such as the learning rate. What it has gathered comes from
-    the checkpoint, if that was saved by an optimizer of the same kind.
+    `finished` is the ledger of a run that has taken all its steps.
     """
-    moment = beginning.moment
-    if moment is None:
-        return
-    restore_weights(model, moment)
-    saved = moment.state.get("optimizer")
-    if saved is not None and saved["kind"] == type(optimizer).__name__:
-        settings = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": saved["values"]["state"], "param_groups": settings})
-    if scheduler is not None:
-        with warnings.catch_warnings():
-            # torch expects a step of the optimizer in between; these were taken by other runs.
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            for _ in range(beginning.before):
-                scheduler.step()
+
+    plan: Plan
+    beginning: Beginning
+    goes_on: bool = False
+    finished: Ledger | None = None
 
 
-def restore(
-    moment: Moment,
+def start(
+    run: Path | None,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: Any,
-    step: PrivateStep,
-    example: Batch,
-) -> None:
-    """Put everything where it was when the checkpoint was saved."""
-    restore_weights(model, moment)
-    optimizer.load_state_dict(moment.state["optimizer"]["values"])
-    if scheduler is not None:
-        scheduler.load_state_dict(moment.state["schedule"])
-    step.load_state_dict(moment.state["step"], example)
+    plan: Plan,
+    *,
+    resume: bool,
+    fork_of_it: bool,
+    fork_step: int | None,
+) -> Start:
+    """Decide from what lies in `run` how a run with this plan starts."""
+    if run is None:
+        if resume or fork_of_it:
+            raise InputError("resume and fork need `out`, the directory of the run to go on with.")
+        return Start(plan=plan, beginning=Beginning())
+    charged = charged_ledger(run) if resume and not fork_of_it else None
+    if charged is not None and charged.is_finished:
+        if plan.steps <= beginning_of(run).before + charged.steps:
+            return Start(plan=plan, beginning=Beginning(), finished=charged)
+        fork_of_it = True
+    if fork_of_it:
+        beginning = fork(run, model, step=fork_step)
+        return Start(plan=replace(plan, steps=_steps_left(plan, beginning)), beginning=beginning)
+    if charged is not None:
+        beginning = beginning_of(run)
+        # The runs before a fork took some of the planned steps.
+        own = replace(plan, steps=charged.plan.steps) if beginning.before else plan
+        return Start(plan=own, beginning=beginning, goes_on=True)
+    if resume:
+        clear_unbegun(run)
+    return Start(plan=plan, beginning=Beginning())
 
 
-class Checkpoint:
-    """Saves a run between two steps: everything that its next step needs."""
-
-    def __init__(
-        self,
-        record: RunRecord,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        step: PrivateStep,
-        before: int,
-    ) -> None:
-        self._record = record
-        self._model = model
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._step = step
-        self._before = before
-        if record.path is not None:
-            check_saveable(self._state())
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "before": self._before,
-            "optimizer": optimizer_state(self._optimizer),
-            "schedule": None if self._scheduler is None else _plain_state(self._scheduler),
-            "step": self._step.state_dict(),
-        }
-
-    def save_if_due(self) -> None:
-        """Save if it is time to. While charged steps are repeated there is nothing new to save."""
-        record = self._record
-        if record.checkpoints is None or record.is_repeating:
-            return
-        if record.checkpoints.is_due(record.steps):
-            self._begin_saving()
-
-    def _begin_saving(self) -> None:
-        assert self._record.checkpoints is not None
-        weights = trainable_parameters(self._model)
-        self._record.checkpoints.save(self._record.moment(weights, self._state()))
-
-    def save(self) -> None:
-        """Save now, unless that has been done; return when it is on disk."""
-        checkpoints = self._record.checkpoints
-        if checkpoints is None or self._record.is_repeating:
-            return
-        checkpoints.wait()
-        if checkpoints.last_step != self._record.steps:
-            self._begin_saving()
-            checkpoints.wait()
-
-    def save_and_stop(self, signal: int) -> NoReturn:
-        """Save, and end the run because a signal asked for it."""
-        self.save()
-        steps, path = self._record.steps, self._record.path
-        where = "" if path is None else " It is saved: go on with the same command and --resume."
-        raise InterruptedRunError(f"stopped after step {steps:,}.{where}", signal)
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's values, and what kind it is."""
-    return {"kind": type(optimizer).__name__, "values": optimizer.state_dict()}
-
-
-def _plain_state(scheduler: Any) -> dict[str, Any]:
-    """The schedule's state without what torch keeps there for itself."""
-    return {
-        name: value for name, value in scheduler.state_dict().items() if name != "_get_lr_called"
-    }
-
-
-def restore_weights(model: nn.Module, moment: Moment) -> None:
-    """Put the trained weights of a checkpoint into the model."""
-    own = trainable_parameters(model)
-    same = own.keys() == moment.weights.keys() and all(
-        (p.shape, p.dtype) == (moment.weights[name].shape, moment.weights[name].dtype)
-        for name, p in own.items()
-    )
-    if not same:
+def _steps_left(plan: Plan, beginning: Beginning) -> int:
+    """How many of the planned steps a fork takes: those that its parents did not."""
+    left = plan.steps - beginning.before
+    if left < 1:
         raise InputError(
-            "the checkpoint holds other weights than the model trains: another model, or another "
-            "choice of what is trained. Put that back."
+            f"the checkpoint has {beginning.before:,} steps and {plan.steps:,} are planned: there "
+            "is none left to take. Plan more steps, or fork an earlier checkpoint."
         )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(moment.weights[name])
+    return left

@@ -25,15 +25,12 @@ import torch
 from torch import nn
 
 from userdp.chain import read_key, write_private
-from userdp.checkpoints import Checkpoints, Moment, Saving, hardware_of
+from userdp.checkpoints import Checkpoints, Moment, Saving
 from userdp.clipping.settings import StepSettings
 from userdp.digests import (
     base_digest,
     frozen_digests,
-    index_digest,
-    optimizer_digest,
     trained_digest,
-    weights_digest,
 )
 from userdp.durable import new_directory, write_file
 from userdp.errors import InputError, LedgerError, MixedExamplesError
@@ -46,7 +43,14 @@ from userdp.models.load import adapter_tensors, save_model
 from userdp.models.proven import model_check
 from userdp.plan import Plan
 from userdp.run_files import model_files
-from userdp.same_run import NOISE_KEY, check_same, digests_of, stored_secret
+from userdp.same_run import (
+    NOISE_KEY,
+    check_hardware,
+    check_same,
+    digests_of,
+    stored_secret,
+    unnamed_digests,
+)
 from userdp.statement import Statement
 from userdp.streams import RunSecret, Streams
 
@@ -166,7 +170,7 @@ class RunRecord:
                 secret = stored_secret(path)
             if secret.fixed_seed != ledger.fixed_seed:
                 raise InputError(f"{path} was begun with another kind of seed: put it back.")
-            _check_hardware(ledger, moment, next(model.parameters()).device)
+            check_hardware(ledger, moment, next(model.parameters()).device)
         except BaseException:
             ledger.close()
             raise
@@ -218,7 +222,7 @@ class RunRecord:
             # depended only on the run's name, both would get the same noise, and the difference of
             # the two models would have none.
             secret = secret.bound_to(secrets.token_hex(32))
-        for unnamed in _unnamed(self.ledger, model, optimizer, index):
+        for unnamed in unnamed_digests(self.ledger, model, optimizer, index):
             secret = secret.bound_to(unnamed)
         self._secret = secret
         self._frozen = frozen_digests(model)
@@ -307,6 +311,15 @@ class RunRecord:
         if self.path is not None:
             write_statement(self.path, self.statement())
 
+    def charge_all(self) -> None:
+        """Charge for every planned step and close the ledger, with nothing trained."""
+        for _ in range(self.ledger.plan.steps):
+            self.charge_step()
+            self.step_done()
+        self.ledger.finish({})
+        if self.path is not None:
+            write_statement(self.path, self.statement())
+
     def _check_frozen(self, model: nn.Module) -> None:
         if self._frozen is None:
             return
@@ -367,29 +380,3 @@ def write_statement(run: Path, statement: Statement) -> None:
     """Leave the statement in the run's directory."""
     told = json.dumps(statement.to_json(), indent=1)
     write_file(run / "statement.json", told.encode() + b"\n")
-
-
-def _check_hardware(ledger: Ledger, moment: Moment | None, device: torch.device) -> None:
-    """Refuse to repeat steps where they would be rounded in another way."""
-    repeated = ledger.steps - (0 if moment is None else moment.step)
-    before, now = ledger.bound_to.get("hardware", ""), hardware_of(device)
-    if repeated and before and before != now:
-        raise InputError(
-            f"{repeated:,} steps since the last checkpoint must be taken again exactly as they "
-            f"were, and this is other hardware: {now} instead of {before}. Go back to that, or say "
-            "--fork to take them with new noise at a new charge."
-        )
-
-
-def _unnamed(
-    ledger: Ledger, model: nn.Module, optimizer: torch.optim.Optimizer, index: UserIndex
-) -> list[str]:
-    """Digests of what the noise also depends on but the ledger does not name. Secret."""
-    named = ledger.bound_to
-    found: list[str] = []
-    if "initial_weights" not in named:
-        found += [weights_digest(model), optimizer_digest(optimizer)]
-    # With a fixed seed there is nothing to protect, and tests compare neighbours under equal noise.
-    if "data" not in named and not ledger.fixed_seed:
-        found.append(index_digest(index))
-    return found

@@ -15,8 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from userdp.digests import code_version, optimizer_digest, parts_version, weights_digest
+from userdp.checkpoints import Moment, hardware_of
+from userdp.digests import (
+    code_version,
+    index_digest,
+    optimizer_digest,
+    parts_version,
+    weights_digest,
+)
 from userdp.errors import InputError, LedgerError
+from userdp.index import UserIndex
 from userdp.ledger import Ledger
 from userdp.plan import Plan
 from userdp.streams import RunSecret
@@ -118,3 +126,29 @@ def stored_secret(path: Path) -> RunSecret:
             "cannot go on. Say --fork to go on from its last checkpoint at a new charge."
         )
     return RunSecret(key=key, fixed_seed=False)
+
+
+def check_hardware(ledger: Ledger, moment: Moment | None, device: torch.device) -> None:
+    """Refuse to repeat steps where they would be rounded in another way."""
+    repeated = ledger.steps - (0 if moment is None else moment.step)
+    before, now = ledger.bound_to.get("hardware", ""), hardware_of(device)
+    if repeated and before and before != now:
+        raise InputError(
+            f"{repeated:,} steps since the last checkpoint must be taken again exactly as they "
+            f"were, and this is other hardware: {now} instead of {before}. Go back to that, or say "
+            "--fork to take them with new noise at a new charge."
+        )
+
+
+def unnamed_digests(
+    ledger: Ledger, model: nn.Module, optimizer: torch.optim.Optimizer, index: UserIndex
+) -> list[str]:
+    """Digests of what the noise also depends on but the ledger does not name. Secret."""
+    named = ledger.bound_to
+    found: list[str] = []
+    if "initial_weights" not in named:
+        found += [weights_digest(model), optimizer_digest(optimizer)]
+    # With a fixed seed there is nothing to protect, and tests compare neighbours under equal noise.
+    if "data" not in named and not ledger.fixed_seed:
+        found.append(index_digest(index))
+    return found

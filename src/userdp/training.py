@@ -11,8 +11,9 @@ Nothing else leaves a run: no loss on its training users, no norm, no cohort.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,12 @@ from userdp.bounding.selection import Selection
 from userdp.checkpoints import Moment, Saving, hardware_of
 from userdp.clipping.settings import StepSettings
 from userdp.config import Config
-from userdp.continuing import (
-    Beginning,
-    Checkpoint,
-    beginning_of,
-    charged_ledger,
-    clear_unbegun,
-    move_parent,
-    restore,
-    restore_beginning,
-    restore_weights,
-)
-from userdp.continuing import fork as forked
+from userdp.continuing import move_parent, start
 from userdp.data.store import UserStore
 from userdp.data.tokens import tokenizer_digest
 from userdp.digests import model_digest, scheduler_digest
 from userdp.earlier import Earlier
-from userdp.errors import InputError
+from userdp.errors import InputError, StoppedRunError
 from userdp.history import history_of
 from userdp.interrupts import signals_wait_for_the_step
 from userdp.ledger import Ledger
@@ -50,7 +40,8 @@ from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.probe import check_positions
 from userdp.run_files import overlap, write_training_users
-from userdp.run_record import OnStep, RunRecord, checkpoints_of, write_statement
+from userdp.run_record import OnStep, RunRecord, checkpoints_of
+from userdp.run_state import Checkpoint, restore, restore_beginning, restore_finished
 from userdp.same_run import NOISE_KEY
 from userdp.statement import Statement
 from userdp.step import PrivateStep
@@ -93,6 +84,7 @@ def train(
     resume: bool = False,
     fork: bool = False,
     fork_step: int | None = None,
+    dry_run: bool = False,
     on_step: OnStep | None = None,
 ) -> Run:
     """Train `model` on the store's users as `plan` says. The model is changed in place.
@@ -117,31 +109,18 @@ def train(
     it was stopped; give the model, the optimizer and everything else as at its beginning. A
     finished run goes on if the plan has more steps, and its cost is composed. With `fork`, a new
     run begins with the last checkpoint in `out`, or that after `fork_step` steps, under whatever
-    has changed. What its parent was charged for is composed with it.
+    has changed. What its parent was charged for is composed with it. A `dry_run` charges for every
+    step and trains nothing.
     """
     path = Path(out) if out is not None else None
-    if path is None and (resume or fork):
-        raise InputError("resume and fork need `out`, the directory of the run to go on with.")
     settings = settings or StepSettings()
     if optimizer is None:
         optimizer = make_optimizer(model, "adamw", learning_rate)
-    charged = charged_ledger(path) if path is not None and resume else None
-    if path is not None and charged is not None and charged.is_finished and not fork:
-        done = beginning_of(path).before + charged.steps
-        if plan.steps <= done:
-            return _finished(path, charged, model)
-        fork = True
-    goes_on = charged is not None and not fork
-    beginning = Beginning()
-    if path is not None and fork:
-        beginning = forked(path, model, step=fork_step)
-        plan = replace(plan, steps=_steps_left(plan, beginning))
-    elif path is not None and charged is not None:
-        beginning = beginning_of(path)
-        # The runs before a fork took some of the planned steps.
-        plan = replace(plan, steps=charged.plan.steps) if beginning.before else plan
-    elif path is not None and resume:
-        clear_unbegun(path)
+    started = start(path, model, plan, resume=resume, fork_of_it=fork, fork_step=fork_step)
+    if path is not None and started.finished is not None:
+        restore_finished(path, started.finished, model)
+        return Run(model=model, ledger=started.finished, path=path)
+    plan, beginning = started.plan, started.beginning
     restore_beginning(beginning, model, optimizer, scheduler)
 
     # The ledger will name this data, so make sure that the data has not changed.
@@ -165,7 +144,7 @@ def train(
     }
     homes = history_of(model).homes
     moment: Moment | None = None
-    if path is not None and goes_on:
+    if path is not None and started.goes_on:
         moment = checkpoints_of(path).newest()
         record = RunRecord.resume(
             plan,
@@ -195,14 +174,17 @@ def train(
             saving=saving,
             on_step=on_step,
         )
-    with record.closing(), signals_wait_for_the_step() as stop:
-        if not goes_on:
+    with record.closing(), _machine_may_fail(record), signals_wait_for_the_step() as stop:
+        if not started.goes_on:
             record.ledger.inherit(before)
             for item in paid:
                 record.ledger.charge(item.event, what=item.what)
             if record.path is not None:
                 write_training_users(record.path, record.ledger.run_digest, store, homes)
             record.keep_beginning(model, optimizer, before=beginning.before)
+        if dry_run:
+            record.charge_all()
+            return Run(model=model, ledger=record.ledger, path=record.path)
         # Dropout is off: the noise regularises enough, and a group's update then depends only on
         # its rows.
         model.eval()
@@ -235,29 +217,20 @@ def train(
     return Run(model=model, ledger=record.ledger, path=record.path)
 
 
-def _steps_left(plan: Plan, beginning: Beginning) -> int:
-    """How many of the planned steps a fork takes: those that its parents did not."""
-    left = plan.steps - beginning.before
-    if left < 1:
-        raise InputError(
-            f"the checkpoint has {beginning.before:,} steps and {plan.steps:,} are planned: there "
-            "is none left to take. Plan more steps, or fork an earlier checkpoint."
-        )
-    return left
-
-
-def _finished(path: Path, ledger: Ledger, model: nn.Module) -> Run:
-    """A run that had finished. If it was stopped at its very end, it gets what it lacks."""
-    moment = checkpoints_of(path).newest()
-    if moment is None or moment.step != ledger.steps:
-        raise InputError(
-            f"{path} is finished, and its last checkpoint is gone: load its weights from "
-            f"{path / 'model'}."
-        )
-    restore_weights(model, moment)
-    if not (path / "statement.json").is_file():
-        write_statement(path, ledger.statement())
-    return Run(model=model, ledger=ledger, path=path)
+@contextmanager
+def _machine_may_fail(record: RunRecord) -> Iterator[None]:
+    """Say in one line what stopped a run, and how it goes on: a full disk must lose nothing."""
+    try:
+        yield
+    except OSError as error:
+        if record.path is None:
+            raise
+        where = error.filename or record.path
+        raise StoppedRunError(
+            f"{where}: {error.strerror or error}. {record.steps:,} steps are charged, and what was "
+            f"saved is in {record.path / 'checkpoints'}. Mend that, then go on with the same "
+            "command and --resume."
+        ) from error
 
 
 UNCHECKED_PEOPLE = (
@@ -299,6 +272,7 @@ def train_from_config(
     resume: bool = False,
     fork: bool = False,
     fork_step: int | None = None,
+    dry_run: bool = False,
     on_step: OnStep | None = None,
 ) -> Run:
     """Train as the configuration says and leave the run in `out`."""
@@ -333,6 +307,7 @@ def train_from_config(
         resume=resume,
         fork=fork,
         fork_step=fork_step,
+        dry_run=dry_run,
         on_step=on_step,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,9 @@ import typer
 from userdp.cli import common
 from userdp.config import Config, load_config
 from userdp.data.store import UserStore
+from userdp.errors import InputError
 from userdp.history import read_history
+from userdp.plan import Plan
 from userdp.run_files import Overlap, overlap, shared_users
 
 OTHER_USERS = "Name a store of other users as [data] evaluation, or leave that setting out."
@@ -19,11 +22,42 @@ OTHER_USERS = "Name a store of other users as [data] evaluation, or leave that s
 def train(
     config: Annotated[Path, typer.Argument(help="A TOML file; see docs/configuration.md.")],
     out: Annotated[Path, typer.Option(help="Directory of the run to write.")],
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out where it was stopped.")
+    ] = False,
+    fork: Annotated[
+        bool,
+        typer.Option(
+            "--fork",
+            help="Begin a new run with the last checkpoint in --out, under what has changed. What "
+            "was charged there is composed with it.",
+        ),
+    ] = False,
+    from_step: Annotated[
+        int | None, typer.Option(help="With --fork: begin with the checkpoint after these steps.")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Instead of [training] steps. With --resume, a finished run goes on to so many."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Charge every step and train nothing.")
+    ] = False,
     json: common.Json = False,
 ) -> None:
     """Train a model with user-level privacy and leave it with its ledger and statement."""
+    if from_step is not None and not fork:
+        raise InputError("--from-step says where a fork begins: say --fork, or leave it out.")
+    if dry_run and (resume or fork):
+        raise InputError("--dry-run begins a run of its own: leave out --resume and --fork.")
     settings = load_config(config)
-    plan = settings.plan()
+    if steps is not None:
+        common.check_steps(steps)
+        longer = settings.training.model_copy(update={"steps": steps})
+        settings = settings.model_copy(update={"training": longer})
+    plan = (_going_on(out, steps) if resume and not fork else None) or settings.plan()
     paid = settings.load_paid()
     earlier = settings.load_earlier()
     plan.check_paid(paid, earlier=earlier)
@@ -58,9 +92,19 @@ def train(
     if settings.training.on_cuda and settings.training.path == "fast":
         common.say("the first steps compile the model for its batches: a minute or two")
     with common.training_progress(plan, paid=paid, earlier=earlier) as on_step:
-        run = training.train_from_config(config, settings, plan, out, on_step=on_step)
+        run = training.train_from_config(
+            config,
+            settings,
+            plan,
+            out,
+            resume=resume,
+            fork=fork,
+            fork_step=from_step,
+            dry_run=dry_run,
+            on_step=on_step,
+        )
     loss = None
-    if held_out is not None:
+    if held_out is not None and not dry_run:
         # Check again with the finished run's own lists, which name every run behind the model.
         shared = shared_users(out, held_out)
         common.refuse_overlap(shared, held_out, way_out=OTHER_USERS)
@@ -83,6 +127,25 @@ def train(
         + (f"held-out loss {loss:.4f}\n" if loss is not None else "")
         + f"run: {out}",
     )
+
+
+def _going_on(out: Path, steps: int | None) -> Plan | None:
+    """The plan of a run that goes on beyond its configuration: longer, or as a fork of another.
+
+    It keeps the noise that it was planned with, and its cost is composed. None for other runs.
+    """
+    if not (out / "ledger.jsonl").is_file():
+        return None
+    from userdp.continuing import beginning_of, charged_ledger
+
+    charged = charged_ledger(out)
+    if charged is None:
+        return None
+    before = beginning_of(out).before
+    done = before + charged.plan.steps
+    if charged.is_finished and (steps is not None or before):
+        return replace(charged.plan, steps=steps or done)
+    return replace(charged.plan, steps=done) if before else None
 
 
 def _in_earlier_runs(settings: Config, held_out: UserStore) -> Overlap:
