@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 LLM   := $(VENV)/.llm
 
-.PHONY: demo demo-llm test test-all test-mutants lint format bench clean
+.PHONY: demo demo-llm test test-all test-faults test-mutants lint format bench clean
 
 demo: $(READY)
 	$(BIN)/userdp quickstart --out runs/quickstart
@@ -24,6 +24,10 @@ test: $(READY)
 
 test-all: $(LLM)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile
+
+# Kills runs, imports and boundings at many points, and sees that each ends as if nobody had.
+test-faults: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/faults/test_kills.py
 
 # Plants one fault after another and sees that its test fails: the tests of the tests.
 test-mutants: $(READY)

@@ -123,7 +123,8 @@ class Checkpoints:
         try:
             self._write(_name(moment.step), moment, tree, tensors)
             self.last_step = moment.step
-            for old in self._saved()[self._saving.keep :]:
+            # Of saves that a kill ended, too.
+            for old in (*self._saved()[self._saving.keep :], *self.directory.glob(".*.partial")):
                 shutil.rmtree(old, ignore_errors=True)
         except BaseException as error:
             self._failure = error
