@@ -21,7 +21,7 @@ from userdp.ledger import Ledger
 WriteConfig = Callable[..., Path]
 
 # The allow-list: all that may leave a run.
-RUN_FILES = {"config.toml", "ledger.jsonl", "statement.json", "model", "secret"}
+RUN_FILES = {"config.toml", "ledger.jsonl", "statement.json", "model", "secret", "checkpoints"}
 REPORT_FILES = {"report.html", "MODEL_CARD.md"}
 MODEL_FILES = {
     "config.json",

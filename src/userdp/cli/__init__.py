@@ -27,7 +27,6 @@ from userdp.cli import (
     verify,
 )
 from userdp.errors import BudgetExhaustedError, InputError, StoppedRunError
-from userdp.interrupts import InterruptedRunError
 
 app = typer.Typer(
     name="userdp",
@@ -59,6 +58,3 @@ def main() -> None:
     except (InputError, BudgetExhaustedError, StoppedRunError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except InterruptedRunError as stopped:
-        print(stopped, file=sys.stderr)
-        sys.exit(stopped.exit_code)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +15,7 @@ from userdp.config import Config, load_config
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.history import read_history
+from userdp.interrupts import InterruptedRunError
 from userdp.plan import Plan
 from userdp.run_files import Overlap, overlap, shared_users
 
@@ -91,7 +94,10 @@ def train(
             common.say(f"note: {common.UNCHECKED_OVERLAP}")
     if settings.training.on_cuda and settings.training.path == "fast":
         common.say("the first steps compile the model for its batches: a minute or two")
-    with common.training_progress(plan, paid=paid, earlier=earlier) as on_step:
+    with (
+        common.training_progress(plan, paid=paid, earlier=earlier) as on_step,
+        _saying_how_to_go_on(),
+    ):
         run = training.train_from_config(
             config,
             settings,
@@ -127,6 +133,16 @@ def train(
         + (f"held-out loss {loss:.4f}\n" if loss is not None else "")
         + f"run: {out}",
     )
+
+
+@contextmanager
+def _saying_how_to_go_on() -> Iterator[None]:
+    """End with the code of the signal that stopped the run."""
+    try:
+        yield
+    except InterruptedRunError as stopped:
+        common.say(str(stopped))
+        raise typer.Exit(stopped.exit_code) from None
 
 
 def _going_on(out: Path, steps: int | None) -> Plan | None:

@@ -1,0 +1,186 @@
+"""What durable runs cost: checkpoints beside the training, long ledgers, and going on.
+
+    stall    time of steps with checkpoints over time without, in turns in one process
+    memory   growth of the process over many tiny steps, after the first thousand
+    resume   seconds to go on with a run, more than loading its model takes
+
+Run: python benchmarks/durability.py [--steps 20000] [--json FILE]     (CPU: a few minutes)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+import userdp
+from userdp.checkpoints import Saving
+from userdp.data.record import Record
+from userdp.data.store import UserStore, write_store
+from userdp.interrupts import InterruptedRunError
+from userdp.quickstart import word_tokenizer
+
+WORDS = tuple("red green blue amber violet grey pink teal black white".split())
+
+
+def make(root: Path, *, width: int, layers: int) -> Path:
+    """A store of 200 users and a GPT-2 of this size."""
+    rng = np.random.default_rng(0)
+    records = [
+        Record(text=" ".join(rng.choice(WORDS, size=24)), owners=(f"u{user}",), where=str(user))
+        for user in range(200)
+        for _ in range(2)
+    ]
+    write_store(records, root / "store", key=bytes(32))
+    tokenizer = word_tokenizer(WORDS)
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=len(tokenizer), n_positions=64, n_embd=width, n_layer=layers, n_head=2
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(root / "model")
+    tokenizer.save_pretrained(root / "model")
+    return root
+
+
+def run(root: Path, out: Path, steps: int, saving: Saving, **options: Any) -> None:
+    """One run of `userdp.train`."""
+    model, tokenizer = userdp.load_model(root / "model")
+    plan = userdp.Plan.sample_users(
+        num_users=200,
+        expected_cohort_size=8,
+        group_size=2,
+        steps=steps,
+        clip_norm=1.0,
+        noise_multiplier=5.0,
+        delta=1e-3,
+    )
+    store = UserStore.open(root / "store")
+    userdp.train(
+        model, tokenizer, store, plan, sequence_length=32, out=out, saving=saving, **options
+    )
+
+
+def stall(root: Path, *, seconds_apart: float, turns: int) -> dict[str, float]:
+    """The share of time that checkpoints take, for a model whose checkpoint is `bytes` large."""
+    times: dict[str, list[float]] = {"with": [], "without": []}
+    steps = 0
+    for turn in range(turns):
+        for name in times:
+            begun: list[float] = []
+            every = seconds_apart / 60 if name == "with" else 1e9
+            out = root / f"{name}{turn}"
+            run(
+                root,
+                out,
+                STALL_STEPS,
+                Saving(every_minutes=every),
+                on_step=lambda _, begun=begun: begun.append(time.perf_counter()),
+            )
+            # The first steps find their batch shapes; the last save is the run's end.
+            times[name].append(begun[-1] - begun[STALL_STEPS // 10])
+            steps = len(begun)
+    saved = sum(p.stat().st_size for p in (root / "with0" / "checkpoints").rglob("*.safetensors"))
+    ratio = float(np.median(times["with"]) / np.median(times["without"]))
+    return {
+        "ratio": ratio,
+        "seconds": float(np.median(times["without"])),
+        "seconds_between_checkpoints": seconds_apart,
+        "checkpoint_megabytes": saved / 2 / 1e6,
+        "steps": steps,
+    }
+
+
+STALL_STEPS = 60
+
+
+def resident() -> int:
+    """Bytes of memory that the process holds."""
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory(root: Path, steps: int) -> dict[str, float]:
+    """How much the process grows over a long run."""
+    seen: dict[int, int] = {}
+
+    def note(done: int) -> None:
+        if done in (1000, steps):
+            seen[done] = resident()
+
+    run(root, root / "long", steps, Saving(every_steps=500), on_step=note)
+    begun = time.perf_counter()
+    userdp.Ledger.read(root / "long" / "ledger.jsonl")
+    return {
+        "steps": steps,
+        "megabytes_after_1000": seen[1000] / 1e6,
+        "megabytes_at_the_end": seen[steps] / 1e6,
+        "growth": seen[steps] / seen[1000] - 1,
+        "seconds_to_verify_the_ledger": time.perf_counter() - begun,
+    }
+
+
+def resume(root: Path, steps: int) -> dict[str, float]:
+    """Seconds from the call to the first new step, less what loading the model takes."""
+
+    class Stop(Exception):
+        pass
+
+    def stop_at(number: int) -> Any:
+        def on_step(done: int) -> None:
+            if done == number:
+                raise Stop
+
+        return on_step
+
+    saving = Saving(every_steps=steps // 2)
+    try:
+        run(root, root / "stopped", steps, saving, on_step=stop_at(steps // 2 + 1))
+    except (Stop, InterruptedRunError):
+        pass
+    begun = time.perf_counter()
+    userdp.load_model(root / "model")
+    loading = time.perf_counter() - begun
+    begun = time.perf_counter()
+    try:
+        run(root, root / "stopped", steps, saving, resume=True, on_step=stop_at(steps // 2 + 2))
+    except (Stop, InterruptedRunError):
+        pass
+    return {
+        "steps": steps,
+        "loading_s": loading,
+        "more_than_loading_s": time.perf_counter() - begun - loading,
+    }
+
+
+def main() -> None:
+    """Measure all three."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--seconds-apart", type=float, default=10.0)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        small = make(Path(scratch) / "small", width=16, layers=1)
+        large = make(Path(scratch) / "large", width=512, layers=8)
+        found["resume"] = resume(large, 20)
+        print(json.dumps(found["resume"]), flush=True)
+        found["stall"] = stall(large, seconds_apart=options.seconds_apart, turns=options.turns)
+        print(json.dumps(found["stall"]), flush=True)
+        found["memory"] = memory(small, options.steps)
+        print(json.dumps(found["memory"]), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
