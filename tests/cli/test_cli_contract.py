@@ -296,7 +296,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "export nothing": (("export", "nowhere", "--out", "x"), "is this the directory of a run"),
     "export to nowhere": (("export", "nowhere"), "--out"),
     "no run to verify": (("ledger", "verify"), "runs"),
-    "ledger command unknown": (("ledger", "varify"), "varify"),
+    "ledger command unknown": (("ledger", "trane"), "trane"),
     "evaluate on nothing": (("evaluate", "model", "nowhere"), "not a user store"),
     "command unknown": (("trane",), "trane"),
 }
