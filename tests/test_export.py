@@ -111,6 +111,17 @@ def test_a_directory_that_has_the_name_of_a_model_on_the_hub_is_local(
         export(run, tmp_path / "out")
 
 
+def test_a_relative_path_is_no_name_on_the_hub_wherever_the_export_is_made(tmp_path: Path) -> None:
+    told = {"tokenizer_config.json": b'{"is_local": true}'}
+    run = write_run(tmp_path / "run", base="models/base", adapter=True, files=told)
+    with pytest.raises(InputError, match="Give --base NAME"):
+        export(run, tmp_path / "out")
+    whole = write_run(tmp_path / "whole", base="models/base", files=told)
+    export(whole, tmp_path / "out")
+    assert "models/base" not in (tmp_path / "out" / "README.md").read_text()
+    assert b"models/base" not in (tmp_path / "out" / "config.json").read_bytes()
+
+
 UNLISTED = (
     "optimizer.safetensors",
     "training_args.bin",

@@ -14,7 +14,7 @@ from recorded_run import write_run
 from userdp import chain
 from userdp.history import ANCESTRY_FILE
 from userdp.ledger import Ledger
-from userdp.run_check import check_run
+from userdp.run_check import _says_as_much, check_run
 from userdp.statement import Statement
 
 RECORD = ("ledger.jsonl", "statement.json", f"model/{ANCESTRY_FILE}", "config.toml")
@@ -174,6 +174,17 @@ def test_a_past_that_is_not_the_ledgers_is_a_problem_even_if_the_closing_row_nam
     problems = check_run(run).problems
     assert len(problems) == 1
     assert "does not say what the ledger says was spent" in problems[0]
+
+
+def test_a_doubt_that_came_up_later_may_stand_in_the_past_and_none_may_be_missing() -> None:
+    recorded = {"run": "x", "steps": 3}
+    doubted = recorded | {"doubts": ["a"]}
+    assert _says_as_much(recorded, recorded)
+    assert _says_as_much(doubted, recorded)
+    assert _says_as_much(doubted | {"doubts": ["b", "a"]}, doubted)
+    assert not _says_as_much(recorded, doubted)
+    assert not _says_as_much(doubted | {"doubts": ["b"]}, doubted)
+    assert not _says_as_much(doubted | {"steps": 2}, recorded)
 
 
 def test_what_is_no_run_is_a_problem_and_no_error(tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ class _Pieces:
         self._base = base
         self._config = config
         self._private = _local_paths(run, config)
+        self._was_local = _was_local(run / "model" / "tokenizer_config.json")
         self.contents: dict[str, bytes] = {}
         self.copied: list[str] = []
         self.origins: dict[str, str] = {}
@@ -135,7 +136,7 @@ class _Pieces:
     def named_base(self) -> str:
         """The base model by a name that others can use; empty if there is none."""
         configured = self._config.model.path
-        return self._base or ("" if _is_local(configured) else configured)
+        return self._base or ("" if self._was_local or _is_local(configured) else configured)
 
     def _take(self, path: Path) -> None:
         name = path.name
@@ -161,7 +162,8 @@ class _Pieces:
         right = dict(settings)
         for key in NAMES_OF_A_BASE & settings.keys():
             is_adapter = name == "adapter_config.json"
-            is_usable = bool(settings[key]) and not _is_local(str(settings[key]))
+            is_local = self._was_local or _is_local(str(settings[key]))
+            is_usable = bool(settings[key]) and not is_local
             if self._base and (is_adapter or not is_usable):
                 right[key] = self._base
             elif is_adapter and not is_usable:
@@ -234,6 +236,14 @@ def _local_paths(run: Path, config: Config) -> tuple[list[str], list[str]]:
 def _is_local(name: str) -> bool:
     """Whether a model's name is a path, and not a name on the hub."""
     return not HUB_NAME.fullmatch(name) or Path(name).is_dir()
+
+
+def _was_local(path: Path) -> bool:
+    """Whether a tokenizer's settings say that it was loaded from a directory.
+
+    A relative path, such as `models/base`, looks like a name on the hub from everywhere else.
+    """
+    return path.is_file() and json.loads(path.read_bytes()).get("is_local") is True
 
 
 def _is_absolute(text: str) -> bool:
