@@ -51,6 +51,9 @@ ABOVE = {
     "ledger": GROUND
     | {"accounting", "chain", "earlier", "ledger_rows", "paid", "plan", "rows_file", "statement"},
     "run_files": GROUND | {"chain", "data", "ledger", "statement"},
+    "run_check": GROUND | {"data", "ledger", "lock", "run_files"},
+    "finalize": GROUND | {"ledger", "rows_file", "run_check", "run_files", "statement"},
+    "export": GROUND | {"config", "ledger", "report", "run_check", "run_files", "statement"},
     "config": GROUND
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
     | {"updates"},
@@ -113,6 +116,9 @@ TORCH_FREE = [
     "rows_file",
     "ledger",
     "run_files",
+    "run_check",
+    "finalize",
+    "export",
     "config",
     "data",
     "report",

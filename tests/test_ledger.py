@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -221,6 +222,15 @@ def test_steps_are_counted_and_not_kept(tmp_path: Path) -> None:
     assert ledger.head == read.head == json.loads(path.read_text().splitlines()[-1])["hash"]
 
 
+def _refusal(path: Path, remembered: tuple[int, str]) -> str:
+    """Why the ledger is not opened for a checkpoint; empty if it is."""
+    try:
+        Ledger.open(path, remembered=remembered).close()
+    except LedgerError as error:
+        return str(error)
+    return ""
+
+
 def test_a_ledger_without_the_remembered_row_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger.create(plan(), path=path, bound_to={}, fixed_seed=False)
@@ -238,15 +248,10 @@ def test_a_ledger_without_the_remembered_row_is_refused(tmp_path: Path) -> None:
         # Cut anywhere behind the remembered row, the ledger is taken; cut before it, it is not.
         for length in range(1, len(lines) + 1):
             path.write_text("".join(lines[:length]))
-            if length < whole:
-                with pytest.raises(LedgerError, match="cut off or replaced since the checkpoint"):
-                    Ledger.open(path, remembered=position)
-            else:
-                Ledger.open(path, remembered=position).close()
-                assert Ledger.read(path, remembered=position).steps <= 4
-    with pytest.raises(LedgerError, match="cut off or replaced"):
-        # The right row, and another number of steps.
-        Ledger.open(path, remembered=(1, positions[-1][1]))
+            is_cut = "cut off or replaced since the checkpoint" in _refusal(path, position)
+            assert is_cut == (length < whole)
+    # The right row, and another number of steps.
+    assert "cut off or replaced" in _refusal(path, (1, positions[-1][1]))
 
 
 def test_a_row_torn_anywhere_is_cut_off_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -325,9 +330,8 @@ def test_after_a_failed_write_nothing_is_charged_and_the_file_is_whole(
     monkeypatch.undo()
     assert path.read_bytes() == content
     assert ledger.steps == 1
-    with pytest.raises(LedgerError, match=r"Ledger\.open"):
+    with contextlib.closing(ledger), pytest.raises(LedgerError, match=r"Ledger\.open"):
         ledger.charge_step()
-    ledger.close()
     opened = Ledger.open(path)
     opened.charge_step()
     opened.close()

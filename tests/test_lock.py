@@ -94,6 +94,17 @@ def test_without_locks_of_the_file_system_the_file_is_the_lock(path: Path) -> No
 
 
 @pytest.mark.usefixtures("no_locks")
+def test_without_links_the_file_is_the_lock_too(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    test_without_locks_of_the_file_system_the_file_is_the_lock(path)
+
+
+@pytest.mark.usefixtures("no_locks")
 def test_a_lock_of_an_ended_process_is_taken_over_with_a_note(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -112,13 +112,19 @@ class Ledger:
         return ledger
 
     @staticmethod
-    def read(path: Path, *, remembered: Position | None = None) -> Ledger:
+    def read(
+        path: Path, *, remembered: Position | None = None, without_torn_row: bool = False
+    ) -> Ledger:
         """The ledger at `path`, only to look at: charging it raises.
 
         Its chain is checked. If the run's key lies beside it, who wrote it is checked, too. A
-        `remembered` position (see `position`) must be among its rows.
+        `remembered` position (see `position`) must be among its rows. A last row that is cut short
+        is refused, unless it is to be left out.
         """
-        return Ledger._of_content(chain.read_content(path), path, remembered)
+        content = chain.read_content(path)
+        if without_torn_row:
+            content = chain.without_torn_row(content)
+        return Ledger._of_content(content, path, remembered)
 
     @staticmethod
     def _of_content(content: bytes, path: Path, remembered: Position | None) -> Ledger:

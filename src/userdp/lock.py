@@ -145,11 +145,18 @@ def _create(place: Path, owner: Owner) -> None:
     partial = place.with_name(f".{place.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_ONLY_FILE)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(owner)) + "\n")
+    content = json.dumps(asdict(owner)).encode() + b"\n"
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
     try:
         # Unlike a rename, a link never replaces a file that is there.
         os.link(partial, place)
+    except FileExistsError:
+        raise
+    except OSError:
+        # A file system without links. A kill in between leaves an empty file, which names nobody.
+        with place.open("xb") as file:
+            file.write(content)
     finally:
         partial.unlink(missing_ok=True)
 

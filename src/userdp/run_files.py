@@ -2,6 +2,7 @@
 
     ledger.jsonl  model/                     public, bound to each other by the closing row
     secret/ledger.key                        marks rows of the ledger and lists of users
+    secret/noise.key                         makes the noise; `userdp finalize` destroys it
     secret/users/RUN.bin                     pseudonyms of the training users, for the overlap check
 
 Everything in `secret/` is for the owner alone (mode 0600) and is not part of the model. This file
@@ -11,6 +12,7 @@ needs no torch.
 from __future__ import annotations
 
 import hmac
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +23,15 @@ from userdp.data.identity import PSEUDONYM_BYTES
 from userdp.data.store import UserStore
 from userdp.errors import LedgerError
 from userdp.history import home_of
-from userdp.ledger import Ledger
+from userdp.ledger import UNVERIFIED, Ledger
 from userdp.statement import Statement
 
 # People write and edit these files. They change no weight.
 FREE_FILES = frozenset({"README.md"})
+
+# What an export has beside the model, and the settings in which it may name another base.
+EXPORTED_RECORD = frozenset({"ledger.jsonl", "statement.json"})
+REWRITTEN = frozenset({"config.json", "adapter_config.json", "tokenizer_config.json"})
 
 
 def model_files(directory: Path) -> dict[str, str]:
@@ -58,7 +64,7 @@ def read_run(run: Path, *, unfinished: bool = False) -> RecordedRun:
     Other runs are refused. With `unfinished` they are read all the same, and the statement says so.
     """
     ledger = Ledger.read(run / "ledger.jsonl")
-    problems = _problems(run, ledger)
+    problems = problems_of(run, ledger)
     if problems and not unfinished:
         raise LedgerError(
             f"{run}: {problems[0]} No privacy statement can be made of it. Say --unfinished to "
@@ -77,7 +83,7 @@ def check_homes(homes: Sequence[Path], loaded: Sequence[Path] = ()) -> None:
     for home in homes:
         if not (home / "ledger.jsonl").is_file():
             continue
-        problems = _problems(home, Ledger.read(home / "ledger.jsonl"))
+        problems = problems_of(home, Ledger.read(home / "ledger.jsonl"))
         if problems:
             raise LedgerError(
                 f"{home}: {problems[0]} What was spent on this model cannot be trusted, so it is "
@@ -96,26 +102,67 @@ def check_homes(homes: Sequence[Path], loaded: Sequence[Path] = ()) -> None:
             )
 
 
-def _problems(run: Path, ledger: Ledger) -> list[str]:
+def problems_of(run: Path, ledger: Ledger) -> list[str]:
+    """Why the ledger is not a finished record of the run's model; empty if it is one."""
     end = ledger.end
     if end is None:
         return ["the ledger has no closing row: the run did not finish, or rows were cut off."]
     written: dict[str, str] = end["model_files"]
-    if not (run / "model").is_dir():
+    directory = model_directory(run)
+    if directory is None:
         return [f"{run} holds no model, though its ledger is closed."] if written else []
-    found = model_files(run / "model")
-    if found != written:
-        changed = sorted(
-            name for name in found.keys() | written if found.get(name) != written.get(name)
-        )
-        return [f"model/{changed[0]} is not what the ledger's closing row names."]
-    return []
+    place = "" if is_export(run) else "model/"
+    return [
+        f"{place}{name} is not what the ledger's closing row names."
+        for name in _changed(run, directory, written)
+        if name not in rewritten_files(run, ledger)
+    ]
+
+
+def rewritten_files(run: Path, ledger: Ledger) -> list[str]:
+    """The settings in an export that differ from the run's, because a base was named in them."""
+    directory = model_directory(run)
+    if ledger.end is None or directory is None or not is_export(run):
+        return []
+    changed = _changed(run, directory, ledger.end["model_files"])
+    return [name for name in changed if name in REWRITTEN and (directory / name).is_file()]
+
+
+def _changed(run: Path, directory: Path, written: dict[str, str]) -> list[str]:
+    found = model_files(directory)
+    if is_export(run):
+        found = {name: digest for name, digest in found.items() if name not in EXPORTED_RECORD}
+    return sorted(name for name in found.keys() | written if found.get(name) != written.get(name))
+
+
+def model_directory(run: Path) -> Path | None:
+    """Where the model of a run or of an export lies; None if there is none."""
+    if (run / "model").is_dir():
+        return run / "model"
+    return run if is_export(run) else None
+
+
+def is_export(directory: Path) -> bool:
+    """Whether `userdp export` wrote the directory: the model's files lie beside the ledger."""
+    has_model = any((directory / name).is_file() for name in ("config.json", "adapter_config.json"))
+    is_run = (directory / "model").is_dir()
+    return has_model and not is_run and (directory / "ledger.jsonl").is_file()
+
+
+def statement_text(statement: Statement) -> tuple[bytes, ...]:
+    """The bytes of statement.json, as they may be: the owner writes no doubt about the owner."""
+    told = statement.to_json()
+    known = told | {"cautions": [text for text in told["cautions"] if text != UNVERIFIED]}
+    return tuple((json.dumps(data, indent=1) + "\n").encode() for data in (known, told))
 
 
 def run_of(model: Path) -> Path | None:
-    """The directory of the run that `model` is, or is the `model/` of; None if there is none."""
+    """The directory of the run that `model` is, or is the `model/` of; None if there is none.
+
+    An export is not a run: what a run keeps secret is not in it.
+    """
     if (model / "ledger.jsonl").is_file():
-        return model
+        return None if is_export(model) else model
     home = model.resolve().parent
     is_model = model.is_dir() and model.resolve().name == "model"
     return home if is_model and (home / "ledger.jsonl").is_file() else None

@@ -16,6 +16,7 @@ GRAPH = Edges.from_lists([[0, 1], [1], [2]], num_users=3)
 def test_a_saved_selection_comes_back_and_checks(tmp_path: Path) -> None:
     chosen = Selection.of(GRAPH, np.array([1, 2, 0]), 5, method="greedy-duplicates")
     chosen.save(tmp_path / "sel.npz")
+    assert (tmp_path / "sel.npz").stat().st_mode & 0o777 == 0o600
     back = Selection.load(tmp_path / "sel.npz")
     back.check(GRAPH)
     assert back.records().tolist() == [0, 1, 1]

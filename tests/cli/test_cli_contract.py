@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -180,6 +182,19 @@ OPTIONS = {
         "--json",
     },
     "verify": {"config", "--json"},
+    "export": {
+        "run",
+        "--out",
+        "--base",
+        "--license",
+        "--json",
+    },
+    "finalize": {
+        "run",
+        "--unfinished",
+        "--json",
+    },
+    "ledger verify": {"runs", "--json"},
     "train": {
         "config",
         "--out",
@@ -189,19 +204,27 @@ OPTIONS = {
 
 
 def test_every_option_of_every_command_is_listed() -> None:
-    group = typer.main.get_command(cli.app)
     found = {
         name: {
             max(parameter.opts, key=len) for parameter in command.params if parameter.name != "help"
         }
-        for name, command in group.commands.items()  # type: ignore[attr-defined]
+        for name, command in _commands(typer.main.get_command(cli.app))
     }
     assert found == OPTIONS
 
 
+def _commands(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command by its words, those inside groups too."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{before}{name} ")
+        else:
+            yield before + name, command
+
+
 @pytest.mark.parametrize("command", OPTIONS)
 def test_every_command_explains_itself(command: str) -> None:
-    result = userdp(command, "--help")
+    result = userdp(*command.split(), "--help")
     assert result.code == 0
     assert "Usage:" in result.out
     assert command in result.out
@@ -269,6 +292,11 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "stats of nothing": (("stats", "nowhere"), "not a user store"),
     "report of nothing": (("report", "nowhere"), "is this the directory of a run"),
     "train without file": (("train", "nowhere.toml", "--out", "run"), "nowhere.toml"),
+    "finalize nothing": (("finalize", "nowhere"), "is this the directory of a run"),
+    "export nothing": (("export", "nowhere", "--out", "x"), "is this the directory of a run"),
+    "export to nowhere": (("export", "nowhere"), "--out"),
+    "no run to verify": (("ledger", "verify"), "runs"),
+    "ledger command unknown": (("ledger", "trane"), "trane"),
     "evaluate on nothing": (("evaluate", "model", "nowhere"), "not a user store"),
     "command unknown": (("trane",), "trane"),
 }

@@ -41,7 +41,7 @@ def bad_import(folder: Path, content: bytes, *options: object, name: str = "data
     assert TEXT not in result.err
     assert USER not in result.err.lower()
     # A new pseudonym key beside the store is no data and may stay.
-    assert {path.name for path in folder.iterdir()} <= {name, "store.key"}
+    assert {path.name for path in folder.iterdir()} <= {name, "secret"}
     return result
 
 
@@ -263,6 +263,31 @@ def test_import_says_what_it_did_in_words_and_names_nobody(tmp_path: Path) -> No
     assert "2 records of 2 users" in result.out
     assert TEXT not in result.out + result.err
     assert USER not in result.out + result.err
+
+
+def test_a_new_key_lies_in_a_directory_of_its_own(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_bytes(GOOD)
+    key = Path(userdp("import", source, "--out", tmp_path / "store", "--json").json["key"])
+    assert key == tmp_path / "secret" / "store.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert key.parent.stat().st_mode & 0o777 == 0o700
+    # A failed import takes the key away that it made, and no other.
+    assert userdp("import", source, "--out", tmp_path / "more", "--user", "nobody").code == 2
+    assert list(key.parent.iterdir()) == [key]
+    key.unlink()
+    assert userdp("import", source, "--out", tmp_path / "more", "--user", "nobody").code == 2
+    assert not key.parent.exists()
+
+
+def test_a_store_is_its_owners_alone(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    source.write_bytes(GOOD)
+    store = tmp_path / "store"
+    assert userdp("import", source, "--out", store).code == 0
+    modes = {path.name: path.stat().st_mode & 0o777 for path in store.rglob("*")}
+    assert set(modes.values()) == {0o600}
+    assert store.stat().st_mode & 0o777 == 0o700
 
 
 def test_key_is_readable_by_its_owner_only(tmp_path: Path) -> None:

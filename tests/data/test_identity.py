@@ -57,6 +57,7 @@ def test_key_is_made_once_for_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "ids.key"
     key = load_or_create_key(path)
     assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
     assert load_or_create_key(path) == key
     path.write_bytes(b"short")
     with pytest.raises(InputError, match="expected 32 bytes"):

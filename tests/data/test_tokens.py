@@ -104,6 +104,15 @@ def test_cache_is_used_again_and_rebuilt_when_anything_changes(make_store: MakeS
     assert len(calls) > made
 
 
+def test_a_cache_is_its_owners_alone(make_store: MakeStore) -> None:
+    store = make_store(RECORDS)
+    tokenise(store, models_zoo.word_tokenizer(), sequence_length=4)
+    cached = list((store.path / "tokens").rglob("*"))
+    modes = {path.is_dir(): path.stat().st_mode & 0o777 for path in [store.path, *cached]}
+    assert modes == {True: 0o700, False: 0o600}
+    assert {path.stat().st_mode & 0o777 for path in cached if path.is_file()} == {0o600}
+
+
 def test_user_whose_text_has_no_token_keeps_a_place_without_rows(make_store: MakeStore) -> None:
     tokenizer = models_zoo.word_tokenizer()
     tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.Replace("\u200b", "")

@@ -16,6 +16,7 @@ import numpy as np
 
 from userdp.bounding.edges import Edges, Ints, load_arrays
 from userdp.bounding.names import USER_BY_USER
+from userdp.durable import OWNER_ONLY_FILE
 from userdp.errors import InputError
 
 _ARRAYS = (
@@ -154,7 +155,10 @@ class Selection:
             arrays |= {"batches": self.batches, "separation": np.asarray(self.separation)}
         partial = path.with_name(path.name + ".partial")
         try:
-            with partial.open("wb") as file:
+            partial.unlink(missing_ok=True)
+            # Which records are kept says who has how many, so only the owner may read it.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with os.fdopen(os.open(partial, flags, OWNER_ONLY_FILE), "wb") as file:
                 np.savez(file, allow_pickle=False, **arrays)
                 file.flush()
                 os.fsync(file.fileno())

@@ -16,7 +16,10 @@ from userdp.cli import (
     calibrate,
     duplicates,
     evaluate,
+    export,
+    finalize,
     import_,
+    ledger,
     plan,
     quantile,
     quickstart,
@@ -40,7 +43,10 @@ app.command("bound")(bound.bound)
 app.command("calibrate")(calibrate.calibrate)
 app.command("duplicates")(duplicates.duplicates)
 app.command("evaluate")(evaluate.evaluate)
+app.command("export")(export.export)
+app.command("finalize")(finalize.finalize)
 app.command("import")(import_.import_)
+app.add_typer(ledger.app, name="ledger")
 app.command("plan")(plan.plan)
 app.command("quantile")(quantile.quantile)
 app.command("quickstart")(quickstart.quickstart)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from enum import StrEnum
 from pathlib import Path
@@ -89,7 +90,7 @@ def import_(
         threads=threads,
     )
     drop = DropRule(ids=frozenset(drop_user or ()), matching=drop_matching)
-    key_path = key or out.with_name(out.name + ".key")
+    key_path = key or out.with_name("secret") / f"{out.name}.key"
     key_is_new = not key_path.exists()
     try:
         with (
@@ -108,6 +109,10 @@ def import_(
     except BaseException:
         if key_is_new:
             key_path.unlink(missing_ok=True)
+            if key is None:
+                with contextlib.suppress(OSError):
+                    # The directory goes too, unless there is something else in it.
+                    key_path.parent.rmdir()
         raise
     common.emit(
         json,

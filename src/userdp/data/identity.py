@@ -27,6 +27,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from userdp.data.files import pc
+from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
 from userdp.errors import InputError
 
 PSEUDONYM_BYTES = 16
@@ -319,7 +320,9 @@ def load_or_create_key(path: Path) -> bytes:
             raise InputError(f"{path} is not a pseudonym key: expected 32 bytes, found {len(key)}.")
         return key
     key = secrets.token_bytes(32)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    path.parent.mkdir(mode=OWNER_ONLY_DIRECTORY, parents=True, exist_ok=True)
+    with os.fdopen(
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_ONLY_FILE), "wb"
+    ) as file:
         file.write(key)
     return key

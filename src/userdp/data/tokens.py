@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from userdp.data.files import ArrayWriter, file_digest
 from userdp.data.store import UserStore
+from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
 from userdp.errors import InputError
 from userdp.index import IGNORED_LABEL, Rows, UserIndex
 
@@ -189,7 +190,9 @@ def _write_cache(
     """Write rows batch by batch, so that the tokens of a large store need not fit into memory."""
     partial = cache.with_name(f".{cache.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    # Tokens are the texts in other words.
+    cache.parent.mkdir(mode=OWNER_ONLY_DIRECTORY, exist_ok=True)
+    partial.mkdir(mode=OWNER_ONLY_DIRECTORY)
     total = 0
     with (
         (partial / "tokens.i32").open("wb") as tokens,
@@ -209,6 +212,8 @@ def _write_cache(
         shutil.rmtree(partial)
         raise InputError("no record has a token to predict: the store's texts are empty.")
     (partial / DIGESTS).write_text(json.dumps(_digests(partial)))
+    for path in partial.iterdir():
+        path.chmod(OWNER_ONLY_FILE)
     os.replace(partial, cache)
 
 

@@ -34,6 +34,7 @@ from userdp.data.files import (
 from userdp.data.identity import PSEUDONYM_BYTES, DropRule, IdRule, Pseudonyms, Spellings
 from userdp.data.prefetch import Prefetched
 from userdp.data.record import NO_TIME, ImportBatch, Record, Skipped, batches_of
+from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE, write_file
 from userdp.errors import InputError
 
 FORMAT = 3
@@ -105,7 +106,9 @@ def write_batches(
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     staging = partial / "staging"
-    staging.mkdir(parents=True)
+    # Nobody else can look in from the first moment, whatever the mode of a file is until then.
+    partial.mkdir(mode=OWNER_ONLY_DIRECTORY, parents=True)
+    staging.mkdir()
     try:
         spellings = Spellings(rule=id_rule, drop=drop or DropRule())
         _write_history(partial, cautions, user_splits)
@@ -363,6 +366,7 @@ def _write_manifest(
 ) -> None:
     files = sorted(path for path in directory.iterdir() if path.is_file())
     for path in files:
+        path.chmod(OWNER_ONLY_FILE)
         with path.open("rb") as file:
             os.fsync(file.fileno())
     manifest: dict[str, Any] = {
@@ -381,7 +385,8 @@ def _write_manifest(
             path.name: file_digest(path) for path in files if path.name not in FINGERPRINTED
         },
     }
-    with (directory / "manifest.json").open("w") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(
+        directory / "manifest.json",
+        json.dumps(manifest, indent=1).encode(),
+        mode=OWNER_ONLY_FILE,
+    )

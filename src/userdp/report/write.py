@@ -11,10 +11,10 @@ from typing import Any
 import jinja2
 
 import userdp
-from userdp.config import load_config
+from userdp.config import Config, load_config
 from userdp.report import pictures
 from userdp.run_files import read_run
-from userdp.statement import epsilon_text
+from userdp.statement import Statement, epsilon_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,25 +79,39 @@ def write_report(
         "epsilon": epsilon_text(statement.epsilon),
         "sections": sections,
         "version": userdp.__version__,
-        # A local directory's full path is not published, only its name.
-        "base": Path(config.model.path).name
-        if Path(config.model.path).is_dir()
-        else config.model.path,
-        "adapter": config.model.lora is not None,
-        "sequence_length": config.data.sequence_length,
     }
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("userdp", "report"),
-        autoescape=jinja2.select_autoescape(["html.jinja"]),
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-    )
     files = ReportFiles(
         html=html or run / "report.html",
         card=run / "MODEL_CARD.md",
         statement=run / "statement.json",
     )
-    files.html.write_text(environment.get_template("page.html.jinja").render(values))
-    files.card.write_text(environment.get_template("card.md.jinja").render(values))
+    files.html.write_text(_environment().get_template("page.html.jinja").render(values))
+    # A local directory's full path is not published, only its name.
+    configured = config.model.path
+    base = Path(configured).name if Path(configured).is_dir() else configured
+    files.card.write_text(model_card(statement, config, base=base))
     files.statement.write_text(json.dumps(statement.to_json(), indent=1) + "\n")
     return files
+
+
+def model_card(statement: Statement, config: Config, *, base: str, license: str = "") -> str:
+    """The card of a model. Empty `base` and `license` are left out of it."""
+    values = {
+        "statement": statement.to_json(),
+        "epsilon": epsilon_text(statement.epsilon),
+        "version": userdp.__version__,
+        "base": base,
+        "license": license,
+        "adapter": config.model.lora is not None,
+        "sequence_length": config.data.sequence_length,
+    }
+    return _environment().get_template("card.md.jinja").render(values)
+
+
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("userdp", "report"),
+        autoescape=jinja2.select_autoescape(["html.jinja"]),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )

@@ -1,0 +1,34 @@
+"""`userdp export`: writes what may be published of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from userdp import export as exporting
+from userdp.cli import common
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
+    out: Annotated[Path, typer.Option(help="New directory for what may be published.")],
+    base: Annotated[
+        str, typer.Option(help="The base model's name on the hub, for others to load it.")
+    ] = "",
+    license: Annotated[str, typer.Option(help="The licence's id, such as apache-2.0.")] = "",
+    json: common.Json = False,
+) -> None:
+    """Write the model with its card, statement and ledger, and nothing else."""
+    done = exporting.export(run, out, base=base, license=license)
+    common.emit(
+        json,
+        {
+            "files": sorted(done.origins),
+            "origins": done.origins,
+            **common.promised(done.statement),
+        },
+        "\n".join(f"{out / name}: {origin}" for name, origin in sorted(done.origins.items()))
+        + f"\n{done.statement.sentence}",
+    )

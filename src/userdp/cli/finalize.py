@@ -1,0 +1,28 @@
+"""`userdp finalize`: destroys a run's noise secret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from userdp import finalize as ending
+from userdp.cli import common
+
+
+def finalize(
+    run: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    unfinished: Annotated[
+        bool, typer.Option("--unfinished", help="Give up the rest of a run that is not finished.")
+    ] = False,
+    json: common.Json = False,
+) -> None:
+    """Destroy a run's noise secret and its checkpoints. It cannot be resumed afterwards."""
+    done = ending.finalize(run, unfinished=unfinished)
+    told = "\n".join(f"destroyed {name}" for name in done.files) or "nothing was left to destroy"
+    common.emit(
+        json,
+        {"files": list(done.files), **common.promised(done.statement)},
+        f"{told}\n{done.statement.sentence}",
+    )
