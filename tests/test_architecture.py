@@ -14,7 +14,9 @@ from cli_runner import python
 ROOT = Path(userdp.__file__).parent
 
 # From the ground up; what each may import is listed, so that a new arrow is a decision.
-GROUND = {"errors", "units", "index", "history", "parts", "streams"}
+GROUND = {"errors", "units", "index", "history", "parts", "streams", "chain", "durable"}
+# The file of a population lies beside a store: stores name it, and what spends adds to it.
+GROUND |= {"budget_file"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the
@@ -44,11 +46,11 @@ ABOVE = {
     | {"accounting", "statement", "sampling", "clipping", "noise", "plan"}
     | {"norms", "prices"},
     "own_keys": GROUND,
-    "chain": GROUND,
-    "ledger_rows": GROUND | {"chain"},
-    "ledger": GROUND
-    | {"accounting", "chain", "earlier", "ledger_rows", "paid", "statement", "plan"},
-    "run_files": GROUND | {"chain", "data", "ledger", "statement"},
+    "ledger_rows": GROUND,
+    "ledger": GROUND | {"accounting", "earlier", "ledger_rows", "paid", "statement", "plan"},
+    "spending": GROUND | {"accounting", "earlier", "paid", "statement"},
+    "population": GROUND | {"accounting", "data", "earlier", "paid", "spending", "statement"},
+    "run_files": GROUND | {"data", "ledger", "statement"},
     "config": GROUND
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
     | {"updates"},
@@ -98,6 +100,10 @@ TORCH_FREE = [
     "plan",
     "planner",
     "chain",
+    "durable",
+    "budget_file",
+    "spending",
+    "population",
     "ledger",
     "run_files",
     "config",
