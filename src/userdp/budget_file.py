@@ -123,7 +123,8 @@ class BudgetFile:
     @contextmanager
     def _open(self, mode: str) -> Generator[IO[bytes], None, None]:
         try:
-            file = self.path.open(mode)
+            # Without a buffer, a failed write leaves nothing to be written later.
+            file = self.path.open(mode, buffering=0)
         except OSError as error:
             raise LedgerError(
                 f"{self.path} cannot be opened ({error.strerror}), and {self.directory} is there: "
@@ -169,19 +170,25 @@ class Adding:
         self.rows = found.rows
 
     def add(self, row: Row) -> None:
-        """Add a row; returns once it is on disk and counted. An error leaves the file as it was."""
+        """Add a row; returns once it is on disk and counted.
+
+        An error leaves the file as it was. If only the last flush fails, after the row was counted,
+        the row stays: too much is then counted, never too little.
+        """
         sealed = chain.sealed(self.rows[-1]["hash"], row, self._key)
         line = _line(sealed)
         try:
             try:
                 self._file.seek(self._size)
-                self._file.write(line)
-                self._file.flush()
+                rest = line
+                while rest:
+                    rest = rest[self._file.write(rest) :]
                 os.fsync(self._file.fileno())
                 _write_head(self._budget.directory, [*self.rows, sealed], self._key)
             except OSError:
-                self._file.truncate(self._size)
-                os.fsync(self._file.fileno())
+                if _read_head(self._budget.directory, self._key)[0] == len(self.rows):
+                    self._file.truncate(self._size)
+                    os.fsync(self._file.fileno())
                 raise
         except OSError as error:
             raise _unwritable(self._budget.path, error) from None

@@ -67,6 +67,7 @@ OPTIONS = {
         "--seed",
         "--json",
     },
+    "budget": {"store", "--limit", "--delta", "--new", "--json"},
     "calibrate": {
         "--epsilon",
         "--delta",

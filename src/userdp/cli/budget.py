@@ -20,8 +20,8 @@ from userdp.statement import epsilon_text
 
 BAR_WIDTH = 40
 LEFT_NOTE = (
-    "left is the limit less what is spent; events compose to less than the sum of their epsilons, "
-    "so a little more may fit"
+    "left is the limit less what is spent, rounded down. It is a guide only: events are composed, "
+    "and their epsilons do not add up"
 )
 BEGUN_ANEW = "a new budget begins: what was spent on these people before is not counted"
 
@@ -121,7 +121,11 @@ def _words(
         )
     screen = StringIO()
     if entries:
-        Console(file=screen, width=100).print(table, markup=False)
+        # What is printed is as it was written: no colours, and no signs with a meaning.
+        plain = Console(
+            file=screen, width=100, markup=False, emoji=False, no_color=True, force_terminal=False
+        )
+        plain.print(table)
     lines = [screen.getvalue().rstrip()] if entries else ["nothing was spent on these people"]
     if limit is None:
         why = "as asked" if told else "the default where no limit is set"
