@@ -118,6 +118,7 @@ OPTIONS = {
         "--keep-short",
         "--ids",
         "--key",
+        "--append",
         "--engine",
         "--json",
     },

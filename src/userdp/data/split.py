@@ -177,7 +177,7 @@ def write_subset(
     if out.exists():
         raise InputError(f"{out} exists: choose another output directory.")
     return write_batches(
-        _batches(store, np.sort(records)),
+        record_batches(store, np.sort(records)),
         out,
         pseudonyms=Pseudonyms.kept(store.manifest["key_name"], store.fingerprint_key),
         id_rule=IdRule.EXACT,
@@ -187,7 +187,8 @@ def write_subset(
     )
 
 
-def _batches(store: UserStore, records: Numbers) -> Iterator[ImportBatch]:
+def record_batches(store: UserStore, records: Numbers) -> Iterator[ImportBatch]:
+    """Some records of a store, in increasing order; pseudonyms in hex stand for the owners' ids."""
     names = pa.array([pseudonym.hex() for pseudonym in store.pseudonyms.to_pylist()], pa.string())
     bounds = np.searchsorted(records, store.chunk_starts)
     for number, chunk in enumerate(store.texts.chunks):
