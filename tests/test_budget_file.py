@@ -131,7 +131,8 @@ def test_a_format_of_another_version_is_refused(
 def test_killed_at_any_byte_of_a_row_the_row_is_there_or_not(tmp_path: Path) -> None:
     file = small(tmp_path)
     rows, before = file.rows(), contents(file)
-    add(file, {"kind": "limit", "epsilon": 2.0, "delta": 1e-6})
+    # Longer than the row that comes after it, so that what is left of it would show.
+    add(file, {"kind": "limit", "epsilon": 2.0, "delta": 1e-6, "why": "x" * 40})
     after = file.path.read_bytes()
     for length in range(len(before[file.path]), len(after) + 1):
         # The head is written after the row, so it still counts the rows before.
@@ -142,6 +143,8 @@ def test_killed_at_any_byte_of_a_row_the_row_is_there_or_not(tmp_path: Path) -> 
         assert len(file.rows()) == len(rows) + is_whole
         assert file.path.read_bytes() == after[:length], "reading changes nothing"
         add(file, {"kind": "limit", "epsilon": 3.0, "delta": 1e-6})
+        # What is left of a torn row would be taken for one that a second kill left.
+        assert file.path.read_bytes().endswith(b"}\n")
         found = [row["epsilon"] for row in file.rows() if row["kind"] == "limit"]
         assert found == ([4.0, 2.0, 3.0] if is_whole else [4.0, 3.0])
 

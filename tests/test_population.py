@@ -178,6 +178,18 @@ def test_settling_counts_the_steps_taken_and_resuming_the_plan_again(store: User
     assert spent(population) == pytest.approx(library((MANY, 100)), rel=1e-3)
 
 
+@pytest.mark.parametrize("event", [MANY, None])
+def test_a_run_that_goes_on_beyond_its_plan_is_counted_again(
+    store: UserStore, event: dp_event.DpEvent | None
+) -> None:
+    population = Population.of(store)
+    reserve(population, "first", event, 100)
+    reserve(population, "first", event, 130)
+    assert population.entries(DELTA)[0]["steps"] == 130
+    population.settle("first", 120, None if event is None else events.repeated(event, 120))
+    assert [entry["steps"] for entry in population.entries(DELTA)] == [120]
+
+
 def test_settling_never_makes_it_larger(store: UserStore) -> None:
     population = Population.of(store)
     reserve(population, "first", MANY, 100)
@@ -186,7 +198,7 @@ def test_settling_never_makes_it_larger(store: UserStore) -> None:
         population.settle("first", 101, events.repeated(MANY, 101))
     # Fewer steps of another kind, or without a price, are not surely less.
     dear = events.poisson_users_gaussian(user_sampling_prob=0.5, noise_multiplier=0.5)
-    for event in (events.repeated(dear, 99), None):
+    for event in (events.repeated(dear, 99), events.repeated(MANY, 150), None):
         population.settle("first", 99, event)
         assert spent(population) == planned
     with pytest.raises(LedgerError, match="no run other"):
