@@ -48,8 +48,10 @@ ABOVE = {
     "own_keys": GROUND,
     "ledger_rows": GROUND,
     "ledger": GROUND | {"accounting", "earlier", "ledger_rows", "paid", "statement", "plan"},
-    "spending": GROUND | {"accounting", "earlier", "paid", "statement"},
-    "population": GROUND | {"accounting", "data", "earlier", "paid", "spending", "statement"},
+    "spending": GROUND | {"accounting", "paid", "statement"},
+    "reservation": GROUND | {"accounting", "earlier", "paid", "spending"},
+    "population": GROUND
+    | {"accounting", "data", "earlier", "paid", "reservation", "spending", "statement"},
     "run_files": GROUND | {"data", "ledger", "statement"},
     "config": GROUND
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
@@ -103,6 +105,7 @@ TORCH_FREE = [
     "durable",
     "budget_file",
     "spending",
+    "reservation",
     "population",
     "ledger",
     "run_files",

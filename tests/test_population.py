@@ -257,6 +257,27 @@ def test_a_release_past_the_limit_is_refused_and_nothing_is_written(store: UserS
     assert len(population.entries(DELTA)) == 3
 
 
+def test_a_run_can_be_checked_before_it_has_a_directory(store: UserStore) -> None:
+    population = Population.of(store)
+    plan: dict[str, Any] = {"steps": 200, "adjacency": Adjacency.ADD_REMOVE}
+    plan["event"] = events.repeated(MANY, 200)
+    population.check(**plan)
+    assert not population.path.exists()
+    population.set_limit(library((MANY, 200)) * 1.001, DELTA)
+    before = contents(population.path)
+    population.check(**plan)
+    for options in (
+        {"paid": [Paid(what="tuning", event=LOOK)]},
+        {"earlier": [earlier("elsewhere")]},
+        {"event": None},
+    ):
+        with pytest.raises(BudgetExhaustedError):
+            population.check(**plan | options)
+    with pytest.raises(InputError, match="at least one step"):
+        population.check(**plan | {"steps": 0})
+    assert contents(population.path) == before
+
+
 def test_the_latest_limit_holds_and_wrong_ones_are_refused(store: UserStore) -> None:
     population = Population.of(store)
     for epsilon, delta in ((0.0, 1e-6), (-1.0, 1e-6), (math.nan, 1e-6), (math.inf, 1e-6)):

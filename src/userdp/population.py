@@ -25,13 +25,13 @@ from typing import Any
 from userdp import spending
 from userdp.accounting import accountant, events
 from userdp.accounting.events import DpEvent
-from userdp.chain import Row
 from userdp.data import belonging
 from userdp.data.belonging import Home
 from userdp.data.store import UserStore
 from userdp.earlier import Earlier
 from userdp.errors import BudgetExhaustedError, InputError, LedgerError
-from userdp.paid import LONGEST_PHRASE, Paid
+from userdp.paid import Paid
+from userdp.reservation import Reservation
 from userdp.spending import Entry, Limit, Spending, Spent
 from userdp.statement import epsilon_text
 from userdp.units import Adjacency
@@ -150,6 +150,28 @@ class Population:
             )
         return entry
 
+    def check(
+        self,
+        *,
+        event: DpEvent | None,
+        steps: int,
+        adjacency: Adjacency,
+        paid: Sequence[Paid] = (),
+        earlier: Sequence[Earlier] = (),
+    ) -> None:
+        """Raise what `reserve` would raise for a new run like this. Nothing is written.
+
+        For the time before a run has a directory; `reserve` still decides.
+        """
+        if not self._home.file.exists:
+            return
+        rows = self._home.file.rows()
+        found = spending.read(rows)
+        plan = Reservation(
+            run="", event=event, steps=steps, adjacency=adjacency, paid=paid, earlier=earlier
+        )
+        self._refuse(found, spending.read([*rows, plan.row(found)]).entries, _this_run(steps))
+
     def reserve(
         self,
         *,
@@ -175,31 +197,27 @@ class Population:
         Raises `BudgetExhaustedError` if the limit would be passed, and `InputError` under another
         adjacency than what the limit is for. Then nothing is written.
         """
-        if steps < 1:
-            raise InputError(f"steps={steps}: a run has at least one step.")
+        planned = Reservation(
+            run=run,
+            what=what,
+            where=where,
+            event=event,
+            steps=steps,
+            adjacency=adjacency,
+            fixed_seed=fixed_seed,
+            paid=paid,
+            earlier=earlier,
+        )
         self._home.ensure()
         with self._home.file.adding() as file:
             found = spending.read(file.rows)
-            new_paid, looks = _uncounted(found, run, paid, adjacency)
-            new_earlier = _new_runs(found, run, earlier)
-            row: Row = {
-                "kind": "reserve",
-                "run": run,
-                "what": phrase(what),
-                "where": phrase(where),
-                "event": None if event is None else events.to_json(event),
-                "steps": steps,
-                "adjacency": adjacency.value,
-                "fixed_seed": fixed_seed,
-                "paid": [item.to_json() for item in new_paid],
-                "looks": looks,
-                "earlier": [spending.earlier_row(item) for item in new_earlier],
-            }
+            row = planned.row(found)
             # Read back before it is written, so that nothing is written that cannot be read.
             after = spending.read([*file.rows, row])
             before, plan = found.runs.get(run), after.runs[run]
             if before is not None:
-                if not new_paid and not new_earlier and spending.covers(before, plan):
+                has_more = bool(row["paid"] or row["earlier"])
+                if not has_more and spending.covers(before, plan):
                     return
                 if not spending.covers(plan, before):
                     raise LedgerError(
@@ -207,7 +225,7 @@ class Population:
                         "now plans. A changed run is another run: fork it, or give it another "
                         "output directory."
                     )
-            self._refuse(found, after.entries, f"this run ({steps:,} steps)")
+            self._refuse(found, after.entries, _this_run(steps))
             file.add(row)
 
     def settle(
@@ -341,36 +359,5 @@ class _Alone:
         return f"{entry.what}: alone epsilon={epsilon_text(self.epsilon(entry))}"
 
 
-def phrase(text: str) -> str:
-    """The text as one short printable line, as it is kept and shown.
-
-    >>> phrase("run\\n2")
-    'run?2'
-    """
-    shown = "".join(sign if sign.isprintable() else "?" for sign in text)
-    return shown[:LONGEST_PHRASE]
-
-
-def _uncounted(
-    found: Spending, run: str, paid: Sequence[Paid], adjacency: Adjacency
-) -> tuple[list[Paid], list[str]]:
-    """The paid looks that are not counted yet, and the names of those that are."""
-    looks = [item for item in paid if found.knows(item, adjacency)]
-    # A run that is resumed has counted some of its looks together with itself.
-    mine = list(found.paid_by.get(run, ()))
-    new: list[Paid] = []
-    for item in paid:
-        if item in looks:
-            continue
-        if item in mine:
-            mine.remove(item)
-        else:
-            new.append(item)
-    names = {item.entry for item in looks if item.entry is not None}
-    return new, sorted(names | found.own_looks.get(run, frozenset()))
-
-
-def _new_runs(found: Spending, run: str, earlier: Sequence[Earlier]) -> list[Earlier]:
-    """The runs behind the weights that were on these people and are not counted yet."""
-    known = {run, *found.runs, *found.inherited}
-    return [item for item in earlier if item.people == 0 and item.run not in known]
+def _this_run(steps: int) -> str:
+    return f"this run ({steps:,} steps)"

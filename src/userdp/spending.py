@@ -26,7 +26,6 @@ from dp_accounting import dp_event
 from userdp.accounting import accountant, events
 from userdp.accounting.events import DpEvent
 from userdp.chain import Row
-from userdp.earlier import Earlier
 from userdp.errors import LedgerError, UnaccountedPlanError
 from userdp.paid import Paid, check_numbers
 from userdp.statement import epsilon_text
@@ -202,19 +201,6 @@ def event_of(written: dict[str, Any] | None) -> DpEvent | None:
     return events.from_json(written)
 
 
-def earlier_row(item: Earlier) -> Row:
-    """A run behind the weights, as a row of the run that inherits it."""
-    parts = item.events()
-    return {
-        "run": item.run,
-        "what": f"{item.steps:,} steps behind the weights of a later run",
-        "event": None if item.non_private else events.to_json(_together(parts)),
-        "steps": item.steps,
-        "adjacency": item.adjacency.value,
-        "fixed_seed": item.fixed_seed,
-    }
-
-
 def price(entries: Sequence[Entry], delta: float, *, is_new_start: bool = False) -> Spent:
     """What the releases cost together: the exact composition of their events."""
     accountant.check_delta(delta)
@@ -251,9 +237,9 @@ def _composed(entries: Sequence[Entry], delta: float) -> tuple[float | None, str
         )
         return None, "nobody", (f"releases under {alone} adjacency cannot be added up",)
     (adjacency,) = kinds
-    together = _together([entry.event for entry in entries if entry.event is not None])
+    event = together([entry.event for entry in entries if entry.event is not None])
     try:
-        found = accountant.evaluate(together, delta=delta, adjacency=adjacency)
+        found = accountant.evaluate(event, delta=delta, adjacency=adjacency)
     except UnaccountedPlanError as error:
         return None, "nobody", (str(error),)
     problems = () if math.isfinite(found.epsilon) else (NOT_PRIVATE,)
@@ -266,7 +252,7 @@ def alone_epsilon(entries: Sequence[Entry], delta: float) -> float:
     return math.inf if epsilon is None else epsilon
 
 
-def _together(parts: Iterable[DpEvent]) -> DpEvent:
+def together(parts: Iterable[DpEvent]) -> DpEvent:
     """All events as one. Equal steps are counted, so that a hundred equal runs stay one part."""
     merged = [
         event if count == 1 else events.repeated(event, count)
