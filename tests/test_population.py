@@ -337,7 +337,11 @@ def test_a_fixed_seed_and_doubts_are_cautions(store: UserStore) -> None:
     assert population.spent(DELTA).cautions == (FIXED_SEED,)
     assert spent(population) == pytest.approx(library((MANY, 10)), rel=1e-3)
     population.settle("first", 10, events.repeated(MANY, 10), doubts=["paths differ"])
+    reserve(population, "first", MANY, 20, fixed_seed=True)
+    population.settle("first", 20, events.repeated(MANY, 20))
     assert population.cautions == (FIXED_SEED, "of a release: paths differ")
+    words, _ = population.others("second", DELTA, Adjacency.ADD_REMOVE)
+    assert "of another release: paths differ" in words
 
 
 @pytest.mark.parametrize("change", ["none", "event", "adjacency", "name", "unnamed"])
@@ -354,6 +358,15 @@ def test_a_look_is_counted_once_under_its_name(store: UserStore, change: str) ->
         reserve(population, run, MANY, 10, paid=[item])
     looks = [one for one in population.entries(DELTA) if one["what"] == "a median"]
     assert len(looks) == (1 if change == "none" else 3)
+
+
+def test_two_looks_of_the_same_words_and_price_are_two(store: UserStore) -> None:
+    population = Population.of(store)
+    entry = population.debit("a median", LOOK, Adjacency.ADD_REMOVE)
+    known, other = (Paid(what="a median", event=LOOK, entry=name) for name in (entry, None))
+    for _ in range(2):
+        reserve(population, "first", MANY, 10, paid=[known, other])
+    assert spent(population) == pytest.approx(library((MANY, 10), (LOOK, 2)), rel=1e-3)
 
 
 def earlier(run: str, *, people: int = 0, steps: int = 30, private: bool = True) -> Earlier:
@@ -384,7 +397,11 @@ def test_runs_behind_the_weights_are_counted_once(store: UserStore) -> None:
         "training, 50 steps",
         "training, 100 steps",
     ]
-    reserve(population, "third", MANY, 1, earlier=[earlier("bare", private=False)])
+    # More steps of a run are behind the weights than are counted for it: then those count, too.
+    reserve(population, "third", MANY, 1, earlier=[earlier("here", steps=60)])
+    expected = library((MANY, 251), (FEW, 90), (LOOK, 2))
+    assert spent(population) == pytest.approx(expected, rel=1e-3)
+    reserve(population, "fourth", MANY, 1, earlier=[earlier("bare", private=False)])
     assert population.spent(DELTA).epsilon == math.inf
 
 

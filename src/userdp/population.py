@@ -260,9 +260,9 @@ class Population:
                 or not spending.is_at_most(event, before.event)
             ):
                 event = before.event
-            after = replace(
-                before, steps=steps, event=event, is_planned=False, doubts=tuple(doubts)
-            )
+            # A doubt is never taken back.
+            all_doubts = tuple(dict.fromkeys((*before.doubts, *doubts)))
+            after = replace(before, steps=steps, event=event, is_planned=False, doubts=all_doubts)
             if after == before:
                 return
             file.add(
@@ -271,7 +271,7 @@ class Population:
                     "run": run,
                     "steps": steps,
                     "event": None if event is None else events.to_json(event),
-                    "doubts": list(doubts),
+                    "doubts": list(all_doubts),
                 }
             )
 

@@ -75,6 +75,7 @@ def _earlier_row(item: Earlier) -> Row:
         "steps": item.steps,
         "adjacency": item.adjacency.value,
         "fixed_seed": item.fixed_seed,
+        "doubts": list(item.doubts),
     }
 
 
@@ -87,7 +88,8 @@ def _uncounted(
     mine = list(found.paid_by.get(run, ()))
     new: list[Paid] = []
     for item in paid:
-        if item in looks:
+        # Asked of each one: a second look may have the same words and the same price.
+        if found.knows(item, adjacency):
             continue
         if item in mine:
             mine.remove(item)
@@ -99,5 +101,9 @@ def _uncounted(
 
 def _new_runs(found: Spending, run: str, earlier: Sequence[Earlier]) -> list[Earlier]:
     """The runs behind the weights that were on these people and are not counted yet."""
-    known = {run, *found.runs, *found.inherited}
-    return [item for item in earlier if item.people == 0 and item.run not in known]
+    known = {run, *found.inherited}
+    return [
+        item
+        for item in earlier
+        if item.people == 0 and item.run not in known and not found.counts(item.run, item.steps)
+    ]

@@ -111,7 +111,13 @@ class Spending:
                 for item in self.paid_by[run]
             ]
             found += [entry] if entry.steps else []
-        return found + [entry for run, entry in self.inherited.items() if run not in self.runs]
+        return found + [
+            entry for run, entry in self.inherited.items() if not self.counts(run, entry.steps)
+        ]
+
+    def counts(self, run: str, steps: int) -> bool:
+        """Whether at least so many steps of a run on these people are counted."""
+        return run in self.runs and self.runs[run].steps >= steps
 
     def knows(self, item: Paid, adjacency: Adjacency) -> bool:
         """Whether a paid look is counted already, under the name that it carries."""
@@ -166,6 +172,7 @@ def _after(found: Spending, row: Row) -> Spending:
                 steps=row["steps"],
                 fixed_seed=row["fixed_seed"],
                 is_planned=True,
+                doubts=found.runs[run].doubts if run in found.runs else (),
             )
             found.paid_by.setdefault(run, []).extend(Paid.from_json(item) for item in row["paid"])
             found.own_looks[run] = frozenset(row["looks"])
@@ -177,6 +184,7 @@ def _after(found: Spending, row: Row) -> Spending:
                     run=item["run"],
                     steps=item["steps"],
                     fixed_seed=item["fixed_seed"],
+                    doubts=tuple(item["doubts"]),
                 )
                 found.inherited.setdefault(item["run"], entry)
         case "settle":
