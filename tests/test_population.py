@@ -15,7 +15,15 @@ from dp_accounting.pld import PLDAccountant
 
 from cli_runner import python
 from stores import KEY, sentences
-from userdp import Adjacency, BudgetExhaustedError, InputError, Population, UserStore
+from userdp import (
+    Adjacency,
+    BudgetExhaustedError,
+    InputError,
+    Ledger,
+    Plan,
+    Population,
+    UserStore,
+)
 from userdp.accounting import events
 from userdp.chain import Row
 from userdp.data import split
@@ -176,6 +184,36 @@ def test_settling_counts_the_steps_taken_and_resuming_the_plan_again(store: User
     assert contents(population.path) == before
     reserve(population, "first", MANY, 100)
     assert spent(population) == pytest.approx(library((MANY, 100)), rel=1e-3)
+
+
+@pytest.mark.parametrize("make_plan", [Plan.sample_users, Plan.sample_records])
+def test_a_plan_settles_at_the_steps_of_its_ledger(
+    store: UserStore, make_plan: Callable[..., Plan]
+) -> None:
+    users = make_plan == Plan.sample_users
+    plan = make_plan(
+        num_users=100,
+        group_size=2,
+        steps=20,
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        delta=DELTA,
+        **{"expected_cohort_size" if users else "expected_batch_size": 10},
+    )
+    ledger = Ledger.create(plan, bound_to={}, fixed_seed=False)
+    population = Population.of(store)
+    population.reserve(
+        run=ledger.run_digest,
+        what="training",
+        where="run",
+        event=plan.event(),
+        steps=plan.steps,
+        adjacency=plan.adjacency,
+        fixed_seed=ledger.fixed_seed,
+    )
+    assert spent(population) == pytest.approx(plan.epsilon(), rel=1e-9)
+    population.settle(ledger.run_digest, 5, plan.event(5))
+    assert spent(population) == pytest.approx(plan.epsilon(5), rel=1e-9)
 
 
 @pytest.mark.parametrize("event", [MANY, None])
@@ -429,8 +467,10 @@ def test_many_other_releases_are_named_in_part(store: UserStore) -> None:
     population = Population.of(store)
     for number in range(25):
         population.debit(f"look {number}", LOOK, Adjacency.ADD_REMOVE)
+    population.debit("look 0", LOOK, Adjacency.ADD_REMOVE)
     words, _ = population.others("none", DELTA, Adjacency.ADD_REMOVE)
     assert len(words) == 21
+    assert words[0].startswith("2 times: look 0: alone epsilon=")
     assert words[-1] == "and 5 more kinds of releases"
 
 
@@ -469,6 +509,39 @@ def test_rows_that_make_no_sense_are_refused_though_the_chain_holds(
         adding.add(change(row | {"run": "second"}) if "kind" in row else row)
     with pytest.raises(LedgerError, match="row 3 of a population's budget"):
         population.spent(DELTA)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_runs_looks_and_ends_counts_what_was_planned_or_taken(
+    store: UserStore, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    planned: dict[str, int] = {}
+    looks = 0
+    for _ in range(40):
+        # Found anew each time, as another process would.
+        population = Population.of(store)
+        run, steps = str(rng.choice(["a", "b", "c"])), int(rng.integers(1, 50))
+        act = rng.choice(["reserve", "settle", "debit"])
+        if act == "debit":
+            population.debit("a look", LOOK, Adjacency.ADD_REMOVE)
+            looks += 1
+        elif act == "reserve":
+            reserve(population, run, MANY, steps)
+            planned[run] = max(planned.get(run, 0), steps)
+        elif run not in planned or steps > planned[run]:
+            with pytest.raises(LedgerError):
+                population.settle(run, steps, events.repeated(MANY, steps))
+        else:
+            taken = steps // 4
+            population.settle(run, taken, events.repeated(MANY, taken) if taken else None)
+            planned[run] = taken
+    found = Population.of(store)._read().entries
+    counted = {one.run: one.steps for one in found if one.run is not None}
+    assert counted == {run: steps for run, steps in planned.items() if steps}
+    assert sum(one.run is None for one in found) == looks
+    for one in found:
+        assert one.event == (LOOK if one.run is None else events.repeated(MANY, one.steps))
 
 
 # Which population a store belongs to.

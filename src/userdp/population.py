@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -293,11 +292,13 @@ class Population:
             for entry in found.entries
             if (entry.run is None or entry.run not in told) and entry.entry not in own
         ]
+        kinds: dict[str, list[Entry]] = {}
+        for entry in others:
+            kinds.setdefault(f"{entry.what} {_name(entry)}", []).append(entry)
         priced = _Alone(delta)
-        counted = Counter(priced.in_words(entry) for entry in others)
-        words = [f"{count:,} times: {one}" if count > 1 else one for one, count in counted.items()]
-        if len(words) > MOST_NAMED:
-            words = [*words[:MOST_NAMED], f"and {len(words) - MOST_NAMED:,} more kinds of releases"]
+        words = [priced.in_words(equal) for equal in list(kinds.values())[:MOST_NAMED]]
+        if len(kinds) > MOST_NAMED:
+            words.append(f"and {len(kinds) - MOST_NAMED:,} more kinds of releases")
         total = spending.price(found.entries, delta)
         words += total.problems
         words += [f"of another release: {doubt}" for entry in others for doubt in entry.doubts]
@@ -347,16 +348,22 @@ class _Alone:
 
     def epsilon(self, entry: Entry) -> float:
         """What the release costs alone; infinite if it has no privacy or no price."""
-        if entry.event is None:
-            return math.inf
-        name = f"{entry.adjacency.value} {events.to_json(entry.event)}"
+        name = _name(entry)
         if name not in self._known:
             self._known[name] = spending.alone_epsilon([entry], self._delta)
         return self._known[name]
 
-    def in_words(self, entry: Entry) -> str:
-        """The release and its price, without the directory it is in."""
-        return f"{entry.what}: alone epsilon={epsilon_text(self.epsilon(entry))}"
+    def in_words(self, equal: Sequence[Entry]) -> str:
+        """Equal releases and the price of one, without the directory it is in."""
+        often = f"{len(equal):,} times: " if len(equal) > 1 else ""
+        alone = epsilon_text(self.epsilon(equal[0]))
+        return f"{often}{equal[0].what}: alone epsilon={alone}"
+
+
+def _name(entry: Entry) -> str:
+    """The same for releases of the same price."""
+    event = None if entry.event is None else events.to_json(entry.event)
+    return f"{entry.adjacency.value} {event}"
 
 
 def _this_run(steps: int) -> str:
