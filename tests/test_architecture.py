@@ -14,7 +14,9 @@ from cli_runner import python
 ROOT = Path(userdp.__file__).parent
 
 # From the ground up; what each may import is listed, so that a new arrow is a decision.
-GROUND = {"errors", "units", "index", "history", "parts", "streams", "durable", "interrupts"}
+GROUND = {"errors", "units", "index", "history", "parts", "streams", "chain", "durable"}
+# The file of a population lies beside a store: stores name it, and what spends adds to it.
+GROUND |= {"budget_file", "interrupts", "lock", "rows_file"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the
@@ -44,16 +46,17 @@ ABOVE = {
     | {"accounting", "statement", "sampling", "clipping", "noise", "plan"}
     | {"norms", "prices"},
     "own_keys": GROUND,
-    "chain": GROUND,
-    "lock": GROUND,
     "ledger_rows": GROUND | {"chain"},
-    "rows_file": GROUND | {"chain", "lock"},
     "ledger": GROUND
     | {"accounting", "chain", "earlier", "ledger_rows", "paid", "plan", "rows_file", "statement"},
     "run_files": GROUND | {"chain", "data", "ledger", "statement"},
     "run_check": GROUND | {"data", "ledger", "lock", "run_files"},
     "finalize": GROUND | {"ledger", "rows_file", "run_check", "run_files", "statement"},
     "export": GROUND | {"config", "ledger", "report", "run_check", "run_files", "statement"},
+    "spending": GROUND | {"accounting", "paid", "statement"},
+    "reservation": GROUND | {"accounting", "earlier", "paid", "spending"},
+    "population": GROUND
+    | {"accounting", "data", "earlier", "paid", "reservation", "spending", "statement"},
     "config": GROUND
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
     | {"updates"},
@@ -114,6 +117,10 @@ TORCH_FREE = [
     "durable",
     "lock",
     "rows_file",
+    "budget_file",
+    "spending",
+    "reservation",
+    "population",
     "ledger",
     "run_files",
     "run_check",

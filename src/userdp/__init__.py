@@ -9,6 +9,7 @@
 
     PrivateStep                              the step alone, for a loop of your own
     UserIndex                                whose rows are whose, for data of your own
+    Population.of(store)                     what all runs and looks on these people cost together
     verify                                   does one user move your model's sum by at most C?
 
 Names load on first use, so that accounting starts without torch.
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from userdp.models.load import Lora as Lora
     from userdp.models.load import load_model as load_model
     from userdp.plan import Plan as Plan
+    from userdp.population import Population as Population
     from userdp.probe import Verified as Verified
     from userdp.probe import verify as verify
     from userdp.run_record import RunRecord as RunRecord
@@ -63,6 +65,7 @@ _HOME = {
     "NormalisedClip": "userdp.clipping.rules",
     "PerLayerClip": "userdp.clipping.rules",
     "Plan": "userdp.plan",
+    "Population": "userdp.population",
     "PrivateStep": "userdp.step",
     "RunRecord": "userdp.run_record",
     "Statement": "userdp.statement",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,10 +42,14 @@ class Paid:
     ...                          noise_multiplier=5.0, rng=np.random.default_rng(0))
     >>> Paid(what="group size by private quantile", event=found.event).to_json()["event"]
     {'type': 'GaussianDpEvent', 'noise_multiplier': 5.0}
+
+    `entry` names the look in the budget of its population, if it was counted there already. A run
+    that pays for the look then does not count it there a second time.
     """
 
     what: str
     event: events.DpEvent
+    entry: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not self.what.strip() or len(self.what) > LONGEST_PHRASE or not self.what.isprintable():
@@ -56,7 +60,7 @@ class Paid:
         check_numbers(events.to_json(self.event))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, for a ledger or a file."""
+        """Plain data, for a ledger or a file. The `entry` is in the file alone."""
         return {"what": self.what, "event": events.to_json(self.event)}
 
     @staticmethod
@@ -75,7 +79,9 @@ class Paid:
 
 def write_paid(path: Path, paid: Paid, *, value: float) -> None:
     """Write a paid item and the value it bought. An old file is kept, since each look costs."""
-    data = {"format": FORMAT, **paid.to_json(), "value": value}
+    data: dict[str, Any] = {"format": FORMAT, **paid.to_json(), "value": value}
+    if paid.entry is not None:
+        data["entry"] = paid.entry
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(json.dumps(data, indent=1) + "\n")
@@ -98,8 +104,12 @@ def read_paid(path: Path) -> Paid:
         raise InputError(f"{path}: not a paid item; `userdp quantile --out` writes one.") from None
     if not isinstance(data, dict) or cast("dict[str, Any]", data).get("format") != FORMAT:
         raise InputError(f"{path}: not a paid item; `userdp quantile --out` writes one.")
+    written = cast("dict[str, Any]", data)
+    entry = written.get("entry")
+    if entry is not None and not isinstance(entry, str):
+        raise InputError(f"{path}: `entry` must be the name that a population's budget gave it.")
     try:
-        return Paid.from_json(cast("dict[str, Any]", data))
+        return replace(Paid.from_json(written), entry=entry)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 

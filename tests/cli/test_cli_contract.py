@@ -69,6 +69,7 @@ OPTIONS = {
         "--seed",
         "--json",
     },
+    "budget": {"store", "--limit", "--delta", "--new", "--json"},
     "calibrate": {
         "--epsilon",
         "--delta",
@@ -119,6 +120,7 @@ OPTIONS = {
         "--keep-short",
         "--ids",
         "--key",
+        "--append",
         "--engine",
         "--json",
     },

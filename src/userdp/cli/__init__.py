@@ -13,6 +13,7 @@ import typer
 from userdp.cli import (
     account,
     bound,
+    budget,
     calibrate,
     duplicates,
     evaluate,
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 app.command("account")(account.account)
 app.command("bound")(bound.bound)
+app.command("budget")(budget.budget)
 app.command("calibrate")(calibrate.calibrate)
 app.command("duplicates")(duplicates.duplicates)
 app.command("evaluate")(evaluate.evaluate)

@@ -6,17 +6,18 @@ import contextlib
 import tempfile
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from userdp.cli import common
+from userdp.data.append import append_batches
 from userdp.data.engine import EngineName
 from userdp.data.identity import DropRule, IdRule, Pseudonyms, load_or_create_key
 from userdp.data.importers.columns import Columns
 from userdp.data.importers.mail import MailRules
 from userdp.data.sources import Format, Reading, read
-from userdp.data.store import write_batches
+from userdp.data.store import UserStore, write_batches
 from userdp.errors import InputError
 
 
@@ -72,6 +73,10 @@ def import_(
         Path | None,
         typer.Option(help="Pseudonym key; share it between stores to compare their users."),
     ] = None,
+    append: Annotated[
+        Path | None,
+        typer.Option(help="A store whose records come first; both share one budget."),
+    ] = None,
     engine: Annotated[EngineName, typer.Option(help="What groups and joins.")] = EngineName.DUCKDB,
     json: common.Json = False,
 ) -> None:
@@ -90,22 +95,36 @@ def import_(
         threads=threads,
     )
     drop = DropRule(ids=frozenset(drop_user or ()), matching=drop_matching)
-    key_path = key or out.with_name("secret") / f"{out.name}.key"
+    parent = UserStore.open(append) if append is not None else None
+    key_path = key or _beside(append or out)
     key_is_new = not key_path.exists()
+    if parent is not None:
+        parent.verify()
+        if key_is_new:
+            raise InputError(
+                f"{key_path} is not there: to append to {append}, give the --key that it was "
+                "imported with. Somebody in both parts would else count as two users."
+            )
     try:
         with (
             tempfile.TemporaryDirectory(prefix="userdp-") as scratch,
             common.counting("importing", "batches of records") as count,
         ):
-            result = write_batches(
-                count(read(sources, reading, Path(scratch))),
-                out,
-                pseudonyms=Pseudonyms.under(load_or_create_key(key_path)),
-                id_rule=ids,
-                first_owner_only=owners is Owners.FIRST,
-                drop=drop,
-                engine=engine,
-            )
+            batches = count(read(sources, reading, Path(scratch)))
+            pseudonyms = Pseudonyms.under(load_or_create_key(key_path))
+            options: dict[str, Any] = {
+                "pseudonyms": pseudonyms,
+                "id_rule": ids,
+                "first_owner_only": owners is Owners.FIRST,
+                "drop": drop,
+                "engine": engine,
+            }
+            if parent is None:
+                result = write_batches(batches, out, **options)
+            else:
+                room = Path(scratch) / "append"
+                room.mkdir()
+                result = append_batches(parent, batches, out, scratch=room, **options)
     except BaseException:
         if key_is_new:
             key_path.unlink(missing_ok=True)
@@ -123,8 +142,14 @@ def import_(
             "skipped": result.skipped,
             "fingerprint": result.fingerprint,
             "key": str(key_path),
+            **({"appended_to": str(append)} if append is not None else {}),
         },
         f"{result.records:,} records of {result.users:,} users ({result.edges:,} edges) in {out}\n"
         + "".join(f"skipped {count:,}: {reason}\n" for reason, count in result.skipped.items())
         + f"pseudonym key: {key_path} (keep it apart from the store)",
     )
+
+
+def _beside(store: Path) -> Path:
+    """Where the key of a store lies unless --key says otherwise."""
+    return store.with_name("secret") / f"{store.name}.key"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from userdp.cli import common
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.paid import Paid, write_paid
+from userdp.population import Population
 from userdp.statement import epsilon_text
 from userdp.streams import RunSecret
 from userdp.units import Adjacency
@@ -55,6 +57,12 @@ def quantile(
     noise_multiplier = accountant.calibrate(
         dp_event.GaussianDpEvent, target=epsilon, delta=delta, adjacency=adjacency
     )
+    paid = Paid(
+        what=f"{of.value.replace('-', ' ')}, private {quantile:g} quantile",
+        event=dp_event.GaussianDpEvent(noise_multiplier),
+    )
+    # Counted before the look, so that a look that fails is paid for and none is free.
+    entry = Population.of(opened).debit(paid.what, paid.event, adjacency)
     found = private_quantile(
         opened.records_per_user().astype(np.float64),
         thresholds=thresholds,
@@ -63,13 +71,11 @@ def quantile(
         # A new secret each time, so that two looks never share their noise.
         rng=RunSecret.from_system().streams("quantile").rng(0),
     )
-    paid = Paid(
-        what=f"{of.value.replace('-', ' ')}, private {quantile:g} quantile", event=found.event
-    )
+    assert found.event == paid.event, "what was counted is what it cost"
     told = accountant.evaluate(found.event, delta=delta, adjacency=adjacency)
     if out is not None:
         # Charged before the value is shown, so that no answer is ever known without being paid for.
-        write_paid(out, paid, value=found.value)
+        write_paid(out, dataclasses.replace(paid, entry=entry), value=found.value)
         common.say(f"wrote {out}: name it under [privacy] paid")
     common.emit(
         json,
@@ -82,6 +88,7 @@ def quantile(
             "adjacency": adjacency.value,
             "certified_by": told.certified_by,
             "cautions": list(opened.cautions),
+            "entry": entry,
             **paid.to_json(),
         },
         f"{paid.what}: at most {found.value:g}\n"
@@ -89,7 +96,8 @@ def quantile(
         f"{adjacency.value}; noise_multiplier={noise_multiplier:.5g}\n"
         f"certified by {told.certified_by}"
         + "".join(f"\ncaution: {caution}" for caution in opened.cautions)
-        + ("" if out else "\nnot written down: with --out FILE a run's ledger can be charged"),
+        + ("" if out else "\nwith --out FILE a run's statement can include it")
+        + f"\ncounted in the budget of these people: `userdp budget {store}`",
     )
 
 

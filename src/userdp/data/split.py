@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from userdp.data.belonging import link_to
 from userdp.data.identity import IdRule, Pseudonyms
 from userdp.data.record import NO_TIME, ImportBatch
 from userdp.data.store import ImportResult, UserStore
@@ -170,19 +171,24 @@ def write_subset(
 ) -> ImportResult:
     """A store of some of another's records, in their order, under the same pseudonyms.
 
-    It inherits the other store's cautions and adds `cautions`. `made_by` is that of a `Split`.
+    It inherits the other store's cautions and adds `cautions`. `made_by` is that of a `Split`. What
+    is spent on it counts for the other store's population.
     """
+    if out.exists():
+        raise InputError(f"{out} exists: choose another output directory.")
     return write_batches(
-        _batches(store, np.sort(records)),
+        record_batches(store, np.sort(records)),
         out,
         pseudonyms=Pseudonyms.kept(store.manifest["key_name"], store.fingerprint_key),
         id_rule=IdRule.EXACT,
         cautions=tuple(dict.fromkeys((*store.cautions, *cautions))),
         user_splits=(*store.user_splits, *([made_by] if made_by is not None else [])),
+        population=link_to(store, out),
     )
 
 
-def _batches(store: UserStore, records: Numbers) -> Iterator[ImportBatch]:
+def record_batches(store: UserStore, records: Numbers) -> Iterator[ImportBatch]:
+    """Some records of a store, in increasing order; pseudonyms in hex stand for the owners' ids."""
     names = pa.array([pseudonym.hex() for pseudonym in store.pseudonyms.to_pylist()], pa.string())
     bounds = np.searchsorted(records, store.chunk_starts)
     for number, chunk in enumerate(store.texts.chunks):

@@ -8,7 +8,8 @@ A store is a directory:
     record_users_indptr.npy, record_users.npy    owners of record i, numbers by first appearance
     user_records_indptr.npy, user_records.npy    records of user i
     times.npy                              when each record was written, if the source says so
-    history.json                           cautions, and the splits that this store is a part of
+    history.json                           cautions, the splits that this store is a part of, and
+                                           the population that it shares with the store before it
 
 Everything in it is private except the fingerprint, which names the data in the ledgers of runs. The
 fingerprint covers texts and edges, not the pseudonyms. It is keyed, so nobody can test a guess at a
@@ -233,7 +234,15 @@ class UserStore:
         """The splits by user that this store is a part of, oldest first. Public numbers only."""
         return tuple(self._history().get("user_splits", ()))
 
-    def _history(self) -> dict[str, list[str]]:
+    @property
+    def population(self) -> dict[str, str] | None:
+        """The `id` of the population of the store that this one was made of, and its `path`.
+
+        None if this store was imported. The path is relative to the store.
+        """
+        return self._history().get("population")
+
+    def _history(self) -> dict[str, Any]:
         self._check_history()
         path = self.path / HISTORY
         return json.loads(path.read_text()) if path.is_file() else {}

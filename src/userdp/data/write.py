@@ -96,10 +96,12 @@ def write_batches(
     engine: EngineName = EngineName.DUCKDB,
     cautions: Sequence[str] = (),
     user_splits: Sequence[str] = (),
+    population: dict[str, str] | None = None,
 ) -> ImportResult:
     """Write batches of records as a store, like `write_store` but with every choice.
 
-    `cautions` and `user_splits` become the attributes of `UserStore` with these names.
+    `cautions`, `user_splits` and `population` become the attributes of `UserStore` with these
+    names.
     """
     if out.exists():
         raise InputError(f"{out} exists: choose another output directory.")
@@ -111,7 +113,7 @@ def write_batches(
     staging.mkdir()
     try:
         spellings = Spellings(rule=id_rule, drop=drop or DropRule())
-        _write_history(partial, cautions, user_splits)
+        _write_history(partial, cautions, user_splits, population)
         staged = _stage(batches, partial, spellings)
         result = _finish(staged, partial, spellings, pseudonyms, first_owner_only, engine)
         shutil.rmtree(staging)
@@ -194,13 +196,19 @@ def _stage(batches: Iterable[ImportBatch], directory: Path, spellings: Spellings
     )
 
 
-def _write_history(directory: Path, cautions: Sequence[str], user_splits: Sequence[str]) -> None:
+def _write_history(
+    directory: Path,
+    cautions: Sequence[str],
+    user_splits: Sequence[str],
+    population: dict[str, str] | None,
+) -> None:
     """Write how the records were chosen from another store. An imported store has no such file.
 
     The manifest has its checksum, and the store does not open without it.
     """
-    if cautions or user_splits:
-        history = {"cautions": list(cautions), "user_splits": list(user_splits)}
+    if cautions or user_splits or population:
+        history: dict[str, Any] = {"cautions": list(cautions), "user_splits": list(user_splits)}
+        history |= {"population": population} if population else {}
         (directory / HISTORY).write_text(json.dumps(history, indent=1))
 
 
