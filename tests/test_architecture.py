@@ -44,12 +44,14 @@ ABOVE = {
     | {"accounting", "statement", "sampling", "clipping", "noise", "plan"}
     | {"norms", "prices"},
     "own_keys": GROUND,
+    "config_problems": GROUND | {"own_keys"},
     "chain": GROUND,
     "ledger_rows": GROUND | {"chain"},
     "ledger": GROUND
     | {"accounting", "chain", "earlier", "ledger_rows", "paid", "statement", "plan"},
     "run_files": GROUND | {"chain", "data", "ledger", "statement"},
     "config": GROUND
+    | {"config_problems"}
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
     | {"updates"},
     "report": GROUND
@@ -101,6 +103,7 @@ TORCH_FREE = [
     "ledger",
     "run_files",
     "config",
+    "config_problems",
     "data",
     "report",
 ]

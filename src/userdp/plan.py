@@ -36,7 +36,7 @@ from userdp.prices import calibrate, event_of, price_of
 from userdp.sampling import SAMPLERS, PoissonRecords, PoissonUsers, PublicNumbers, Sampler
 from userdp.sampling.contract import check_counts
 from userdp.statement import Statement
-from userdp.units import Adjacency
+from userdp.units import Adjacency, SamplingUnit
 from userdp.updates.contract import UPDATE_RULES, UpdateRule
 from userdp.updates.mean_gradient import MEAN_GRADIENT
 from userdp.wording import (
@@ -307,7 +307,8 @@ class Plan:
 
     def cautions(self) -> list[str]:
         """What a careful reader would ask about, in words."""
-        return cautions(self.delta, self.num_users, self.parts)
+        drawn = self.steps * (self.divisor if self.sampler.unit is SamplingUnit.USER else math.inf)
+        return cautions(self.delta, self.num_users, self.parts, users_drawn=drawn)
 
     @property
     def parts(self) -> tuple[Part, ...]:

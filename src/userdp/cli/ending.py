@@ -51,6 +51,7 @@ class Commands(TyperGroup):
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run a command; with `standalone_mode`, leave the program with its exit code."""
         try:
+            extra = {"prog_name": "userdp"} | extra
             result = super().main(*args, standalone_mode=False, **extra)
         except _UsageError as error:
             if type(error).__name__ == "NoArgsIsHelpError":

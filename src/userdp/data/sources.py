@@ -19,7 +19,7 @@ from userdp.data.importers import (
 )
 from userdp.data.importers.columns import Columns
 from userdp.data.importers.mail import MailRules
-from userdp.data.record import ImportBatch, batches_of
+from userdp.data.record import ImportBatch, Skipped, batches_of
 from userdp.errors import InputError
 
 
@@ -49,6 +49,7 @@ BY_SUFFIX = {
     ".xml": Format.STACKEXCHANGE,
     ".txt": Format.DIALOGUE,
 }
+LINK = Skipped("a link in a folder: not followed")
 FOLDERS_ARE_SOURCES = frozenset({Format.HF, Format.MAILDIR, Format.GIT})
 
 
@@ -65,13 +66,16 @@ class Reading:
 def read(sources: list[str], reading: Reading, scratch: Path) -> Iterator[ImportBatch]:
     """The records of all sources in the given order. Files of a folder or a glob go by name."""
     found = [pair for source in sources for pair in _found(source, reading.format)]
+    links = sum(_links_in(Path(source)) for source in sources)
     if reading.threads and any(format is not Format.STACKEXCHANGE for _, format in found):
         raise InputError("--threads is for Stack Exchange dumps.")
     if reading.threads:
         # All files together are one source, because comments belong to the threads of posts.
         paths = [path for path, _ in found]
+        yield from batches_of([LINK] * links)
         yield from batches_of(stackexchange.thread_records(paths, reading.columns, scratch))
         return
+    yield from batches_of([LINK] * links)
     for path, format in found:
         yield from _batches(path, format, reading, scratch)
 
@@ -116,7 +120,9 @@ def _found(source: str, format: Format) -> list[tuple[Path, Format]]:
             if chosen is Format.STACKEXCHANGE:
                 inside = [file for file in inside if file.stem in ("Posts", "Comments")]
             if not inside:
-                raise InputError(f"{path}: holds no {chosen.value} file.")
+                raise InputError(
+                    f"{path}: holds no {chosen.value} file. Links in a folder are not followed."
+                )
             found += [(file, chosen) for file in inside]
         elif not path.is_dir() and chosen in (Format.HF, Format.GIT):
             raise InputError(f"{path}: a {chosen.value} source is a folder.")
@@ -130,6 +136,18 @@ def _files_in(folder: Path) -> list[Path]:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     # Posts before Comments: the order of a Stack Exchange dump.
     return sorted(files, key=lambda path: (path.parent, path.stem == "Comments", path.name))
+
+
+def _links_in(folder: Path) -> int:
+    """How many links a folder holds. Git keeps links of its own, which are no sources."""
+    if not folder.is_dir() or _is_git(folder):
+        return 0
+    return sum(path.is_symlink() for path in folder.rglob("*"))
+
+
+def _is_git(folder: Path) -> bool:
+    is_bare = (folder / "HEAD").is_file() and (folder / "refs").is_dir()
+    return is_bare or (folder / ".git").exists()
 
 
 def _by_suffix(path: Path) -> Format | None:
@@ -154,7 +172,7 @@ def _format_of(path: Path) -> Format:
 def _format_of_folder(folder: Path) -> Format:
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return Format.HF
-    if (folder / ".git").exists() or ((folder / "HEAD").is_file() and (folder / "refs").is_dir()):
+    if _is_git(folder):
         return Format.GIT
     if (folder / "cur").is_dir() or (folder / "new").is_dir():
         return Format.MAILDIR

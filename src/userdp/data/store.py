@@ -107,6 +107,16 @@ class UserStore:
             raise InputError(
                 f"{path}: written in a format this version does not read; import the data again."
             )
+        try:
+            return UserStore._opened(path, manifest)
+        except InputError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, OSError, pa.ArrowException):
+            # What the readers say may quote the data.
+            raise InputError(f"{path}: damaged; import the data again.") from None
+
+    @staticmethod
+    def _opened(path: Path, manifest: dict[str, Any]) -> UserStore:
         for name, size in manifest["sizes"].items():
             if not (path / name).is_file() or (path / name).stat().st_size != size:
                 raise InputError(f"{path / name}: missing or changed since the import.")
