@@ -134,7 +134,7 @@ def test_delta_above_one_over_n_is_cautioned() -> None:
 
 def test_a_number_of_users_far_from_those_asked_for_is_a_caution() -> None:
     # 2 users a step for 4 steps: 8 draws, of 800 users one in a hundred.
-    few = dict[str, Any](expected_cohort_size=2, steps=4, delta=1e-6)
+    few = dict[str, object](expected_cohort_size=2, steps=4, delta=1e-6)
     (caution,) = sample_users(num_users=801, **few).cautions()
     assert "num_users=801 is far from the 8 users" in caution
     assert sample_users(num_users=800, **few).cautions() == []
