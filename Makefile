@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 LLM   := $(VENV)/.llm
 
-.PHONY: demo demo-llm test test-all test-mutants lint format bench clean
+.PHONY: demo demo-llm test test-all test-mutants fuzz lint format bench clean
 
 demo: $(READY)
 	$(BIN)/userdp quickstart --out runs/quickstart
@@ -23,11 +23,16 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-all: $(LLM)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not fuzz" -n 2 --dist loadfile
 
 # Plants one fault after another and sees that its test fails: the tests of the tests.
 test-mutants: $(READY)
 	$(BIN)/python tests/mutants/run.py
+
+# Feeds broken files to every reader, for so many seconds each.
+SECONDS ?= 60
+fuzz: $(READY)
+	USERDP_FUZZ_SECONDS=$(SECONDS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m fuzz tests/fuzz
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

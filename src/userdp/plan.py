@@ -31,7 +31,7 @@ from userdp.earlier import Earlier
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.noise import NOISES, Gaussian, Noise
 from userdp.paid import Paid
-from userdp.parts import Part
+from userdp.parts import Part, as_written
 from userdp.prices import calibrate, event_of, price_of
 from userdp.sampling import SAMPLERS, PoissonRecords, PoissonUsers, PublicNumbers, Sampler
 from userdp.sampling.contract import check_counts
@@ -263,8 +263,7 @@ class Plan:
     ) -> float:
         """Epsilon after `steps` steps, by default all of them; infinite if nothing is promised.
 
-        It is the price of the steps, together with what was `paid` on the same users and with the
-        `earlier` runs behind the weights.
+        It is the price of the steps, of what was `paid` on the same users, and of `earlier` runs.
         """
         return self._evaluation(self.steps if steps is None else steps, paid, earlier).epsilon
 
@@ -386,15 +385,16 @@ class Plan:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
         """The plan that `to_json` wrote; an unknown type of part is refused by its name."""
-        return Plan(
-            sampler=SAMPLERS.from_json(data["sampler"]),
-            clip=CLIP_RULES.from_json(data["clip"]),
-            noise=NOISES.from_json(data["noise"]),
-            update=UPDATE_RULES.from_json(data["update"]),
-            steps=data["steps"],
-            divisor=data["divisor"],
-            num_users=data["num_users"],
-            delta=data["delta"],
-            adjacency=Adjacency(data["adjacency"]),
-            non_private=data["non_private"],
-        )
+        with as_written("a plan"):
+            return Plan(
+                sampler=SAMPLERS.from_json(data["sampler"]),
+                clip=CLIP_RULES.from_json(data["clip"]),
+                noise=NOISES.from_json(data["noise"]),
+                update=UPDATE_RULES.from_json(data["update"]),
+                steps=data["steps"],
+                divisor=data["divisor"],
+                num_users=data["num_users"],
+                delta=data["delta"],
+                adjacency=Adjacency(data["adjacency"]),
+                non_private=data["non_private"],
+            )
