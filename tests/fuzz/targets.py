@@ -365,7 +365,15 @@ def _config(folder: Path, content: bytes) -> None:
 
 # A reader of checkpoints joins this list when there is one.
 TARGETS = [
-    Target(name="jsonl", inputs=edited(JSONL) | ODD_LINES, read=_imported("d.jsonl")),
+    Target(
+        name="jsonl",
+        inputs=edited(JSONL) | ODD_LINES,
+        read=_imported("d.jsonl"),
+        found=(
+            JSONL[0]
+            + b'[{"": "\\u001f\\u001f", "0": -100000000000000000, "\\u0080\\ud800\\udc00": null}]\n',
+        ),
+    ),
     Target(
         name="jsonl-with-times",
         inputs=edited([TIMED]) | ODD_LINES,
