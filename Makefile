@@ -37,7 +37,7 @@ fuzz: $(READY)
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/codespell src reproductions tests docs examples benchmarks README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/codespell src reproductions tests docs examples benchmarks tools README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md
 	$(BIN)/pyright
 	$(BIN)/pyright -p pyright-strict.json
 

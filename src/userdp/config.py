@@ -330,15 +330,14 @@ def load_config(path: Path) -> Config:
         raise InputError(f"{path}: not valid TOML: {error}") from None
     try:
         config = Config.model_validate(data)
+        sections = keys_of_sections(Config)
         check_own_keys(
             config.privacy,
             "privacy",
             {"sampler": SAMPLERS, "noise": NOISES, "clipping": CLIP_RULES},
-            keys_of_sections(Config),
+            sections,
         )
-        check_own_keys(
-            config.training, "training", {"update": UPDATE_RULES}, keys_of_sections(Config)
-        )
+        check_own_keys(config.training, "training", {"update": UPDATE_RULES}, sections)
         config.clip_rule()
     except ValidationError as error:
         raise InputError(f"{path}: {first_problem(error, data, Config)}") from None

@@ -142,7 +142,7 @@ TABLE: list[Bad] = [
     imported("no known column", "The columns are who, what", b'{"who": "ann", "what": "x"}\n'),
     imported("two user columns", "--user COLUMN", GOOD + record(author=USER)),
     imported("chats after texts", "Import the two apart", GOOD + record(text=[{"role": "a"}])),
-    imported("a column that is not there", "The columns are user, text.", GOOD, "--user", "autor"),
+    imported("a column that is not there", "The columns are user, text.", GOOD, "--user", "poster"),
     imported("no record", "no record was found", b"\n\n"),
     imported("empty texts only", "no record", record(text="") + record(text=" ")),
     imported("nobody left", "no record", record(), "--drop-user", USER),
