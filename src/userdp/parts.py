@@ -15,7 +15,7 @@ import functools
 import math
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Generic, TypeVar
@@ -106,7 +106,7 @@ class Registry(Generic[AnyPart]):
 
 
 @contextmanager
-def as_written(what: str) -> Iterator[None]:
+def as_written(what: str) -> Generator[None]:
     """Refuse `what` if making it from plain data fails: it is not as this program wrote it."""
     try:
         yield
