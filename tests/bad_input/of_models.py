@@ -69,6 +69,20 @@ def _bare(model: Path) -> None:
     )
 
 
+def _experts(model: Path) -> None:
+    config = transformers.MixtralConfig(
+        vocab_size=23,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=2,
+        max_position_embeddings=32,
+    )
+    transformers.MixtralForCausalLM(config).save_pretrained(model)
+
+
 def _remote(model: Path) -> None:
     (model / "modeling.py").write_text("raise SystemExit('the code of a checkpoint ran')\n")
     _settings(model_type="own", auto_map={"AutoModelForCausalLM": "modeling.Model"})(model)
@@ -134,6 +148,16 @@ def _damaged_run(name: str, says: str, damage: Callable[[Path], object], *line: 
     return Bad(name=name, make=make, says=says)
 
 
+def _looked(name: str, says: str, *options: str) -> Bad:
+    """`userdp quantile` of the store, with an option given once more."""
+    good = ("--of", "records-per-user", "--quantile", "0.5", "--epsilon", "1", "--delta", "1e-6")
+    return Bad(
+        name=name,
+        make=lambda place: ("quantile", place.shared.train, *good, *options),
+        says=says,
+    )
+
+
 def _run_is_there(place: Place) -> Sequence[object]:
     shutil.copytree(place.shared.run, place.folder / "run")
     return ("train", place.config(), "--out", "run")
@@ -197,6 +221,8 @@ TABLE: list[Bad] = [
     _changed_model("lacking weights", "lacks 1 of its weights", _lacking),
     _changed_model("a classifier", "GPT2ForSequenceClassification", _classifier),
     _changed_model("a classifier without a name", "of its weights", _bare),
+    _changed_model("an encoder", "BertForMaskedLM", _settings(architectures=["BertForMaskedLM"])),
+    _changed_model("a mixture of experts", "mixture of experts", _experts),
     _changed_model("code in a checkpoint", "could not be loaded", _remote),
     _changed_model("an unknown architecture", "could not be loaded", _settings(model_type="own")),
     _changed_model("another tokenizer", "they do not belong together", _large_vocabulary),
@@ -307,6 +333,11 @@ TABLE: list[Bad] = [
     _selected("a selection below zero", "selection.npz", multiplicity=np.full(60, -1)),
     _selected("a selection in decimals", "selection.npz", multiplicity=np.zeros(60)),
     _selected("a selection in a pickle", "selection.npz", method=np.array({"a": 1})),
+    # Looks
+    command("duplicates of nothing", "not a user store", "duplicates", "nowhere"),
+    _looked("a quantile above one", "--quantile 2", "--quantile", "2"),
+    _looked("a quantile of nothing spent", "epsilon=0", "--epsilon", "0"),
+    _looked("a quantile written to nowhere", "cannot be written", "--out", "nowhere/look.json"),
     # Runs
     Bad(
         name="the directory of another run", make=_run_is_there, says="run already holds something"

@@ -19,6 +19,11 @@ CALIBRATE = ("calibrate", "--rate", "0.1", "--steps", "20", "--epsilon", "1", "-
 PLAN = ("plan", "--users", "100", "--records-per-user", "4", "--epsilon", "1", "--delta", "1e-6",
         "--steps", "10", "--compute", "10")  # fmt: skip
 
+LOOK = (
+    '{"format": 1, "what": "a look", "value": 1.0, '
+    '"event": {"type": "GaussianDpEvent", "noise_multiplier": 0.1}}'
+)
+
 
 def _file(name: str, says: str, content: str | bytes) -> Bad:
     return Bad(
@@ -99,13 +104,22 @@ TABLE: list[Bad] = [
         "a cohort of nobody", "at least 1 and at most all", privacy="expected_cohort_size = 0.5"
     ),
     trained("more sampled than there are", "at least 1 and", privacy="expected_cohort_size = 50"),
-    trained("no users", "num_users", privacy="num_users = 0"),
+    trained("no users", "num_users=0", privacy="num_users = 0"),
+    trained("one user", "num_users=1", privacy="num_users = 1\nexpected_cohort_size = 1"),
     trained("a group of nobody", "group_size", privacy="group_size = 0"),
     trained("half a record", "group_size", privacy="group_size = 2.5"),
     trained("no step", "steps", training="steps = 0"),
     trained("not private, with noise", "non_private=True", privacy="non_private = true"),
     trained("a paid file that is not there", "no such file", privacy="paid = ['look.json']"),
     trained("a paid file that is none", "not a paid item", privacy="paid = ['run.toml']"),
+    Bad(
+        name="more paid than there is",
+        make=lambda place: (
+            place.write("look.json", LOOK),
+            *("train", place.config(privacy="paid = ['look.json']"), "--out", "run"),
+        )[1:],
+        says="leaves nothing for the steps",
+    ),
     # Training
     trained("a learning rate of zero", "learning_rate", training="learning_rate = 0.0"),
     trained("an unknown optimizer", "optimizer", training="optimizer = 'guess'"),
@@ -123,5 +137,9 @@ TABLE: list[Bad] = [
     command("a missing argument", "Missing argument", "import", "--out", "store"),
     command("an unknown unit", "--unit", *ACCOUNT, "--unit", "planet"),
     command("a plan of no users", "users", *PLAN, "--users", "0"),
+    command("a plan of nobody", "give a store, or --users", "plan", *PLAN[5:]),
+    command(
+        "a plan by norms that are none", "nowhere.json", *PLAN, "--gradient-norms", "nowhere.json"
+    ),
     command("a plan of no steps", "steps=0", *PLAN, "--steps", "0"),
 ]
