@@ -65,8 +65,14 @@ class Reading:
 
 def read(sources: list[str], reading: Reading, scratch: Path) -> Iterator[ImportBatch]:
     """The records of all sources in the given order. Files of a folder or a glob go by name."""
-    found = [pair for source in sources for pair in _found(source, reading.format)]
-    links = sum(_links_in(Path(source)) for source in sources)
+    found: list[tuple[Path, Format]] = []
+    links = 0
+    for source in sources:
+        inside = _found(source, reading.format)
+        found += inside
+        # A saved dataset names its files, and git keeps links of its own: neither is searched.
+        if not {Format.HF, Format.GIT}.intersection(format for _, format in inside):
+            links += _links_in(Path(source))
     if reading.threads and any(format is not Format.STACKEXCHANGE for _, format in found):
         raise InputError("--threads is for Stack Exchange dumps.")
     if reading.threads:
@@ -139,15 +145,8 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _links_in(folder: Path) -> int:
-    """How many links a folder holds. Git keeps links of its own, which are no sources."""
-    if not folder.is_dir() or _is_git(folder):
-        return 0
-    return sum(path.is_symlink() for path in folder.rglob("*"))
-
-
-def _is_git(folder: Path) -> bool:
-    is_bare = (folder / "HEAD").is_file() and (folder / "refs").is_dir()
-    return is_bare or (folder / ".git").exists()
+    """How many links a folder holds, at any depth; none for a file."""
+    return sum(path.is_symlink() for path in folder.rglob("*")) if folder.is_dir() else 0
 
 
 def _by_suffix(path: Path) -> Format | None:
@@ -172,7 +171,7 @@ def _format_of(path: Path) -> Format:
 def _format_of_folder(folder: Path) -> Format:
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return Format.HF
-    if _is_git(folder):
+    if (folder / ".git").exists() or ((folder / "HEAD").is_file() and (folder / "refs").is_dir()):
         return Format.GIT
     if (folder / "cur").is_dir() or (folder / "new").is_dir():
         return Format.MAILDIR
