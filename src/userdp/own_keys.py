@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -19,6 +19,9 @@ from userdp.parts import Part, Registry
 
 # In a field's metadata: a sentence that helps whoever left the key out.
 HINT = "hint"
+
+# A message is one line, so it shows the beginning of a long value only.
+LONGEST_SHOWN = 80
 
 
 def own_values(
@@ -50,8 +53,16 @@ def own_values(
     return found
 
 
-def check_own_keys(section: BaseModel, name: str, registries: Mapping[str, Registry[Any]]) -> None:
-    """Refuse keys that are neither the section's nor those of the parts that it chose."""
+def check_own_keys(
+    section: BaseModel,
+    name: str,
+    registries: Mapping[str, Registry[Any]],
+    sections: Mapping[str, Collection[str]] | None = None,
+) -> None:
+    """Refuse keys that are neither the section's nor those of the parts that it chose.
+
+    `sections` are the keys of all sections, to say where a key belongs.
+    """
     known = set(type(section).model_fields)
     for setting, registry in registries.items():
         # Also imports the part where an installed package brings it.
@@ -61,11 +72,16 @@ def check_own_keys(section: BaseModel, name: str, registries: Mapping[str, Regis
         known |= {key for part in registry for key in part.keys}
     for key in section.model_extra or {}:
         if key not in known:
-            raise InputError(unknown_key([name, key], sorted(known)))
+            raise InputError(unknown_key([name, key], sorted(known), sections or {}))
 
 
-def unknown_key(location: list[str], known: list[str]) -> str:
-    """What to say about a key that nobody knows."""
+def unknown_key(
+    location: list[str], known: list[str], sections: Mapping[str, Collection[str]]
+) -> str:
+    """What to say about a key that nobody knows in its section."""
+    for section, keys in sections.items():
+        if location[-1] in keys and location[:-1] != [section]:
+            return f"unknown key {'.'.join(location)!r}; it belongs into section [{section}]."
     close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}."
     return f"unknown key {'.'.join(location)!r}; {hint}"
@@ -81,4 +97,10 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
     try:
         return TypeAdapter(hint).validate_python(value)
     except ValidationError as error:
-        raise InputError(f"{name} = {value!r}: {error.errors()[0]['msg']}.") from None
+        raise InputError(f"{name} = {shown(value)}: {error.errors()[0]['msg']}.") from None
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."

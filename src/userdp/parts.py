@@ -15,11 +15,12 @@ import functools
 import math
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Generic, TypeVar
 
-from userdp.errors import InputError, UnaccountedPlanError
+from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 
 ENTRY_POINTS = "userdp.parts"
 
@@ -102,6 +103,17 @@ class Registry(Generic[AnyPart]):
         part = self._types[kind]
         hints = typing.get_type_hints(part)
         return part(**{n: _of_type(value, hints.get(n)) for n, value in given.items()})
+
+
+@contextmanager
+def as_written(what: str) -> Generator[None]:
+    """Refuse `what` if making it from plain data fails: it is not as this program wrote it."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+        raise LedgerError(f"{what} lacks a field, or has one that is wrong.") from None
 
 
 def _plain(value: Any) -> Any:

@@ -31,12 +31,12 @@ from userdp.earlier import Earlier
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.noise import NOISES, Gaussian, Noise
 from userdp.paid import Paid
-from userdp.parts import Part
+from userdp.parts import Part, as_written
 from userdp.prices import calibrate, event_of, price_of
 from userdp.sampling import SAMPLERS, PoissonRecords, PoissonUsers, PublicNumbers, Sampler
 from userdp.sampling.contract import check_counts
 from userdp.statement import Statement
-from userdp.units import Adjacency
+from userdp.units import Adjacency, SamplingUnit
 from userdp.updates.contract import UPDATE_RULES, UpdateRule
 from userdp.updates.mean_gradient import MEAN_GRADIENT
 from userdp.wording import (
@@ -263,8 +263,7 @@ class Plan:
     ) -> float:
         """Epsilon after `steps` steps, by default all of them; infinite if nothing is promised.
 
-        It is the price of the steps, together with what was `paid` on the same users and with the
-        `earlier` runs behind the weights.
+        It is the price of the steps, of what was `paid` on the same users, and of `earlier` runs.
         """
         return self._evaluation(self.steps if steps is None else steps, paid, earlier).epsilon
 
@@ -307,7 +306,8 @@ class Plan:
 
     def cautions(self) -> list[str]:
         """What a careful reader would ask about, in words."""
-        return cautions(self.delta, self.num_users, self.parts)
+        drawn = self.steps * (self.divisor if self.sampler.unit is SamplingUnit.USER else math.inf)
+        return cautions(self.delta, self.num_users, self.parts, users_drawn=drawn)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -385,15 +385,16 @@ class Plan:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
         """The plan that `to_json` wrote; an unknown type of part is refused by its name."""
-        return Plan(
-            sampler=SAMPLERS.from_json(data["sampler"]),
-            clip=CLIP_RULES.from_json(data["clip"]),
-            noise=NOISES.from_json(data["noise"]),
-            update=UPDATE_RULES.from_json(data["update"]),
-            steps=data["steps"],
-            divisor=data["divisor"],
-            num_users=data["num_users"],
-            delta=data["delta"],
-            adjacency=Adjacency(data["adjacency"]),
-            non_private=data["non_private"],
-        )
+        with as_written("a plan"):
+            return Plan(
+                sampler=SAMPLERS.from_json(data["sampler"]),
+                clip=CLIP_RULES.from_json(data["clip"]),
+                noise=NOISES.from_json(data["noise"]),
+                update=UPDATE_RULES.from_json(data["update"]),
+                steps=data["steps"],
+                divisor=data["divisor"],
+                num_users=data["num_users"],
+                delta=data["delta"],
+                adjacency=Adjacency(data["adjacency"]),
+                non_private=data["non_private"],
+            )

@@ -54,9 +54,25 @@ def assumptions(
     return tuple(found)
 
 
-def cautions(delta: float, num_users: int, parts: Sequence[Part]) -> list[str]:
-    """What a careful reader would ask about."""
+# A user who takes part in fewer steps than this, on average, is hardly in the run.
+FEW_PARTS = 0.01
+
+
+def cautions(
+    delta: float, num_users: int, parts: Sequence[Part], *, users_drawn: float
+) -> list[str]:
+    """What a careful reader would ask about, from public numbers alone.
+
+    `users_drawn` is how many users all steps together take on average, each as often as it is
+    drawn; infinite where records are sampled.
+    """
     found: list[str] = []
+    if users_drawn < num_users * FEW_PARTS:
+        found.append(
+            f"num_users={num_users:,} is far from the {users_drawn:,.0f} users that all steps "
+            "together draw: hardly anybody takes part. If fewer people are in the data, steps have "
+            "fewer users than asked for and are mostly noise"
+        )
     if delta > 1 / num_users:
         found.append(
             f"delta={delta:g} is above 1/num_users={1 / num_users:.3g}: releasing one user's data "

@@ -23,6 +23,8 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "NUL byte": (b"a,x\x00y\n", "line 3002: contains a NUL byte"),
     "invalid UTF-8": (b"a,\xff\n", "line 3002: not valid UTF-8"),
     "no user": (b",text\n", r"line 3002: column 'user' is empty, as in 1 line\(s\)"),
+    "id of a program without one": (b"nan,text\n", r"line 3002: column 'user' is empty, as in 1"),
+    "decimal id": (b"1.0,text\n", "line 3002: column 'user' must hold user ids as words or whole"),
     "open quote": (b'a,"text\n', "line 3002: not valid CSV"),
     "other case": (b"ANN,t\n", "line 3002: .*spelled differently"),
 }
@@ -75,3 +77,31 @@ def test_tsv_gzip_templates_and_missing_columns(tmp_path: Path) -> None:
         bring_in(path, tmp_path / "other", reading("nobody", "body"))
     with pytest.raises(InputError, match="no user column among"):
         bring_in(path, tmp_path / "other", reading(None, "body"))
+
+
+@pytest.mark.parametrize(
+    "cell", ["nan", "NaN", "<NA>", "null", "None", " nan ", "1.0", "-3.", "inf"]
+)
+@pytest.mark.parametrize("user", ["user", "{site}/{user}"])
+@pytest.mark.parametrize("time", [None, "time"])
+def test_both_readers_refuse_the_same_ids(
+    tmp_path: Path, cell: str, user: str, time: str | None
+) -> None:
+    row = f"so,{cell},2020,words\n"
+    (tmp_path / "data.csv").write_text("site,user,time,text\nso,1,2020,words\n" + row)
+    # With a time, the careful reader reads the whole file; without it, DuckDB does.
+    with pytest.raises(InputError, match=r"line 3: column"):
+        bring_in(tmp_path / "data.csv", tmp_path / "store", reading(user=user, time=time))
+
+
+def test_words_that_only_look_like_a_missing_id_are_ids(tmp_path: Path) -> None:
+    cells = ["Nan", "nancy", "1e5", "none", "NA", "v1.0", "1.0.0", "10"]
+    (tmp_path / "data.csv").write_text("user,text\n" + "".join(f"{c},words\n" for c in cells))
+    assert bring_in(tmp_path / "data.csv", tmp_path / "store").users == len(cells)
+
+
+def test_a_file_without_a_header_is_not_quoted(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("ann,I saw you yesterday\nbob,and then\n")
+    with pytest.raises(InputError, match="2 columns, not all of them with a name") as caught:
+        bring_in(tmp_path / "data.csv", tmp_path / "store")
+    assert "ann" not in str(caught.value)

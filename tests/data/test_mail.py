@@ -219,7 +219,10 @@ def test_tree_of_messages_as_enrons_does_not_follow_links(tmp_path: Path) -> Non
     (inbox / "2.").symlink_to(tmp_path / "outside")
     (inbox / "notes").write_bytes(b"no headers at all here\n")
     result = bring_in(tmp_path / "maildir", tmp_path / "store", reading(format=Format.MAILDIR))
-    assert (result.records, result.skipped) == (1, {"not a message": 1})
+    assert (result.records, result.skipped) == (
+        1,
+        {"a link in a folder: not followed": 1, "not a message": 1},
+    )
 
 
 def test_a_file_that_is_no_mbox_is_refused(tmp_path: Path) -> None:

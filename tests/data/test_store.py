@@ -83,6 +83,15 @@ def test_broken_manifest_is_refused(make_store: MakeStore, content: str) -> None
         UserStore.open(store.path)
 
 
+def test_a_manifest_without_a_checksum_is_refused(make_store: MakeStore) -> None:
+    path = make_store(RECORDS).path
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["sha256"]["users.arrow"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match="damaged"):
+        UserStore.open(path)
+
+
 def test_directory_that_is_no_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a user store"):
         UserStore.open(tmp_path)

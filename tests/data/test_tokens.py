@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import pytest
 import tokenizers
@@ -212,6 +213,20 @@ def test_chats_are_written_by_the_tokenizers_template_or_plainly(tmp_path: Path)
 
     assert written_out([{"role": "user", "content": "hi"}], Templated()) == "hi"
     assert tokens_per_record(store, Templated()).tolist() == [len("hi|yes") + 1]
+
+
+def test_a_chat_that_the_template_refuses_is_plain_text() -> None:
+    class Strict(Letters):
+        chat_template = "some template"
+
+        def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool) -> str:
+            if messages[0]["role"] != "user":
+                raise jinja2.TemplateError("roles must alternate")
+            return "written by the template"
+
+    question, answer = {"role": "user", "content": "hi"}, {"role": "bot", "content": "yes"}
+    assert written_out([question, answer], Strict()) == "written by the template"
+    assert written_out([answer, question], Strict()) == "bot: yes\n\nuser: hi"
 
 
 SELECTED_LENGTH = 4

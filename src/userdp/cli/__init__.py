@@ -1,12 +1,10 @@
 """The `userdp` program: verbs as commands, one file per command.
 
 stdout is the result, stderr the progress. Exit codes: 0 done, 2 wrong input, 3 privacy budget
-exhausted, 1 anything else.
+exhausted, 130 interrupted, 1 anything else.
 """
 
 from __future__ import annotations
-
-import sys
 
 import typer
 
@@ -16,6 +14,7 @@ from userdp.cli import (
     budget,
     calibrate,
     duplicates,
+    ending,
     evaluate,
     export,
     finalize,
@@ -30,10 +29,10 @@ from userdp.cli import (
     train,
     verify,
 )
-from userdp.errors import BudgetExhaustedError, InputError, StoppedRunError
 
 app = typer.Typer(
     name="userdp",
+    cls=ending.Commands,
     help="Fine-tune language models with user-level differential privacy.",
     no_args_is_help=True,
     add_completion=False,
@@ -61,8 +60,5 @@ app.command("verify")(verify.verify)
 
 def main() -> None:
     """Run the program; our own errors become one line on stderr and their exit code."""
-    try:
-        app()
-    except (InputError, BudgetExhaustedError, StoppedRunError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    # The name is looked up here, so that a test can put another program in its place.
+    ending.end(lambda: app())

@@ -50,15 +50,18 @@ def evaluate(
         _refuse_training_users(Path(model), run, held_out)
     common.quiet_transformers()
     from userdp import evaluation, saved_run
+    from userdp.clipping.execute.models import most_positions
     from userdp.data.tokens import tokenise
     from userdp.models.load import load_model
+    from userdp.probe import check_positions
 
     if run is not None and (run / "config.toml").is_file():
         loaded, tokenizer, config = saved_run.load_run(run)
         length = config.data.sequence_length
     else:
         loaded, tokenizer = load_model(model if run is None else run / "model")
-        length = DEFAULT_LENGTH
+        # Nobody asked for this length, so it gives way to the model's.
+        length = min(DEFAULT_LENGTH, most_positions(loaded) or DEFAULT_LENGTH)
     base_checked = None
     if run is not None and record is not None and (run / "model/adapter_config.json").is_file():
         base_checked = saved_run.check_base(run, record.ledger, loaded, unfinished=unfinished)
@@ -68,6 +71,7 @@ def evaluate(
             common.say(f"unfinished: {saved_run.OTHER_BASE}")
     if sequence_length is not None:
         length = sequence_length
+    check_positions(loaded, length)
     rows = tokenise(held_out, tokenizer, sequence_length=length)
     result = evaluation.evaluate(loaded, rows, pad_token=tokenizer.pad_token_id)
     common.emit(

@@ -19,7 +19,7 @@ from userdp.data.importers import (
 )
 from userdp.data.importers.columns import Columns
 from userdp.data.importers.mail import MailRules
-from userdp.data.record import ImportBatch, batches_of
+from userdp.data.record import ImportBatch, Skipped, batches_of
 from userdp.errors import InputError
 
 
@@ -49,6 +49,7 @@ BY_SUFFIX = {
     ".xml": Format.STACKEXCHANGE,
     ".txt": Format.DIALOGUE,
 }
+LINK = Skipped("a link in a folder: not followed")
 FOLDERS_ARE_SOURCES = frozenset({Format.HF, Format.MAILDIR, Format.GIT})
 
 
@@ -64,14 +65,23 @@ class Reading:
 
 def read(sources: list[str], reading: Reading, scratch: Path) -> Iterator[ImportBatch]:
     """The records of all sources in the given order. Files of a folder or a glob go by name."""
-    found = [pair for source in sources for pair in _found(source, reading.format)]
+    found: list[tuple[Path, Format]] = []
+    links = 0
+    for source in sources:
+        inside = _found(source, reading.format)
+        found += inside
+        # A saved dataset names its files, and git keeps links of its own: neither is searched.
+        if not {Format.HF, Format.GIT}.intersection(format for _, format in inside):
+            links += _links_in(Path(source))
     if reading.threads and any(format is not Format.STACKEXCHANGE for _, format in found):
         raise InputError("--threads is for Stack Exchange dumps.")
     if reading.threads:
         # All files together are one source, because comments belong to the threads of posts.
         paths = [path for path, _ in found]
+        yield from batches_of([LINK] * links)
         yield from batches_of(stackexchange.thread_records(paths, reading.columns, scratch))
         return
+    yield from batches_of([LINK] * links)
     for path, format in found:
         yield from _batches(path, format, reading, scratch)
 
@@ -116,7 +126,9 @@ def _found(source: str, format: Format) -> list[tuple[Path, Format]]:
             if chosen is Format.STACKEXCHANGE:
                 inside = [file for file in inside if file.stem in ("Posts", "Comments")]
             if not inside:
-                raise InputError(f"{path}: holds no {chosen.value} file.")
+                raise InputError(
+                    f"{path}: holds no {chosen.value} file. Links in a folder are not followed."
+                )
             found += [(file, chosen) for file in inside]
         elif not path.is_dir() and chosen in (Format.HF, Format.GIT):
             raise InputError(f"{path}: a {chosen.value} source is a folder.")
@@ -130,6 +142,11 @@ def _files_in(folder: Path) -> list[Path]:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     # Posts before Comments: the order of a Stack Exchange dump.
     return sorted(files, key=lambda path: (path.parent, path.stem == "Comments", path.name))
+
+
+def _links_in(folder: Path) -> int:
+    """How many links a folder holds, at any depth; none for a file."""
+    return sum(path.is_symlink() for path in folder.rglob("*")) if folder.is_dir() else 0
 
 
 def _by_suffix(path: Path) -> Format | None:

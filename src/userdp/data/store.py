@@ -39,6 +39,7 @@ from userdp.data.files import (
     read_texts,
 )
 from userdp.data.write import (
+    FINGERPRINTED,
     FORMAT,
     HISTORY,
     ImportResult,
@@ -49,6 +50,30 @@ from userdp.data.write import (
 from userdp.errors import InputError
 
 __all__ = ["FORMAT", "ImportResult", "UserStore", "write_batches", "write_store"]
+
+
+# What a manifest holds beside its format, and of which kind.
+_KINDS = {
+    "records": int,
+    "users": int,
+    "edges": int,
+    "fingerprint": str,
+    "fingerprint_key": str,
+    "key_name": str,
+    "text_kind": str,
+    "sizes": dict,
+    "sha256": dict,
+}
+
+
+def _check_kinds(manifest: dict[str, Any]) -> None:
+    """Raise `ValueError` if a manifest lacks something, or names files that no store has."""
+    if any(type(manifest[name]) is not kind for name, kind in _KINDS.items()):
+        raise ValueError("a value is of another kind")
+    bytes.fromhex(manifest["fingerprint_key"])
+    # A file without a checksum could be changed unseen.
+    if set(manifest["sha256"]) != set(manifest["sizes"]) - FINGERPRINTED:
+        raise ValueError("checksums are missing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +133,17 @@ class UserStore:
             raise InputError(
                 f"{path}: written in a format this version does not read; import the data again."
             )
+        try:
+            return UserStore._opened(path, manifest)
+        except InputError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, OSError, pa.ArrowException):
+            # What the readers say may quote the data.
+            raise InputError(f"{path}: damaged; import the data again.") from None
+
+    @staticmethod
+    def _opened(path: Path, manifest: dict[str, Any]) -> UserStore:
+        _check_kinds(manifest)
         for name, size in manifest["sizes"].items():
             if not (path / name).is_file() or (path / name).stat().st_size != size:
                 raise InputError(f"{path / name}: missing or changed since the import.")

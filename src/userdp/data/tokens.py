@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -178,9 +179,16 @@ def _encode(store: UserStore, tokenizer: Any, start: int) -> list[list[int]]:
 
 
 def written_out(messages: list[dict[str, str]], tokenizer: Any) -> str:
-    """A chat as the tokenizer's template writes it, or as plain text if it has none."""
+    """A chat as the tokenizer's template writes it, or as plain text if it has none.
+
+    A template may refuse a chat, for instance one that begins with the wrong role. That chat is
+    plain text too: one user's record must not end the run of all.
+    """
     if getattr(tokenizer, "chat_template", None):
-        return tokenizer.apply_chat_template(messages, tokenize=False)
+        try:
+            return tokenizer.apply_chat_template(messages, tokenize=False)
+        except (jinja2.TemplateError, TypeError, ValueError):
+            pass
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 

@@ -6,7 +6,9 @@ the machine, and remote code could break the guarantee.
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,12 @@ from torch import nn
 
 from userdp.errors import InputError
 from userdp.history import carry, history_of, merged, read_history
+
+# Names of classes whose head is for something else than the next token.
+_OTHER_TASK = re.compile(
+    r"For(Masked|Next|Multiple|Pre[Tt]raining|Question|Sequence|Token|Image|Audio|Object|CTC)"
+    r"|MaskedLM$|Classif|Encoder(Model)?$|MultipleChoice$"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +60,15 @@ def load_model(
     _refuse_pickle(Path(source))
     tokenizer = load_tokenizer(source, gguf_file=gguf_file)
     options: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
+    _refuse_other_task(Path(source))
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, trust_remote_code=False, **options
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise InputError(f"model {source!r} could not be loaded: {_first_line(error)}") from error
+    except Exception as error:
+        raise _not_loaded(f"model {source!r}", source, error) from error
+    model, loading = loaded
+    _refuse_missing_weights(source, loading)
     check_vocabulary(model, tokenizer)
     _remember(model, Path(source))
     if lora is not None:
@@ -73,10 +84,8 @@ def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             source, trust_remote_code=False, **options
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(
-            f"tokenizer of {source!r} could not be loaded: {_first_line(error)}"
-        ) from error
+    except Exception as error:
+        raise _not_loaded(f"tokenizer of {source!r}", source, error) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         # transformers makes an empty tokenizer when its files are missing.
         raise InputError(
@@ -194,7 +203,15 @@ def _refuse_missing_path(source: str) -> None:
     A hub name is one word, or two words with one slash between them.
     """
     path = Path(source)
-    if "/" not in source or path.exists():
+    if not source or path.exists():
+        return
+    meant = _meant(path)
+    if meant is not None:
+        raise InputError(
+            f"model {source!r}: there is no such directory. Did you mean {str(meant)!r}? If it is "
+            f"the name of a model on the hub, {str(meant)!r} hides it here."
+        )
+    if "/" not in source:
         return
     is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
     if not is_path and not path.parent.is_dir():
@@ -203,6 +220,56 @@ def _refuse_missing_path(source: str) -> None:
     if not is_path:
         way_out += f" If it is the name of a model on the hub, {path.parent}/ hides it here."
     raise InputError(f"model {source!r}: there is no such directory. {way_out}")
+
+
+def _meant(path: Path) -> Path | None:
+    """The saved model whose path differs from this one by a slip of the pen."""
+    found = Path(path.anchor) if path.is_absolute() else Path()
+    for part in path.parts[1 if path.is_absolute() else 0 :]:
+        if not (found / part).is_dir():
+            there = [entry.name for entry in found.iterdir() if entry.is_dir()]
+            close = difflib.get_close_matches(part, there, n=1, cutoff=0.75)
+            if not close:
+                return None
+            part = close[0]
+        found = found / part
+    return found if (found / "config.json").is_file() else None
+
+
+def _not_loaded(what: str, source: str, error: Exception) -> Exception:
+    """The error for files that transformers cannot read: it raises whatever it meets in them."""
+    if isinstance(error, MemoryError):
+        return error
+    asked = "" if Path(source).exists() else "there is no such directory, and as a name on the hub "
+    return InputError(f"{what}: {asked}it could not be loaded: {_first_line(error)}")
+
+
+def _refuse_other_task(source: Path) -> None:
+    """Refuse a checkpoint that was saved for another task: its head does not predict tokens."""
+    settings = source / "config.json"
+    if not settings.is_file():
+        return
+    try:
+        named = json.loads(settings.read_text()).get("architectures") or ()
+        other = next((name for name in map(str, named) if _OTHER_TASK.search(name)), None)
+    except (ValueError, AttributeError, TypeError):
+        # transformers reads the file next, and says what is wrong with it.
+        return
+    if other is not None:
+        raise InputError(
+            f"model {str(source)!r} is a {other}: its head does not predict the next token, and a "
+            "causal model made of it would begin with random weights. Use a causal language model."
+        )
+
+
+def _refuse_missing_weights(source: str, loading: Any) -> None:
+    """Refuse a checkpoint that lacks weights of the model: they would be random."""
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        raise InputError(
+            f"model {source!r} lacks {len(missing):,} of its weights, such as {missing[0]!r}: they "
+            "would begin at random. Use a whole checkpoint of a causal language model."
+        )
 
 
 def _refuse_pickle(source: Path) -> None:
@@ -220,4 +287,6 @@ def _refuse_pickle(source: Path) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # Some libraries announce the cause on the first line and name it on the second.
+    return " ".join(part.strip() for part in lines[: 2 if lines[0].endswith(":") else 1])

@@ -7,7 +7,7 @@ as lists of {role, content}.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from userdp.data.importers.columns import (
     chat_json,
     is_template,
     names_in,
+    no_column,
     owners_of,
     seconds_of,
     text_of,
@@ -52,16 +53,14 @@ def parquet_batches(path: Path, columns: Columns) -> Iterator[ImportBatch]:
 
 def saved_dataset_batches(root: Path, columns: Columns) -> Iterator[ImportBatch]:
     """The records of a Hugging Face dataset saved with `save_to_disk`, all splits in order."""
-    split_list = root / "dataset_dict.json"
-    if split_list.is_file():
-        for split in json.loads(split_list.read_text())["splits"]:
+    if (root / "dataset_dict.json").is_file():
+        for split in _names(root / "dataset_dict.json", lambda saved: saved["splits"]):
             yield from saved_dataset_batches(_inside(root, split), columns)
         return
-    state = json.loads((root / "state.json").read_text())
-    if state.get("_indices_data_files"):
+    if _names(root / "state.json", lambda saved: saved.get("_indices_data_files") or []):
         raise InputError(f"{root}: holds a selection; call flatten_indices() before saving it.")
-    for entry in state["_data_files"]:
-        file = _inside(root, entry["filename"])
+    for name in _names(root / "state.json", lambda saved: _file_names(saved["_data_files"])):
+        file = _inside(root, name)
         try:
             with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
                 where = f"{root.name}/{file.name}"
@@ -82,8 +81,23 @@ def dataset_batches(dataset: Any, columns: Columns) -> Iterator[ImportBatch]:
     yield from _batches(pieces, chosen, "the dataset")
 
 
+def _names(path: Path, choose: Callable[[dict[str, Any]], list[Any]]) -> list[Any]:
+    """The list of names that a saved dataset's own JSON holds."""
+    try:
+        found = choose(json.loads(path.read_text(encoding="utf-8")))
+        if isinstance(found, list):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise InputError(f"{path}: missing, or not as `save_to_disk` writes it; nothing was imported.")
+
+
+def _file_names(entries: list[dict[str, Any]]) -> list[Any]:
+    return [str(entry["filename"]) for entry in entries]
+
+
 def _inside(root: Path, name: str) -> Path:
-    path = root / name
+    path = root / str(name)
     if not path.resolve().is_relative_to(root.resolve()):
         raise InputError(f"{root}: names a file outside of itself.")
     return path
@@ -103,7 +117,7 @@ def _needed(columns: Columns) -> list[str]:
 def _checked(columns: Columns, schema: pa.Schema, where: str) -> Columns:
     for name in _needed(columns):
         if name not in schema.names:
-            raise InputError(f"{where}: there is no column {name!r}.")
+            raise no_column(name, schema.names, where)
     return columns
 
 

@@ -104,8 +104,9 @@ def batches(
         for piece in relation.to_arrow_reader(rows):
             yield _batch(piece, query, partial(_where, path, place, start))
             start += piece.num_rows
-    except (duckdb.Error, pa.ArrowException, OSError):
+    except (duckdb.Error, pa.ArrowException, OSError, UnicodeError):
         # DuckDB's messages quote the data, so they are dropped. The careful reader has its own.
+        # Where the quote is cut inside a character, the message itself cannot be decoded.
         raise Doubt from None
     finally:
         connection.close()

@@ -8,6 +8,7 @@ lists of {role, content}, are kept as JSON, so that each model's own chat templa
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Collection
@@ -22,6 +23,10 @@ USER_COLUMNS = ("users", "user", "user_id", "author", "author_id", "owner", "spe
 TEXT_COLUMNS = ("text", "body", "content", "message", "messages", "conversations")
 
 MAX_SECONDS = 2**62
+
+# What a column's name looks like, and how many of them a message lists.
+COLUMN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,30}")
+MOST_SHOWN = 20
 
 PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
 
@@ -53,7 +58,8 @@ class Columns:
         ):
             if choice is None:
                 raise InputError(
-                    f"{where}: no {what} column among {', '.join(known)}. Name it with --{what}."
+                    f"{where}: no {what} column among {', '.join(known)}. {there(available)} Name "
+                    f"the right one with --{what}."
                 )
         return chosen
 
@@ -88,6 +94,34 @@ def _resolve(
         return found[0] if found else None
     # The reader judges whether a column is missing: lines of JSON Lines may lack a field.
     return choice.replace("\\n", "\n").replace("\\t", "\t") if is_template(choice) else choice
+
+
+def no_column(name: str, available: Collection[str], where: str) -> InputError:
+    """The error for a column that the caller named and that is not there."""
+    close = difflib.get_close_matches(name, _shown(available), n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return InputError(f"{where}: there is no column {name!r}. {there(available)}{hint}")
+
+
+def there(available: Collection[str]) -> str:
+    """Which columns there are, in a sentence.
+
+    Where the header is missing, a line of people's text stands in its place. So a name is told only
+    if all of them look like names: short words without blanks.
+
+    >>> there(["author", "posted"]), there(["author", "I saw you yesterday"])
+    ('The columns are author, posted.', 'There are 2 columns, not all of them with a name.')
+    """
+    names = _shown(available)
+    if names:
+        return f"The columns are {', '.join(names)}."
+    return f"There are {len(available)} columns, not all of them with a name."
+
+
+def _shown(available: Collection[str]) -> list[str]:
+    names = list(available)
+    plain = all(COLUMN_NAME.fullmatch(name) for name in names)
+    return names if plain and len(names) <= MOST_SHOWN else []
 
 
 def _ambiguous(names: list[str], what: str, where: str) -> InputError:
@@ -228,17 +262,14 @@ class FromCells:
     def __call__(self, cell: str) -> str:
         """The id that the template makes of the cells."""
         fields = dict(zip(names_in(self.template), json.loads(cell), strict=True))
-        owners = owners_of(fields, self.template, "")
+        owners = self.owners(fields)
         if not owners:
             raise ValueError("blank")
         return owners[0]
 
-
-def plain_id(cell: str) -> str:
-    """The id in a cell that holds the id itself. ValueError if it is blank."""
-    if is_blank(cell):
-        raise ValueError("blank")
-    return cell
+    def owners(self, fields: dict[str, Any]) -> tuple[str, ...]:
+        """The owner, or none if a cell is blank."""
+        return owners_of(fields, self.template, "")
 
 
 def seconds_of(value: Any, name: str, where: str) -> int | None:

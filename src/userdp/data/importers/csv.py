@@ -7,10 +7,13 @@ with more or fewer fields than the header is an error, which names the line.
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from userdp.data.identity import trimmed
 from userdp.data.importers import columnar
 from userdp.data.importers.bounded import MAX_LINE_BYTES, check_compressed, lines
 from userdp.data.importers.columns import (
@@ -18,14 +21,21 @@ from userdp.data.importers.columns import (
     FromCells,
     is_template,
     names_in,
+    no_column,
     owners_of,
     parts_of,
-    plain_id,
     seconds_of,
     text_of,
 )
 from userdp.data.record import ImportBatch, Record, batches_of
 from userdp.errors import InputError
+
+OTHER_DELIMITERS = {";": "semicolon", "\t": "tab", "|": "bar", ",": "comma"}
+
+# What programs write where an id is missing. Read as an id, it would be a user of many people.
+NOBODY = frozenset({"nan", "NaN", "NAN", "<NA>", "null", "NULL", "None"})
+# A whole number that went through a program for decimal ones: 1 and 1.0 may be one person.
+DECIMAL = re.compile(r"[+-]?[0-9]*\.[0-9]*(?:[eE][+-]?[0-9]+)?|[+-]?inf(?:inity)?", re.IGNORECASE)
 
 
 def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[ImportBatch]:
@@ -35,6 +45,7 @@ def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[ImportBatch
     if first is None:
         return
     header = first[1]
+    _refuse_other_delimiter(header, path)
     chosen = _checked(columns.resolved(header, f"{path.name}, line 1"), header, path)
     if chosen.time is not None:
         yield from batches_of(records(path, chosen))
@@ -44,13 +55,25 @@ def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[ImportBatch
     yield from columnar.or_careful(fast, partial(records, path, chosen))
 
 
+def _refuse_other_delimiter(header: list[str], path: Path) -> None:
+    """Refuse a header of one cell that another delimiter would cut into several."""
+    if len(header) > 1:
+        return
+    for delimiter, name in OTHER_DELIMITERS.items():
+        if delimiter != _delimiter(path) and delimiter in header[0]:
+            raise InputError(
+                f"{path.name}, line 1: one column only, with a {name} in its name: is that what "
+                "separates the columns? Save the file with commas, or with tabs as .tsv."
+            )
+
+
 def _checked(columns: Columns, header: list[str], path: Path) -> Columns:
     if len(set(header)) < len(header):
         raise InputError(f"{path.name}, line 1: two columns have the same name.")
     for choice in (columns.user, columns.text, columns.time):
         for name in names_in(choice) if choice else ():
             if name not in header:
-                raise InputError(f"{path.name}, line 1: there is no column {name!r}.")
+                raise no_column(name, header, f"{path.name}, line 1")
     return columns
 
 
@@ -67,7 +90,7 @@ def _query(path: Path, header: list[str], columns: Columns) -> columnar.Query:
         user=_cells(user) if is_template(user) else columnar.name(user),
         text=_text(text),
         is_plain="true",
-        decode_id=FromCells(user) if is_template(user) else plain_id,
+        decode_id=_FromCells(user) if is_template(user) else _plain_id,
         mean_bytes=columnar.mean_line_bytes(path),
     )
 
@@ -110,7 +133,7 @@ def records(path: Path, columns: Columns) -> Iterator[Record]:
             )
         user, text = columns.named()
         fields = dict(zip(header, row, strict=True))
-        owners = owners_of(fields, user, where)
+        owners = _owners_of(fields, user, where)
         if not owners:
             ownerless.append(where)
             continue
@@ -123,9 +146,41 @@ def records(path: Path, columns: Columns) -> Iterator[Record]:
     if ownerless:
         raise InputError(
             f"{ownerless[0]}: column {columns.user!r} is empty, as in {len(ownerless):,} line(s) "
-            "of this file. Every record needs a user: mend them, or name the right column with "
-            "--user."
+            "of this file (words for nothing, such as nan, count as empty). Every record needs a "
+            "user: mend them, or name the right column with --user."
         )
+
+
+def _owners_of(fields: dict[str, str], choice: str, where: str) -> tuple[str, ...]:
+    """The owner, or none if a cell of the id is missing. A decimal number is refused."""
+    cells = {name: trimmed(fields[name]) for name in names_in(choice)}
+    if NOBODY.intersection(cells.values()):
+        return ()
+    for name, cell in cells.items():
+        if DECIMAL.fullmatch(cell) and any(sign.isalnum() for sign in cell):
+            raise InputError(
+                f"{where}: column {name!r} must hold user ids as words or whole numbers, not a "
+                "decimal number: 1.0 may not mean user 1. Write the column as whole numbers."
+            )
+    return owners_of(fields, choice, where)
+
+
+def _plain_id(cell: str) -> str:
+    """The id in a cell. ValueError if it is missing or a decimal number."""
+    owners = _owners_of({"id": cell}, "id", "")
+    if not owners:
+        raise ValueError("missing")
+    return owners[0]
+
+
+class _FromCells(FromCells):
+    """`FromCells` with the rules for the cells of a CSV."""
+
+    def owners(self, fields: dict[str, Any]) -> tuple[str, ...]:
+        """The owner, or none if a cell is missing."""
+        if any(value is None for value in fields.values()):
+            return ()
+        return _owners_of(fields, self.template, "")
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:

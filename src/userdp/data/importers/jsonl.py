@@ -26,6 +26,7 @@ from userdp.data.importers.columns import (
     is_blank,
     is_template,
     names_in,
+    no_column,
     owners_of,
     seconds_of,
     text_of,
@@ -67,11 +68,13 @@ def _resolved(path: Path, columns: Columns) -> tuple[Columns, dict[str, Any]] | 
         if names
     ]
     values: dict[str, Any] = {}
+    seen: dict[str, None] = {}
     first: tuple[str, dict[str, Any]] | None = None
     chosen = columns
     for number, fields in _objects(path):
         where = f"{path.name}, line {number}"
         first = first or (where, fields)
+        seen.update(dict.fromkeys(fields))
         for name in chain.from_iterable(wanted):
             if fields.get(name) is not None:
                 values.setdefault(name, fields[name])
@@ -82,6 +85,9 @@ def _resolved(path: Path, columns: Columns) -> tuple[Columns, dict[str, Any]] | 
         return None
     # No record has one of the columns, or it is always null. The reader says so of the first line.
     where, fields = first
+    for name in chain.from_iterable(wanted):
+        if name in (columns.user, columns.text) and name not in seen:
+            raise no_column(name, seen, where)
     return chosen.resolved(fields, where), values
 
 
