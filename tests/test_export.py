@@ -201,6 +201,23 @@ def test_a_run_that_is_not_whole_is_not_exported(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
+def test_settings_that_cannot_be_looked_at_are_refused(tmp_path: Path, content: bytes) -> None:
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        run = write_run(tmp_path / name, files={name: content})
+        with pytest.raises(InputError, match=f"model/{name} holds no settings"):
+            export(run, tmp_path / "out")
+
+
+def test_without_the_key_the_export_says_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    shutil.rmtree(run / "secret")
+    export(run, tmp_path / "out")
+    assert "not verified" in (tmp_path / "out" / "README.md").read_text()
+    assert "not verified" in (tmp_path / "out" / "statement.json").read_text()
+    assert check_run(tmp_path / "out").ok
+
+
 def test_an_existing_directory_and_odd_options_are_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (tmp_path / "out").mkdir()

@@ -23,7 +23,7 @@ from userdp.history import ANCESTRY_FILE
 from userdp.ledger import Ledger
 from userdp.report.write import model_card
 from userdp.run_check import check_run
-from userdp.run_files import FREE_FILES, REWRITTEN, statement_text
+from userdp.run_files import FREE_FILES, REWRITTEN, statement_file
 from userdp.statement import Statement
 
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors")
@@ -96,7 +96,7 @@ def export(run: Path, out: Path, *, base: str = "", license: str = "") -> Export
     config = load_config(run / "config.toml")
     pieces = _Pieces(run, found.ledger, config, base)
     statement = found.ledger.statement()
-    pieces.make("statement.json", statement_text(statement)[0], "made from ledger.jsonl")
+    pieces.make("statement.json", statement_file(statement), "made from ledger.jsonl")
     card = model_card(statement, config, base=pieces.named_base(), license=license)
     pieces.make("README.md", card.encode(), "made from ledger.jsonl, config.toml and the options")
     with new_directory(out) as partial:
@@ -158,7 +158,7 @@ class _Pieces:
 
     def _without_local_base(self, name: str, content: bytes) -> bytes:
         """The settings with a base that works elsewhere."""
-        settings = cast("dict[str, Any]", json.loads(content))
+        settings = _settings(name, content)
         right = dict(settings)
         for key in NAMES_OF_A_BASE & settings.keys():
             is_adapter = name == "adapter_config.json"
@@ -194,7 +194,7 @@ class _Pieces:
         sought = own if name in WORDS else (*own, *home)
         is_telling = any(path.encode() in content for path in sought)
         if name in SETTINGS:
-            is_telling = is_telling or any(map(_is_absolute, _strings(json.loads(content))))
+            is_telling = is_telling or any(map(_is_absolute, _strings(_settings(name, content))))
         if is_telling:
             raise InputError(
                 f"{name} holds a path of this machine, which is nobody else's business. Take it "
@@ -243,12 +243,22 @@ def _was_local(path: Path) -> bool:
 
     A relative path, such as `models/base`, looks like a name on the hub from everywhere else.
     """
-    return path.is_file() and json.loads(path.read_bytes()).get("is_local") is True
+    return path.is_file() and _settings(path.name, path.read_bytes()).get("is_local") is True
 
 
 def _is_absolute(text: str) -> bool:
     is_windows = PureWindowsPath(text).is_absolute() and "\n" not in text
     return (text.startswith(("/", "~/")) and text.count("/") > 1) or is_windows
+
+
+def _settings(name: str, content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(f"model/{name} holds no settings, so what it says cannot be looked at.")
+    return cast("dict[str, Any]", found)
 
 
 def _strings(data: Any) -> Iterator[str]:

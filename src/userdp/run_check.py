@@ -16,10 +16,10 @@ from userdp.history import ANCESTRY_FILE, read_history
 from userdp.ledger import UNVERIFIED, Ledger
 from userdp.lock import Owner, lock_path
 from userdp.run_files import (
+    is_statement_file,
     model_directory,
     problems_of,
     rewritten_files,
-    statement_text,
 )
 
 
@@ -137,7 +137,7 @@ def _statement(run: Path, ledger: Ledger, notes: list[str]) -> list[str]:
     statement = ledger.statement(unfinished=incomplete)
     if not statement.guarantee:
         notes.append(statement.sentence)
-    if path.read_bytes() in statement_text(statement):
+    if is_statement_file(path.read_bytes(), statement):
         return []
     return [
         f"{path} is not what the ledger says: it was edited, or another version of userdp wrote "

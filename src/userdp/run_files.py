@@ -11,6 +11,7 @@ needs no torch.
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 import json
 from collections.abc import Mapping, Sequence
@@ -149,11 +150,20 @@ def is_export(directory: Path) -> bool:
     return has_model and not is_run and (directory / "ledger.jsonl").is_file()
 
 
-def statement_text(statement: Statement) -> tuple[bytes, ...]:
-    """The bytes of statement.json, as they may be: the owner writes no doubt about the owner."""
-    told = statement.to_json()
-    known = told | {"cautions": [text for text in told["cautions"] if text != UNVERIFIED]}
-    return tuple((json.dumps(data, indent=1) + "\n").encode() for data in (known, told))
+def statement_file(statement: Statement) -> bytes:
+    """The content of statement.json."""
+    return (json.dumps(statement.to_json(), indent=1) + "\n").encode()
+
+
+def is_statement_file(content: bytes, statement: Statement) -> bool:
+    """Whether `content` is that of statement.json, byte for byte.
+
+    Whoever wrote it may have had the run's key, and whoever reads it not. Then only the reader's
+    statement says that the writer is not verified.
+    """
+    known = tuple(text for text in statement.cautions if text != UNVERIFIED)
+    by_owner = dataclasses.replace(statement, cautions=known)
+    return content in (statement_file(statement), statement_file(by_owner))
 
 
 def run_of(model: Path) -> Path | None:

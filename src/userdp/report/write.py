@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import jinja2
 import userdp
 from userdp.config import Config, load_config
 from userdp.report import pictures
-from userdp.run_files import read_run
+from userdp.run_files import read_run, statement_file
 from userdp.statement import Statement, epsilon_text
 
 
@@ -90,7 +89,7 @@ def write_report(
     configured = config.model.path
     base = Path(configured).name if Path(configured).is_dir() else configured
     files.card.write_text(model_card(statement, config, base=base))
-    files.statement.write_text(json.dumps(statement.to_json(), indent=1) + "\n")
+    files.statement.write_bytes(statement_file(statement))
     return files
 
 
