@@ -10,6 +10,7 @@ Run: python benchmarks/durability.py [--steps 20000] [--json FILE]     (CPU: a f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import tempfile
@@ -141,18 +142,14 @@ def resume(root: Path, steps: int) -> dict[str, float]:
         return on_step
 
     saving = Saving(every_steps=steps // 2)
-    try:
+    with contextlib.suppress(Stop, InterruptedRunError):
         run(root, root / "stopped", steps, saving, on_step=stop_at(steps // 2 + 1))
-    except (Stop, InterruptedRunError):
-        pass
     begun = time.perf_counter()
     userdp.load_model(root / "model")
     loading = time.perf_counter() - begun
     begun = time.perf_counter()
-    try:
+    with contextlib.suppress(Stop, InterruptedRunError):
         run(root, root / "stopped", steps, saving, resume=True, on_step=stop_at(steps // 2 + 2))
-    except (Stop, InterruptedRunError):
-        pass
     return {
         "steps": steps,
         "loading_s": loading,

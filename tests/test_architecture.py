@@ -58,6 +58,7 @@ ABOVE = {
     "reservation": GROUND | {"accounting", "earlier", "paid", "spending"},
     "population": GROUND
     | {"accounting", "data", "earlier", "paid", "reservation", "spending", "statement"},
+    "debits": GROUND | {"config", "data", "earlier", "ledger", "paid", "plan", "population"},
     "config": GROUND
     | {"config_problems"}
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
@@ -85,7 +86,8 @@ ABOVE = {
     "training": GROUND
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
-    | {"continuing", "run_state", "same_run", "statement", "step", "training_rows"},
+    | {"continuing", "run_state", "same_run", "statement", "step", "training_rows"}
+    | {"debits", "population"},
     "saved_run": GROUND | {"config", "digests", "ledger", "models"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }

@@ -180,7 +180,16 @@ def test_ledger_holds_public_fields_only(written: Path) -> None:
         "hash",
     }
     assert all(set(row) == {"kind", "step", "tag", "hash"} for row in rows[1:-1])
-    assert set(rows[-1]) == {"kind", "steps", "event", "digests", "model_files", "tag", "hash"}
+    assert set(rows[-1]) == {
+        "kind",
+        "steps",
+        "event",
+        "digests",
+        "model_files",
+        "people",
+        "tag",
+        "hash",
+    }
 
 
 def test_ledger_names_what_it_is_bound_to() -> None:

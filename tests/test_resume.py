@@ -16,7 +16,7 @@ from userdp import Lora, Plan, load_model
 from userdp.checkpoints import Saving
 from userdp.clipping.rules import AdaptiveClip
 from userdp.data.store import UserStore
-from userdp.errors import InputError, LedgerError
+from userdp.errors import BudgetExhaustedError, InputError, LedgerError
 from userdp.interrupts import InterruptedRunError
 from userdp.ledger import Ledger
 from userdp.streams import RunSecret
@@ -44,6 +44,14 @@ def plan(**changes: Any) -> Plan:
         "delta": 1e-2,
     }
     return Plan.sample_users(**(settings | changes))
+
+
+def store_of(root: Path, out: Path, name: str = "store") -> UserStore:
+    """A copy of the store for one run, with a budget of its own."""
+    own = out.parent / f"{out.name}-{name}"
+    if not own.exists():
+        shutil.copytree(root / name, own)
+    return UserStore.open(own)
 
 
 class Stopped(Exception):
@@ -76,7 +84,7 @@ def run(
     return userdp.train(
         model,
         tokenizer,
-        UserStore.open(root / store),
+        store_of(root, out, store),
         wanted,
         optimizer=optimizer,
         scheduler=make_schedule(optimizer, schedule, wanted.steps),
@@ -337,7 +345,7 @@ def test_a_signal_ends_the_step_and_saves(
         userdp.train(
             model,
             tokenizer,
-            UserStore.open(root / "store"),
+            store_of(root, tmp_path / "r"),
             plan(),
             optimizer=optimizer,
             scheduler=make_schedule(optimizer, "linear", STEPS),
@@ -369,3 +377,78 @@ def test_the_ledger_row_of_every_step_stays_where_it_was(
     lines = (tmp_path / "r" / "ledger.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["step"] for row in rows if row["kind"] == "step"] == list(range(STEPS))
+
+
+def test_a_run_is_counted_once_for_its_people_however_often_it_is_stopped(
+    root: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "r"
+    people = userdp.Population.of(store_of(root, out))
+    with pytest.raises(Stopped):
+        run(root, out, stop_after=3, seed=None)
+    # A stopped run may go on, so all its steps stay counted.
+    assert people.spent(1e-2).epsilon == pytest.approx(plan().epsilon(), rel=1e-3)
+    run(root, out, resume=True, seed=None)
+    assert people.spent(1e-2).epsilon == pytest.approx(plan().epsilon(), rel=1e-3)
+    # A fork of the last checkpoint adds its own steps to all of its parent's.
+    longer = run(root, out, fork=True, seed=None, chosen=plan(steps=STEPS + 4), lr=0.02)
+    assert people.spent(1e-2).epsilon == pytest.approx(plan(steps=STEPS + 4).epsilon(), rel=1e-3)
+    assert longer.statement.others == ()
+    # A run of its own names the others, and everything together.
+    alone = run(root, tmp_path / "r2", seed=None, resume=False)
+    assert alone.statement.others == ()
+    model, tokenizer = load_model(root / "base")
+    second = userdp.train(
+        model, tokenizer, store_of(root, out), plan(), sequence_length=16, out=tmp_path / "second"
+    )
+    assert len(second.statement.others) == 2
+    everything = plan(steps=2 * STEPS + 4).epsilon()
+    assert second.statement.epsilon_of_all == pytest.approx(everything, rel=1e-3)
+    assert second.statement.epsilon == pytest.approx(plan().epsilon(), rel=1e-3)
+
+
+def test_a_run_that_would_pass_the_limit_is_refused_with_nothing_written(
+    root: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "r"
+    people = userdp.Population.of(store_of(root, out))
+    people.set_limit(plan().epsilon() * 1.01, 1e-2)
+    assert run(root, out).ledger.steps == STEPS
+    before = (people.path / "budget.jsonl").read_bytes()
+    model, tokenizer = load_model(root / "base")
+    with pytest.raises(BudgetExhaustedError):
+        userdp.train(
+            model,
+            tokenizer,
+            store_of(root, out),
+            plan(steps=1),
+            sequence_length=16,
+            out=tmp_path / "x",
+        )
+    assert (people.path / "budget.jsonl").read_bytes() == before
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_run_that_is_refused_or_gives_up_before_its_first_step_costs_nothing(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "r"
+    people = userdp.Population.of(store_of(root, out))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise InputError("not with this model")
+
+    def killed(*_: object, **__: object) -> None:
+        raise Stopped
+
+    with monkeypatch.context() as patched:
+        patched.setattr("userdp.step.PrivateStep.check_model", refuse)
+        with pytest.raises(InputError, match="not with this model"):
+            run(root, out, seed=None)
+        assert people.spent(1e-2).epsilon == 0
+        patched.setattr("userdp.step.PrivateStep.check_model", killed)
+        with pytest.raises(Stopped):
+            run(root, out, seed=None)
+    # The new run takes the place of the one that never began.
+    run(root, out, seed=None, resume=True)
+    assert people.spent(1e-2).epsilon == pytest.approx(plan().epsilon(), rel=1e-3)

@@ -54,18 +54,25 @@ def charged_ledger(run: Path) -> Ledger | None:
     return found if found.steps else None
 
 
-def clear_unbegun(run: Path) -> None:
-    """Delete what a run left that was stopped before its first step: it has released nothing."""
+def clear_unbegun(run: Path) -> str | None:
+    """Delete what a run left that was stopped before its first step: it has released nothing.
+
+    Returns the digest of that run, if its first row was written.
+    """
     path = run / "ledger.jsonl"
+    digest = None
     if path.is_file():
         # Under the lock, so that a run which is just beginning elsewhere is not deleted.
         held = RowsFile.open(path)
         try:
+            if b"\n" in path.read_bytes():
+                digest = Ledger.read(path, without_torn_row=True).run_digest
             discard(run)
         finally:
             held.close()
     elif run.is_dir():
         discard(run)
+    return digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,13 +167,15 @@ def _move(run: Path, place: Path) -> None:
 class Start:
     """How a run starts: the plan of its own steps, what it begins with, and whether it goes on.
 
-    `finished` is the ledger of a run that has taken all its steps.
+    `finished` is the ledger of a run that has taken all its steps. `given_up` is the digest of one
+    that was stopped before its first step, and that this one takes the place of.
     """
 
     plan: Plan
     beginning: Beginning
     goes_on: bool = False
     finished: Ledger | None = None
+    given_up: str | None = None
 
 
 def start(
@@ -196,9 +205,8 @@ def start(
         # The runs before a fork took some of the planned steps.
         own = replace(plan, steps=charged.plan.steps) if beginning.before else plan
         return Start(plan=own, beginning=beginning, goes_on=True)
-    if resume:
-        clear_unbegun(run)
-    return Start(plan=plan, beginning=Beginning())
+    given_up = clear_unbegun(run) if resume else None
+    return Start(plan=plan, beginning=Beginning(), given_up=given_up)
 
 
 def _steps_left(plan: Plan, beginning: Beginning) -> int:

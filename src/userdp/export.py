@@ -60,7 +60,7 @@ LEDGER_FIELDS = {
     "paid": {"what", "event"},
     "step": {"step"},
     "doubt": {"reason"},
-    "end": {"steps", "event", "digests", "model_files"},
+    "end": {"steps", "event", "digests", "model_files", "people"},
 }
 
 NAMES_OF_A_BASE = frozenset({"_name_or_path", "name_or_path", "base_model_name_or_path"})

@@ -36,6 +36,7 @@ class Finalized:
 
     files: tuple[str, ...]
     statement: Statement
+    is_finished: bool
 
 
 def finalize(run: Path, *, unfinished: bool = False) -> Finalized:
@@ -58,7 +59,8 @@ def finalize(run: Path, *, unfinished: bool = False) -> Finalized:
     finally:
         file.close()
     problems = problems_of(run, ledger)
-    return Finalized(files=files, statement=ledger.statement(unfinished=bool(problems)))
+    statement = ledger.statement(unfinished=bool(problems))
+    return Finalized(files=files, statement=statement, is_finished=ledger.is_finished)
 
 
 def _destroy(run: Path) -> tuple[str, ...]:

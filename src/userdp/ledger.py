@@ -64,7 +64,7 @@ class Ledger:
         # Rows that were read back may be incomplete. Then only a closing row shows that nothing is
         # missing, even if rows were added since.
         self._from_disk = bool(kept.rows)
-        self._plan = _recorded_plan(kept.rows[0]) if kept.rows else None
+        self._plan = Plan.from_json(kept.rows[0].get("plan", {})) if kept.rows else None
 
     @staticmethod
     def create(
@@ -298,21 +298,21 @@ class Ledger:
     def doubt(self, reason: str) -> None:
         """Record that the guarantee does not hold, and why; returns once it is on disk.
 
-        >>> plan = Plan.sample_users(num_users=100, expected_cohort_size=10, group_size=2, steps=5,
-        ...                          clip_norm=1.0, noise_multiplier=2.0, delta=1e-3)
-        >>> ledger = Ledger.create(plan, bound_to={}, fixed_seed=False)
-        >>> ledger.charge_step()
-        >>> ledger.doubt("the paths were seen to differ after 1 released steps")
-        >>> ledger.statement().guarantee
-        False
+        From then on `statement().guarantee` is False.
         """
         self._append({"kind": "doubt", "reason": reason})
 
-    def finish(self, digests: dict[str, str], *, model_files: dict[str, str] | None = None) -> None:
+    def finish(
+        self,
+        digests: dict[str, str],
+        *,
+        model_files: dict[str, str] | None = None,
+        people: dict[str, Any] | None = None,
+    ) -> None:
         """Write the closing row and close the ledger: no row can follow it.
 
         `digests` name what came out. `model_files` gives the digest of every file of the saved
-        model.
+        model. `people` says what else was released about the same people (`debits.py`).
         """
         event = self._event()
         self._append(
@@ -322,6 +322,7 @@ class Ledger:
                 "event": None if event is None else events.to_json(event),
                 "digests": self.bound_to | digests,
                 "model_files": model_files or {},
+                "people": people or {},
             }
         )
         self.close()
@@ -352,6 +353,7 @@ class Ledger:
         Set `unfinished` if something else than a missing closing row shows that the record is
         incomplete.
         """
+        people = (self.end or {}).get("people", {})
         return self.plan.statement(
             steps=self.steps,
             fixed_seed=self.fixed_seed,
@@ -360,8 +362,11 @@ class Ledger:
             unfinished=unfinished or (self._from_disk and not self.is_finished),
             model_check=self.model_check,
             doubts=self.doubts,
+            others=people.get("others", ()),
+            epsilon_of_all=people.get("epsilon"),
             more_cautions=(
                 *self._kept.rows[0].get("data_cautions", ()),
+                *people.get("cautions", ()),
                 *(() if self.is_verified else (UNVERIFIED,)),
             ),
         )
@@ -389,12 +394,3 @@ class Ledger:
                 self._writable = False
                 raise
         self._kept.add(row)
-
-
-def _recorded_plan(row: Row) -> Plan:
-    try:
-        return Plan.from_json(row["plan"])
-    except InputError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise LedgerError("the ledger's first row holds no plan this version can read.") from None

@@ -44,6 +44,7 @@ from userdp.wording import (
     cautions,
     mechanism_in_words,
     not_covered,
+    of_the_record,
     promise_in_words,
 )
 
@@ -324,12 +325,14 @@ class Plan:
         unfinished: bool = False,
         model_check: str = "",
         doubts: Sequence[str] = (),
+        others: Sequence[str] = (),
+        epsilon_of_all: float | None = None,
         more_cautions: Sequence[str] = (),
     ) -> Statement:
         """What may be said about a model after `steps` steps of this plan, `paid` and `earlier`.
 
         An `unfinished` record, a `fixed_seed` and `doubts` promise nothing, and so do those of an
-        earlier run.
+        earlier run. `others` were released about the same people (`Statement`).
         """
         steps = self.steps if steps is None else steps
         found = self._evaluation(steps, paid, earlier)
@@ -355,15 +358,10 @@ class Plan:
             fixed_seed=fixed_seed,
             unfinished=unfinished,
             doubts=doubts,
-            cautions=(
-                *self.cautions(),
-                *(("a fixed seed was used: whoever knows it can remove the noise",) * fixed_seed),
-                *(("unfinished: the record has no closing row",) * unfinished),
-                *more_cautions,
-            ),
-            assumptions=assumptions(
-                self.num_users, self.adjacency, paid=bool(paid), earlier=earlier
-            ),
+            others=tuple(others),
+            epsilon_of_all=epsilon_of_all,
+            cautions=(*self.cautions(), *of_the_record(fixed_seed, unfinished), *more_cautions),
+            assumptions=assumptions(self.num_users, self.adjacency, bool(paid), earlier),
             not_covered=not_covered(paid=bool(paid)),
         )
 

@@ -149,6 +149,10 @@ class Population:
             )
         return entry
 
+    def counts(self, run: str) -> bool:
+        """Whether the run with this digest is counted here."""
+        return run in self._read().runs
+
     def check(
         self,
         *,
@@ -282,7 +286,7 @@ class Population:
         For the statement of `run`, which is included in the epsilon. `named` are runs that its
         statement names already, such as those behind its weights. Looks that the run paid for are
         not named again. The epsilon is infinite if a release has no privacy, or if the releases
-        cannot be added up.
+        cannot be added up. Without another release there are no words, and no epsilon is computed.
         """
         found = self._read()
         own = found.own_looks.get(run, frozenset())
@@ -292,6 +296,8 @@ class Population:
             for entry in found.entries
             if (entry.run is None or entry.run not in told) and entry.entry not in own
         ]
+        if not others:
+            return (), 0.0
         kinds: dict[str, list[Entry]] = {}
         for entry in others:
             kinds.setdefault(f"{entry.what} {_name(entry)}", []).append(entry)

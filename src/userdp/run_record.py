@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -42,7 +41,7 @@ from userdp.models.checks import trainable_parameters
 from userdp.models.load import adapter_tensors, save_model
 from userdp.models.proven import model_check
 from userdp.plan import Plan
-from userdp.run_files import model_files
+from userdp.run_files import model_files, statement_file
 from userdp.same_run import (
     NOISE_KEY,
     check_hardware,
@@ -284,8 +283,12 @@ class RunRecord:
         if self._on_step is not None:
             self._on_step(self._position)
 
-    def finish(self, model: nn.Module, tokenizer: Any = None) -> None:
+    def finish(
+        self, model: nn.Module, tokenizer: Any = None, *, people: dict[str, Any] | None = None
+    ) -> None:
         """Write the closing row. A run with a directory also writes the model and the statement.
+
+        `people` says what else was released about the same people.
 
         Refused if anything but the trained weights has changed since the beginning, because that
         part has no noise. The ledger then stays open, and nothing is promised from it.
@@ -307,16 +310,16 @@ class RunRecord:
                 # The adapter's files do not contain the base model, and they are useless without
                 # it.
                 digests["base_weights"] = base_digest(model, published)
-        self.ledger.finish(digests, model_files=files)
+        self.ledger.finish(digests, model_files=files, people=people)
         if self.path is not None:
             write_statement(self.path, self.statement())
 
-    def charge_all(self) -> None:
+    def charge_all(self, people: dict[str, Any]) -> None:
         """Charge for every planned step and close the ledger, with nothing trained."""
         for _ in range(self.ledger.plan.steps):
             self.charge_step()
             self.step_done()
-        self.ledger.finish({})
+        self.ledger.finish({}, people=people)
         if self.path is not None:
             write_statement(self.path, self.statement())
 
@@ -378,5 +381,4 @@ def discard(run: Path) -> None:
 
 def write_statement(run: Path, statement: Statement) -> None:
     """Leave the statement in the run's directory."""
-    told = json.dumps(statement.to_json(), indent=1)
-    write_file(run / "statement.json", told.encode() + b"\n")
+    write_file(run / "statement.json", statement_file(statement))

@@ -44,8 +44,10 @@ class Statement:
     `paid` lists every look at the users' data beside the steps, and `earlier` every run behind the
     weights this one started from; `epsilon` includes both. `unit` is who is protected, `sampling`
     what one coin decides. `epsilon` is what the record prices: it is promised only if `guarantee`
-    holds. `promise` is empty where no reassuring words go with it. `doubts` are what was seen to be
-    wrong while the run went on.
+    holds. `others` are further releases about the same people, known when the run ended, and
+    `epsilon_of_all` is that of all of them together with this one: None if there are none, or if
+    they have no price together. `promise` is empty where no reassuring words go with it. `doubts`
+    are what was seen to be wrong while the run went on.
     """
 
     epsilon: float
@@ -63,6 +65,8 @@ class Statement:
     sampling: str = "user"
     paid: tuple[str, ...] = ()
     earlier: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    epsilon_of_all: float | None = None
     model_check: str = ""
     fixed_seed: bool = False
     unfinished: bool = False
@@ -101,6 +105,15 @@ class Statement:
         reasons += self.doubts
         return f"No privacy guarantee: {'; '.join(reasons)}. Only planned: {priced}"
 
+    @property
+    def _together(self) -> tuple[str, ...]:
+        if not self.others:
+            return ()
+        if self.epsilon_of_all is None:
+            return ("all of these have no epsilon together",)
+        together = epsilon_text(self.epsilon_of_all)
+        return (f"together with this model epsilon={together}, delta={self.delta:g}",)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data. `epsilon` is null if nothing is promised, `planned_epsilon` is the price.
 
@@ -110,6 +123,8 @@ class Statement:
         priced = round_up(self.epsilon) if self.is_private else None
         data["epsilon"] = priced if self.guarantee else None
         data["planned_epsilon"] = priced
+        if self.epsilon_of_all is not None:
+            data["epsilon_of_all"] = round_up(self.epsilon_of_all)
         return {"guarantee": self.guarantee, "sentence": self.sentence} | data
 
     def __str__(self) -> str:
@@ -119,6 +134,7 @@ class Statement:
         for title, entries in (
             ("includes", self.earlier),
             ("paid for", self.paid),
+            ("also released", (*self.others, *self._together)),
             ("caution", self.cautions),
             ("assumes", self.assumptions),
             ("not covered", self.not_covered),

@@ -27,6 +27,7 @@ from userdp.config import Config
 from userdp.continuing import move_parent, start
 from userdp.data.store import UserStore
 from userdp.data.tokens import tokenizer_digest
+from userdp.debits import check_budget, counted, released_about, settle_parent
 from userdp.digests import model_digest, scheduler_digest
 from userdp.earlier import Earlier
 from userdp.errors import InputError, StoppedRunError
@@ -38,6 +39,7 @@ from userdp.models.checks import trainable_parameters
 from userdp.models.load import Lora, load_model
 from userdp.paid import Paid
 from userdp.plan import Plan
+from userdp.population import Population
 from userdp.probe import check_positions
 from userdp.run_files import overlap, write_training_users
 from userdp.run_record import OnStep, RunRecord, checkpoints_of
@@ -129,6 +131,11 @@ def train(
     plan.check_paid(paid, earlier=before)
     cautions = (*store.cautions, *_check_declared(model, store, before))
     check_positions(model, sequence_length)
+    people = Population.of(store)
+    if not started.goes_on:
+        check_budget(people, plan, paid, before)
+    if started.given_up is not None and people.counts(started.given_up):
+        people.settle(started.given_up, 0, None)
     rows = rows_of(store, tokenizer, plan, selection, sequence_length)
     device = next(model.parameters()).device
     bound_to = {
@@ -160,7 +167,9 @@ def train(
         )
     else:
         if path is not None and beginning.parent is not None:
-            homes = (*homes, move_parent(path, beginning.parent))
+            parent = move_parent(path, beginning.parent)
+            settle_parent(people, parent)
+            homes = (*homes, parent)
         record = RunRecord.create(
             plan,
             model,
@@ -174,7 +183,12 @@ def train(
             saving=saving,
             on_step=on_step,
         )
-    with record.closing(), _machine_may_fail(record), signals_wait_for_the_step() as stop:
+    with (
+        record.closing(),
+        _machine_may_fail(record),
+        counted(people, record.ledger, path, paid=paid, earlier=before),
+        signals_wait_for_the_step() as stop,
+    ):
         if not started.goes_on:
             record.ledger.inherit(before)
             for item in paid:
@@ -183,7 +197,7 @@ def train(
                 write_training_users(record.path, record.ledger.run_digest, store, homes)
             record.keep_beginning(model, optimizer, before=beginning.before)
         if dry_run:
-            record.charge_all()
+            record.charge_all(released_about(people, record.ledger))
             return Run(model=model, ledger=record.ledger, path=record.path)
         # Dropout is off: the noise regularises enough, and a group's update then depends only on
         # its rows.
@@ -213,7 +227,7 @@ def train(
             if stop and step.steps_left:
                 checkpoint.save_and_stop(stop.number)
         checkpoint.save()
-        record.finish(model, tokenizer)
+        record.finish(model, tokenizer, people=released_about(people, record.ledger))
     return Run(model=model, ledger=record.ledger, path=record.path)
 
 

@@ -34,7 +34,7 @@ def promise_in_words(adjacency: Adjacency, epsilon: float) -> str:
 
 
 def assumptions(
-    num_users: int, adjacency: Adjacency, *, paid: bool, earlier: Sequence[Earlier]
+    num_users: int, adjacency: Adjacency, paid: bool, earlier: Sequence[Earlier]
 ) -> tuple[str, ...]:
     """What must be true for the guarantee to hold."""
     found = [
@@ -101,3 +101,9 @@ def not_covered(*, paid: bool) -> tuple[str, ...]:
         "attacks on floating-point noise (Mironov 2012) and on timing",
         "anything released beside the model, such as losses on the training users",
     )
+
+
+def of_the_record(fixed_seed: bool, unfinished: bool) -> tuple[str, ...]:
+    """Cautions about what a statement rests on."""
+    seed = "a fixed seed was used: whoever knows it can remove the noise"
+    return (*[seed] * fixed_seed, *["unfinished: the record has no closing row"] * unfinished)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from cli_runner import userdp
 from tiny import make_model, make_store
 
 CONFIG = """[data]
-store = "{root}/store"
+store = "{place}/store"
 sequence_length = 16
 [model]
 path = "{root}/base"
@@ -55,14 +56,26 @@ def config(
     more: str = "fixed_seed = 1",
 ) -> Path:
     path = place / name
-    path.write_text(CONFIG.format(root=root, steps=steps, rate=rate, budget=budget, more=more))
+    if not (place / "store").exists():
+        # A copy has a budget of its own.
+        shutil.copytree(root / "store", place / "store")
+    path.write_text(
+        CONFIG.format(root=root, place=".", steps=steps, rate=rate, budget=budget, more=more)
+    )
     return path
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store's path is relative, so that runs in different places are the same run."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def finished(root: Path) -> Path:
     """A run of six steps."""
-    assert userdp("train", config(root, root), "--out", root / "run").code == 0
+    with contextlib.chdir(root):
+        assert userdp("train", config(root, root), "--out", root / "run").code == 0
     return root / "run"
 
 

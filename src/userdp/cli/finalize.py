@@ -9,6 +9,7 @@ import typer
 
 from userdp import finalize as ending
 from userdp.cli import common
+from userdp.debits import settle_given_up
 
 
 def finalize(
@@ -20,6 +21,11 @@ def finalize(
 ) -> None:
     """Destroy a run's noise secret and its checkpoints. It cannot be resumed afterwards."""
     done = ending.finalize(run, unfinished=unfinished)
+    if not done.is_finished and not settle_given_up(run):
+        common.say(
+            "note: the budget of its people was not found; where it counts this run, it counts "
+            "every planned step"
+        )
     told = "\n".join(f"destroyed {name}" for name in done.files) or "nothing was left to destroy"
     common.emit(
         json,
