@@ -595,6 +595,9 @@ def test_a_store_moved_from_its_budget_is_refused_until_declared(
     (tmp_path / "away").mkdir()
     (tmp_path / name).rename(tmp_path / "away" / name)
     moved = UserStore.open(tmp_path / "away" / name)
+    # As long as the budget is where it was, it counts.
+    assert len(Population.of(moved).entries(DELTA)) == 1
+    (tmp_path / "store.population").rename(tmp_path / "lost")
     with pytest.raises(LedgerError, match=r"not there: .* Move .* or declare a new start"):
         Population.of(moved)
     with pytest.raises(LedgerError, match="not there"):
@@ -607,6 +610,22 @@ def test_a_store_moved_from_its_budget_is_refused_until_declared(
         Population.begin_anew(moved)
     split.write_subset(moved, np.arange(2), tmp_path / "part")
     assert len(Population.of(UserStore.open(tmp_path / "part")).entries(DELTA)) == 1
+
+
+@pytest.mark.parametrize("name", ["store", "a"])
+def test_a_copy_of_a_store_shares_its_budget(store: UserStore, tmp_path: Path, name: str) -> None:
+    halves(store, tmp_path)
+    reserve(Population.of(store), "first", MANY, 10)
+    Population.of(UserStore.open(tmp_path / name)).debit("a look", MANY, Adjacency.ADD_REMOVE)
+    (tmp_path / "away").mkdir()
+    shutil.copytree(tmp_path / name, tmp_path / "away" / name)
+    copied = Population.of(UserStore.open(tmp_path / "away" / name))
+    assert copied.path == Population.of(store).path
+    # With the budget copied as well, each copy counts by itself: nobody can see the other.
+    if name == "store":
+        shutil.copytree(tmp_path / "store.population", tmp_path / "away" / "store.population")
+        apart = Population.of(UserStore.open(tmp_path / "away" / name))
+        assert apart.path != Population.of(store).path
 
 
 @pytest.mark.parametrize("name", ["store", "a"])

@@ -40,7 +40,7 @@ checkpoint_every = 2
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("resume")
-    make_store(path / "store", [1, 2, 3, 4, 2, 5] * 4)
+    make_store(path / "untouched", [1, 2, 3, 4, 2, 5] * 4)
     make_model(path / "base")
     return path
 
@@ -57,8 +57,8 @@ def config(
 ) -> Path:
     path = place / name
     if not (place / "store").exists():
-        # A copy has a budget of its own.
-        shutil.copytree(root / "store", place / "store")
+        # A copy of a store that was never counted has a budget of its own.
+        shutil.copytree(root / "untouched", place / "store")
     path.write_text(
         CONFIG.format(root=root, place=".", steps=steps, rate=rate, budget=budget, more=more)
     )

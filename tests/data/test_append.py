@@ -74,7 +74,7 @@ def gaussian() -> DpEvent:
 def test_cautions_and_splits_are_inherited(root: Path) -> None:
     old = Store.open(root / "old")
     split.write_subset(old, np.arange(2), root / "part", made_by="a coin", cautions=["cut"])
-    options = ("--append", root / "part", "--key", root / "old.key")
+    options = ("--append", root / "part", "--key", root / "secret" / "old.key")
     assert userdp("import", root / "new.jsonl", "--out", root / "all", *options).code == 0
     whole = Store.open(root / "all")
     assert (whole.cautions, whole.user_splits) == (("cut",), ("a coin",))

@@ -4,8 +4,9 @@ The budget of a store lies beside it, in STORE.population, so that it survives w
 imported again. A store that was made of another's records names the other's population in its
 history, by id and by path. So both count in one file.
 
-A store that was once counted has a note of its population's id inside. If the store is moved
-without its budget, the note shows that something is missing.
+A store that was once counted has a note of its population inside: the id, and where the budget lay.
+A copy of the store finds the budget there and shares it. If the budget is gone from there, the note
+shows that something is missing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Home:
         if not self.file.exists:
             self.file.create({"id": secrets.token_hex(16), "instead_of": None})
         if self.named is None:
-            _leave_note(self.store, self.file.rows()[0]["id"])
+            _leave_note(self.store, self.file)
 
 
 def home_of(store: UserStore) -> Home:
@@ -53,16 +54,14 @@ def home_of(store: UserStore) -> Home:
     """
     place = store.path.resolve()
     beside = BudgetFile(_beside(place))
-    link = store.population
-    named = link["id"] if link else _noted(place)
+    link, note = store.population, _noted(place)
+    named = _name_of(link or note)
     if named is None:
         return Home(store=place, file=beside, named=None)
     usual = BudgetFile((place / link["path"]).resolve()) if link else beside
-    found = [
-        file
-        for file in {one.directory: one for one in (usual, beside)}.values()
-        if file.exists and _stands_for(file.rows()[0], named)
-    ]
+    # A copy of the store alone may lie anywhere: the budget is where it was.
+    lay = [BudgetFile(Path(one["lay"])) for one in (link, note) if one and "lay" in one]
+    found = _standing_for(named, usual, beside) or _standing_for(named, *lay)[:1]
     if len(found) > 1:
         raise LedgerError(
             f"{place}: its spending is counted in {found[0].directory} and, after a new start, in "
@@ -82,7 +81,7 @@ def begin_anew(store: UserStore) -> Home:
     """A new, empty budget in place of one that is lost. Every statement will say so."""
     place = store.path.resolve()
     link = store.population
-    named = link["id"] if link else _noted(place)
+    named = _name_of(link or _noted(place))
     try:
         found = home_of(store)
     except LedgerError:
@@ -112,6 +111,7 @@ def link_to(store: UserStore, out: Path) -> dict[str, str]:
     return {
         "id": home.file.rows()[0]["id"],
         "path": os.path.relpath(home.file.directory, place),
+        "lay": str(home.file.directory),
     }
 
 
@@ -120,14 +120,24 @@ def _beside(place: Path) -> Path:
     return place.with_name(place.name + SUFFIX).resolve()
 
 
+def _name_of(told: dict[str, str] | None) -> str | None:
+    return told["id"] if told else None
+
+
+def _standing_for(named: str, *files: BudgetFile) -> list[BudgetFile]:
+    """Those of the files, each once, that count for the population of this name."""
+    each = {file.directory: file for file in files if file.exists}.values()
+    return [file for file in each if _stands_for(file.rows()[0], named)]
+
+
 def _stands_for(first: Row, named: str) -> bool:
     return named in (first.get("id"), first.get("instead_of"))
 
 
-def _noted(place: Path) -> str | None:
+def _noted(place: Path) -> dict[str, str] | None:
     try:
         found: Any = json.loads((place / NOTE).read_bytes())
-        return str(found["id"])
+        return {"id": str(found["id"]), "lay": str(found["lay"])}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):
@@ -137,13 +147,14 @@ def _noted(place: Path) -> str | None:
         ) from None
 
 
-def _leave_note(place: Path, population: str) -> None:
-    if _noted(place) == population:
+def _leave_note(place: Path, budget: BudgetFile) -> None:
+    note = {"id": budget.rows()[0]["id"], "lay": str(budget.directory)}
+    if _noted(place) == note:
         return
     try:
         durable.write_file(
             place / NOTE,
-            json.dumps({"id": population}).encode() + b"\n",
+            json.dumps(note).encode() + b"\n",
             mode=durable.OWNER_ONLY_FILE,
         )
     except OSError:
