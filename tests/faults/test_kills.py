@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tiny import make_model, make_store
+from userdp.data.store import UserStore
 
 pytestmark = pytest.mark.slow
 
@@ -166,3 +167,66 @@ def test_enough_points_are_hit() -> None:
     assert len(KINDS) * sum(POINTS.values()) >= 50
     assert len(KINDS) * POINTS["save"] >= 10
     assert len(KINDS) * POINTS["final"] >= 5
+
+
+def import_source(place: Path) -> Path:
+    """A file of records, large enough that a kill in time hits the import."""
+    rng = random.Random("records")
+    lines = [
+        json.dumps({"user": f"u{rng.randrange(500)}", "text": f"record {number} " * 5})
+        for number in range(20_000)
+    ]
+    path = place / "records.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.timeout(600)
+def test_an_import_leaves_a_whole_store_or_none(server: Server, tmp_path: Path) -> None:
+    source = import_source(tmp_path)
+    whole = server.run(tmp_path, "import", source, "--out", "whole", "--key", "key")
+    assert whole["status"] == 0, whole["error"]
+    expected = json.loads((tmp_path / "whole" / "manifest.json").read_text())["records"]
+    rng = random.Random("kills of imports")
+    kills: list[dict[str, Any]] = [
+        {"place": "other", "number": 1 + int(rng.random() * whole["counts"]["other"])}
+        for _ in range(12)
+    ]
+    kills += [{"seconds": 0.02 + 0.6 * rng.random()} for _ in range(12)]
+    killed = 0
+    for number, kill in enumerate(kills):
+        out = tmp_path / f"store{number}"
+        answer = server.run(tmp_path, "import", source, "--out", out, "--key", "key", **kill)
+        killed += answer["status"] == -9
+        if out.exists():
+            store = UserStore.open(out)
+            store.verify()
+            assert store.num_records == expected
+            shutil.rmtree(out)
+        # What a kill left is in nobody's way.
+        again = server.run(tmp_path, "import", source, "--out", out, "--key", "key")
+        assert again["status"] == 0, again["error"]
+        assert not list(tmp_path.glob(".*.partial"))
+        shutil.rmtree(out)
+    assert killed >= 12
+
+
+@pytest.mark.timeout(600)
+def test_bounding_leaves_a_whole_selection_or_none(server: Server, tmp_path: Path) -> None:
+    source = import_source(tmp_path)
+    assert server.run(tmp_path, "import", source, "--out", "store", "--key", "key")["status"] == 0
+    options = ("bound", "store", "--max-records-per-user", 3)
+    whole = server.run(tmp_path, *options, "--out", "whole.npz")
+    assert whole["status"] == 0, whole["error"]
+    expected = (tmp_path / "whole.npz").read_bytes()
+    rng = random.Random("kills of boundings")
+    kills: list[dict[str, Any]] = [
+        {"place": "other", "number": number + 1} for number in range(whole["counts"]["other"])
+    ]
+    kills += [{"seconds": 0.02 + 0.5 * rng.random()} for _ in range(8)]
+    for number, kill in enumerate(kills):
+        out = tmp_path / f"selection{number}.npz"
+        server.run(tmp_path, *options, "--out", out, **kill)
+        assert not out.exists() or out.read_bytes() == expected
+        assert server.run(tmp_path, *options, "--out", out)["status"] == 0
+        assert out.read_bytes() == expected

@@ -34,7 +34,13 @@ from userdp.data.files import (
 from userdp.data.identity import PSEUDONYM_BYTES, DropRule, IdRule, Pseudonyms, Spellings
 from userdp.data.prefetch import Prefetched
 from userdp.data.record import NO_TIME, ImportBatch, Record, Skipped, batches_of
-from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE, write_file
+from userdp.durable import (
+    OWNER_ONLY_DIRECTORY,
+    OWNER_ONLY_FILE,
+    sync_directory,
+    sync_tree,
+    write_file,
+)
 from userdp.errors import InputError
 
 FORMAT = 3
@@ -118,7 +124,9 @@ def write_batches(
         result = _finish(staged, partial, spellings, pseudonyms, first_owner_only, engine)
         shutil.rmtree(staging)
         _write_manifest(partial, result, pseudonyms, id_rule, staged.is_chat)
+        sync_tree(partial)
         os.replace(partial, out)
+        sync_directory(out.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
