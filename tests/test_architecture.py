@@ -14,7 +14,7 @@ from cli_runner import python
 ROOT = Path(userdp.__file__).parent
 
 # From the ground up; what each may import is listed, so that a new arrow is a decision.
-GROUND = {"errors", "units", "index", "history", "parts", "streams"}
+GROUND = {"errors", "units", "index", "history", "parts", "streams", "durable"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the
