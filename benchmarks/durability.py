@@ -26,7 +26,6 @@ import userdp
 from userdp.checkpoints import Saving
 from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
-from userdp.interrupts import InterruptedRunError
 from userdp.quickstart import word_tokenizer
 
 WORDS = tuple("red green blue amber violet grey pink teal black white".split())
@@ -69,33 +68,31 @@ def run(root: Path, out: Path, steps: int, saving: Saving, **options: Any) -> No
     )
 
 
-def stall(root: Path, *, seconds_apart: float, turns: int) -> dict[str, float]:
-    """The share of time that checkpoints take, for a model whose checkpoint is `bytes` large."""
+def stall(root: Path, *, every: int, turns: int) -> dict[str, float]:
+    """What a checkpoint adds to a run, and which share that is at the usual five minutes."""
     times: dict[str, list[float]] = {"with": [], "without": []}
-    steps = 0
     for turn in range(turns):
         for name in times:
             begun: list[float] = []
-            every = seconds_apart / 60 if name == "with" else 1e9
-            out = root / f"{name}{turn}"
+            saving = Saving(every_steps=every if name == "with" else 10**9)
             run(
                 root,
-                out,
+                root / f"{name}{turn}",
                 STALL_STEPS,
-                Saving(every_minutes=every),
+                saving,
                 on_step=lambda _, begun=begun: begun.append(time.perf_counter()),
             )
             # The first steps find their batch shapes; the last save is the run's end.
             times[name].append(begun[-1] - begun[STALL_STEPS // 10])
-            steps = len(begun)
     saved = sum(p.stat().st_size for p in (root / "with0" / "checkpoints").rglob("*.safetensors"))
-    ratio = float(np.median(times["with"]) / np.median(times["without"]))
+    saves = sum(step % every == 0 for step in range(STALL_STEPS // 10 + 1, STALL_STEPS))
+    added = float(np.median(times["with"]) - np.median(times["without"])) / saves
     return {
-        "ratio": ratio,
-        "seconds": float(np.median(times["without"])),
-        "seconds_between_checkpoints": seconds_apart,
+        "ratio": float(np.median(times["with"]) / np.median(times["without"])),
+        "seconds_between_checkpoints": float(np.median(times["without"])) / saves,
+        "seconds_a_checkpoint_adds": added,
+        "share_every_five_minutes": added / 300,
         "checkpoint_megabytes": saved / 2 / 1e6,
-        "steps": steps,
     }
 
 
@@ -142,18 +139,27 @@ def resume(root: Path, steps: int) -> dict[str, float]:
         return on_step
 
     saving = Saving(every_steps=steps // 2)
-    with contextlib.suppress(Stop, InterruptedRunError):
-        run(root, root / "stopped", steps, saving, on_step=stop_at(steps // 2 + 1))
+    with contextlib.suppress(Stop):
+        run(root, root / "stopped", steps, saving, on_step=stop_at(steps // 2))
     begun = time.perf_counter()
     userdp.load_model(root / "model")
     loading = time.perf_counter() - begun
+    ends: list[float] = []
+
+    def two_steps(done: int) -> None:
+        ends.append(time.perf_counter())
+        if done == steps // 2 + 2:
+            raise Stop
+
     begun = time.perf_counter()
-    with contextlib.suppress(Stop, InterruptedRunError):
-        run(root, root / "stopped", steps, saving, resume=True, on_step=stop_at(steps // 2 + 2))
+    with contextlib.suppress(Stop):
+        run(root, root / "stopped", steps, saving, resume=True, on_step=two_steps)
+    a_step = ends[1] - ends[0]
     return {
         "steps": steps,
         "loading_s": loading,
-        "more_than_loading_s": time.perf_counter() - begun - loading,
+        "step_s": a_step,
+        "more_than_loading_s": ends[0] - begun - a_step - loading,
     }
 
 
@@ -161,7 +167,7 @@ def main() -> None:
     """Measure all three."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--steps", type=int, default=20_000)
-    parser.add_argument("--seconds-apart", type=float, default=10.0)
+    parser.add_argument("--every", type=int, default=12, help="steps between checkpoints")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -171,7 +177,7 @@ def main() -> None:
         large = make(Path(scratch) / "large", width=512, layers=8)
         found["resume"] = resume(large, 20)
         print(json.dumps(found["resume"]), flush=True)
-        found["stall"] = stall(large, seconds_apart=options.seconds_apart, turns=options.turns)
+        found["stall"] = stall(large, every=options.every, turns=options.turns)
         print(json.dumps(found["stall"]), flush=True)
         found["memory"] = memory(small, options.steps)
         print(json.dumps(found["memory"]), flush=True)

@@ -173,7 +173,7 @@ def read_history(directory: Path) -> History | None:
         entries = cast("list[Entry]", data["runs"])
         sound = data["format"] == FORMAT and all(type(e["steps"]) is int for e in entries)
         sound = sound and all(isinstance(e["run"], str) for e in entries)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         sound, entries = False, []
     if not sound or not entries:
         raise LedgerError(

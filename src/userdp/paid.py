@@ -28,6 +28,11 @@ _WHOLE = ("count", "dataset_size", "truncated_batch_size")
 # Chances were rounded when they were written, so their sum may differ from 1 by this.
 _SUM_ERROR = 1e-9
 
+# Fields of events that hold several values.
+_LISTS = ("events", "sensitivities", "sampling_probs")
+
+LARGEST_COUNT = 2**63
+
 # The phrase is for a table. It is not a place to leave data.
 LONGEST_PHRASE = 120
 
@@ -100,7 +105,7 @@ def read_paid(path: Path) -> Paid:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         raise InputError(f"{path}: no such file; `userdp quantile --out` writes it.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InputError(f"{path}: not a paid item; `userdp quantile --out` writes one.") from None
     if not isinstance(data, dict) or cast("dict[str, Any]", data).get("format") != FORMAT:
         raise InputError(f"{path}: not a paid item; `userdp quantile --out` writes one.")
@@ -127,6 +132,7 @@ def check_numbers(data: Any) -> None:
     elif isinstance(data, dict):
         _check_lists(cast("dict[str, Any]", data))
         for name, value in cast("dict[str, Any]", data).items():
+            _check_shape(name, value)
             largest = 1.0 if name.startswith("sampling_prob") else math.inf
             # A probability may be zero, and so may a shift of the sum; counts and noise may not.
             above_zero = name in ("count", "noise_multiplier", "standard_deviation")
@@ -145,6 +151,16 @@ def check_numbers(data: Any) -> None:
                 raise LedgerError(
                     f"{name}={value!r} in a paid event is not a whole number above 0."
                 )
+
+
+def _check_shape(name: str, value: Any) -> None:
+    """Refuse a list, an event or a number where an event of dp_accounting has something else."""
+    entries = cast("list[Any]", value) if isinstance(value, list) else [value]
+    are_events = [isinstance(entry, dict) for entry in entries]
+    is_right = all(are_events) if name in ("event", "events") else not any(are_events)
+    is_right = is_right and not any(isinstance(entry, list) for entry in entries)
+    if isinstance(value, list) != (name in _LISTS) or not is_right:
+        raise LedgerError(f"{name} in a paid event is not of the kind that an event has.")
 
 
 def _check_lists(data: dict[str, Any]) -> None:
@@ -170,6 +186,9 @@ def _check_lists(data: dict[str, Any]) -> None:
 
 def _is_sound(number: Any, above_zero: bool, largest: float) -> bool:
     if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return False
+    if isinstance(number, int) and abs(number) >= LARGEST_COUNT:
+        # Python's whole numbers have no end, and those of an accountant have.
         return False
     if not math.isfinite(number) or number > largest:
         return False

@@ -45,7 +45,7 @@ ODD_VALUES: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from([0, -1, 1, 2**63, -(2**63), 10**400]),
     st.floats(),
     st.text(max_size=6),
-    st.sampled_from(["inf", "nan", "", " ", "user", "type", SECRET, "\ud800", "\x00"]),
+    st.sampled_from(["inf", "nan", "", " ", "user", "type", "\ud800", "\x00"]),
 )
 VALUES: st.SearchStrategy[Any] = st.recursive(
     ODD_VALUES,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -406,31 +407,54 @@ TARGETS = [
     Target(name="stackexchange", inputs=edited(POSTS), read=_imported("Posts.xml")),
     Target(name="threads", inputs=edited(POSTS), read=_imported("Posts.xml", threads=True)),
     Target(name="dialogue", inputs=edited(DIALOGUE), read=_imported("d.txt")),
-    Target(name="manifest", inputs=MANIFEST_EDITS, read=_store),
+    Target(name="manifest", inputs=MANIFEST_EDITS, read=_store, found=(lambda old: {"format": 3},)),
     Target(
-        name="selection", inputs=edited([_npz(**SELECTION)]) | _odd_npz(SELECTION), read=_selection
+        name="selection",
+        inputs=edited([_npz(**SELECTION)]) | _odd_npz(SELECTION),
+        read=_selection,
+        found=(
+            _npz(**(SELECTION | {"realised_bound": math.inf})),
+            _npz(**(SELECTION | {"max_records_per_user": math.inf})),
+        ),
     ),
     Target(
         name="edges",
         inputs=edited([_npz(indptr=[0, 1, 2], indices=[0, 1], n_users=2)])
         | _odd_npz({"indptr": [0, 1, 2], "indices": [0, 1], "n_users": 2}),
         read=_edges,
+        # A version of zip that nobody has.
+        found=(_npz(indptr=[0], indices=[], n_users=2).replace(b"PK\1\2-\3-", b"PK\1\2-\3{", 1),),
     ),
     Target(
         name="paid",
         inputs=edited_json(PAID) | edited([json_bytes(item) for item in PAID]),
         read=_paid,
+        found=(
+            PAID[1] | {"event": EVENTS[1] | {"event": GAUSSIAN | {"noise_multiplier": []}}},
+            PAID[1] | {"event": EVENTS[1] | {"event": 0.5}},
+            PAID[2] | {"event": EVENTS[2] | {"count": 10**400}},
+            b"[" * 100_000,
+        ),
     ),
     Target(
         name="ancestry",
         inputs=edited_json([{"format": 2, "runs": EARLIER}])
         | edited([json_bytes({"format": 2, "runs": EARLIER})]),
         read=_ancestry,
+        found=(
+            {"format": 2, "runs": [EARLIER[0] | {"plan": {}}]},
+            {
+                "format": 2,
+                "runs": [EARLIER[0] | {"event": GAUSSIAN | {"noise_multiplier": 10**400}}],
+            },
+            b"[" * 100_000,
+        ),
     ),
     Target(name="ledger", inputs=LEDGER_EDITS, read=_ledger),
     Target(
         name="configuration",
         inputs=edited_json([CONFIG]).map(_config_text) | edited([_config_text(CONFIG)]),
         read=_config,
+        found=(b"[data]\nstore = " + b"[" * 2000,),
     ),
 ]

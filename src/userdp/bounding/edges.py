@@ -9,6 +9,7 @@ should be kept confidential all the same, so it is never printed.
 from __future__ import annotations
 
 import hashlib
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterable
@@ -164,6 +165,23 @@ class Edges:
         )
 
 
+# What numpy and zipfile raise for an archive that was damaged, or asks for more than there is.
+_DAMAGE = (
+    EOFError,
+    MemoryError,
+    NotImplementedError,
+    OSError,
+    OverflowError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
 def load_arrays(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
     """All arrays of an .npz file, which must have the named ones. No code in it is executed."""
     if not path.is_file():
@@ -182,7 +200,7 @@ def load_arrays(path: Path, names: tuple[str, ...]) -> dict[str, NDArray[Any]]:
             return {name: archive[name] for name in archive.files}
     except InputError:
         raise
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+    except _DAMAGE as error:
         raise InputError(f"{path} is not a readable .npz archive of plain arrays.") from error
 
 

@@ -185,5 +185,5 @@ class Selection:
                 batches=arrays.get("batches"),
                 separation=int(arrays["separation"]) if "separation" in arrays else None,
             )
-        except (TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError) as error:
             raise InputError(f"{path} is not a selection: its entries are malformed.") from error

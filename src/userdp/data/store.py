@@ -127,7 +127,7 @@ class UserStore:
             raise InputError(f"{path} is not a user store: it has no manifest.json.")
         try:
             manifest: dict[str, Any] = json.loads(manifest_path.read_text())
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InputError(f"{manifest_path}: damaged; import the data again.") from None
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:  # pyright: ignore
             raise InputError(

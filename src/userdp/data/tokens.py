@@ -235,7 +235,7 @@ def _verify_cache(cache: Path) -> None:
     """Refuse a cache whose files have changed since they were written."""
     try:
         written = json.loads((cache / DIGESTS).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         written = None
     if written != _digests(cache):
         raise InputError(

@@ -150,7 +150,7 @@ def _base_of(source: Path) -> str:
         return ""
     try:
         base = json.loads(settings.read_text()).get("base_model_name_or_path")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{settings} cannot be read, so the adapter's base model is not known. Restore the "
             "file."
@@ -252,7 +252,7 @@ def _refuse_other_task(source: Path) -> None:
     try:
         named = json.loads(settings.read_text()).get("architectures") or ()
         other = next((name for name in map(str, named) if _OTHER_TASK.search(name)), None)
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         # transformers reads the file next, and says what is wrong with it.
         return
     if other is not None:

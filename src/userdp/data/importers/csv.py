@@ -157,7 +157,7 @@ def _owners_of(fields: dict[str, str], choice: str, where: str) -> tuple[str, ..
     if NOBODY.intersection(cells.values()):
         return ()
     for name, cell in cells.items():
-        if DECIMAL.fullmatch(cell) and any(sign.isalnum() for sign in cell):
+        if _is_decimal(cell):
             raise InputError(
                 f"{where}: column {name!r} must hold user ids as words or whole numbers, not a "
                 "decimal number: 1.0 may not mean user 1. Write the column as whole numbers."
@@ -166,11 +166,18 @@ def _owners_of(fields: dict[str, str], choice: str, where: str) -> tuple[str, ..
 
 
 def _plain_id(cell: str) -> str:
-    """The id in a cell. ValueError if it is missing or a decimal number."""
-    owners = _owners_of({"id": cell}, "id", "")
-    if not owners:
-        raise ValueError("missing")
-    return owners[0]
+    """The id in a cell, as `_owners_of` finds it. ValueError if it is missing or decimal."""
+    seen = trimmed(cell)
+    if not seen or seen in NOBODY or _is_decimal(seen):
+        raise ValueError("missing or decimal")
+    return cell
+
+
+def _is_decimal(cell: str) -> bool:
+    # Few ids have a point or the word inf in them, so most need no closer look.
+    if "." not in cell and "inf" not in cell.lower():
+        return False
+    return DECIMAL.fullmatch(cell) is not None and any(sign.isalnum() for sign in cell)
 
 
 class _FromCells(FromCells):
