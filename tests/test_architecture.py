@@ -14,13 +14,9 @@ from cli_runner import python
 ROOT = Path(userdp.__file__).parent
 
 # From the ground up; what each may import is listed, so that a new arrow is a decision.
-<<<<<<< HEAD
 GROUND = {"errors", "units", "index", "history", "parts", "streams", "chain", "durable"}
 # The file of a population lies beside a store: stores name it, and what spends adds to it.
 GROUND |= {"budget_file", "interrupts", "lock", "rows_file"}
-=======
-GROUND = {"errors", "units", "index", "history", "parts", "streams", "durable"}
->>>>>>> h-input
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the
