@@ -37,8 +37,7 @@ from userdp.data.record import NO_TIME, ImportBatch, Record, Skipped, batches_of
 from userdp.durable import (
     OWNER_ONLY_DIRECTORY,
     OWNER_ONLY_FILE,
-    sync_directory,
-    sync_tree,
+    new_directory,
     write_file,
 )
 from userdp.errors import InputError
@@ -111,25 +110,16 @@ def write_batches(
     """
     if out.exists():
         raise InputError(f"{out} exists: choose another output directory.")
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    staging = partial / "staging"
     # Nobody else can look in from the first moment, whatever the mode of a file is until then.
-    partial.mkdir(mode=OWNER_ONLY_DIRECTORY, parents=True)
-    staging.mkdir()
-    try:
+    with new_directory(out, mode=OWNER_ONLY_DIRECTORY) as partial:
+        staging = partial / "staging"
+        staging.mkdir()
         spellings = Spellings(rule=id_rule, drop=drop or DropRule())
         _write_history(partial, cautions, user_splits, population)
         staged = _stage(batches, partial, spellings)
         result = _finish(staged, partial, spellings, pseudonyms, first_owner_only, engine)
         shutil.rmtree(staging)
         _write_manifest(partial, result, pseudonyms, id_rule, staged.is_chat)
-        sync_tree(partial)
-        os.replace(partial, out)
-        sync_directory(out.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return result
 
 
