@@ -458,6 +458,6 @@ TARGETS = [
         name="configuration",
         inputs=edited_json([CONFIG]).map(_config_text) | edited([_config_text(CONFIG)]),
         read=_config,
-        found=(b"[data]\nstore = " + b"[" * 2000,),
+        found=(b"[data]\nstore = " + b"[" * 2000, b"data = " + b"9" * 5000),
     ),
 ]
