@@ -33,10 +33,10 @@ test-faults: $(READY)
 test-mutants: $(READY)
 	$(BIN)/python tests/mutants/run.py
 
-# Feeds broken files to every reader, for so many seconds each.
+# Feeds broken files to every reader, for so many seconds each. Who asks for much memory is refused it.
 SECONDS ?= 60
 fuzz: $(READY)
-	USERDP_FUZZ_SECONDS=$(SECONDS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m fuzz tests/fuzz
+	ulimit -v 16000000; USERDP_FUZZ_SECONDS=$(SECONDS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m fuzz tests/fuzz
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -333,7 +333,7 @@ def load_config(path: Path) -> Config:
         raise InputError(f"{path}: no such file.")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid TOML: {error}") from None
     try:
         config = Config.model_validate(data)

@@ -422,8 +422,11 @@ TARGETS = [
         inputs=edited([_npz(indptr=[0, 1, 2], indices=[0, 1], n_users=2)])
         | _odd_npz({"indptr": [0, 1, 2], "indices": [0, 1], "n_users": 2}),
         read=_edges,
-        # A version of zip that nobody has.
-        found=(_npz(indptr=[0], indices=[], n_users=2).replace(b"PK\1\2-\3-", b"PK\1\2-\3{", 1),),
+        # A version of zip that nobody has, and more users than memory.
+        found=(
+            _npz(indptr=[0], indices=[], n_users=2).replace(b"PK\1\2-\3-", b"PK\1\2-\3{", 1),
+            _npz(indptr=[0, 1, 2], indices=[0, 1], n_users=2**36),
+        ),
     ),
     Target(
         name="paid",
@@ -455,6 +458,6 @@ TARGETS = [
         name="configuration",
         inputs=edited_json([CONFIG]).map(_config_text) | edited([_config_text(CONFIG)]),
         read=_config,
-        found=(b"[data]\nstore = " + b"[" * 2000,),
+        found=(b"[data]\nstore = " + b"[" * 2000, b"data = " + b"9" * 5000),
     ),
 ]

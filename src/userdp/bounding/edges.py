@@ -160,10 +160,19 @@ class Edges:
         if path.is_dir():
             return _of_store(UserStore.open(path))
         arrays = load_arrays(path, ("indptr", "indices", "n_users"))
-        return Edges.of(
-            arrays["indptr"], arrays["indices"], num_users=_scalar("n_users", arrays["n_users"])
-        )
+        num_users = _scalar("n_users", arrays["n_users"])
+        if num_users > max(MANY_USERS, MOST_IDLE * arrays["indices"].size):
+            raise InputError(
+                f"{path}: n_users = {num_users:,} for {arrays['indices'].size:,} owners of "
+                "records: nearly nobody owns one, and counting them all takes gigabytes. Number "
+                "only users who own a record."
+            )
+        return Edges.of(arrays["indptr"], arrays["indices"], num_users=num_users)
 
+
+# Every user takes a counter. Up to so many users fit into a gigabyte, whoever owns something.
+MANY_USERS = 2**27
+MOST_IDLE = 8
 
 # What numpy and zipfile raise for an archive that was damaged, or asks for more than there is.
 _DAMAGE = (
