@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from scipy.stats import kstest
 from torch import nn
 
+import models_zoo
+from userdp.checkpoints import Saving
 from userdp.clipping.batches.equal import pack_equal
 from userdp.clipping.batches.ragged import Sizes, pack_ragged
 from userdp.clipping.execute.execution import Execution
@@ -26,6 +29,8 @@ from userdp.index import UserIndex
 from userdp.losses import causal_lm_loss
 from userdp.noise.draw import add_normal_
 from userdp.plan import Plan
+from userdp.run_record import RunRecord, checkpoints_of
+from userdp.run_state import Checkpoint, restore
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
 
@@ -432,3 +437,110 @@ def test_inner_products_of_tied_weights_are_the_exact_ones_from_above(
         sizes = x_T.double().norm(dim=1)[:, None] * e_T.double().norm(dim=1)
         above = float(found[user].double() - exact)
         assert 0 <= above <= 2.0**-14 * float((picked.abs() * sizes).sum())
+
+
+def _resumable(path: Path, *, stop_after: int | None, resume: bool) -> list[torch.Tensor]:
+    """A run on ragged users in captured bfloat16 steps, saved after four steps; its weights."""
+    torch.manual_seed(0)
+    model = models_zoo.gpt2(vocabulary=512, width=64, positions=128).cuda().eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    plan = Plan.sample_users(
+        num_users=60,
+        expected_cohort_size=12,
+        group_size=4,
+        steps=8,
+        clip_norm=0.5,
+        noise_multiplier=1.0,
+        delta=1e-2,
+    )
+    rng = np.random.default_rng(0)
+    owners = np.repeat(np.arange(60), rng.integers(1, 7, 60))
+    lengths = rng.integers(8, 96, len(owners))
+    tokens = torch.from_numpy(rng.integers(0, 512, (len(owners), 96)))
+    settings = StepSettings(compute_dtype=torch.bfloat16)
+    secret = RunSecret.fixed_for_tests(1)
+    saving = Saving(every_steps=4)
+    moment = checkpoints_of(path).newest() if resume else None
+    if resume:
+        record = RunRecord.resume(
+            plan,
+            model,
+            optimizer,
+            path=path,
+            moment=moment,
+            bound_to={},
+            secret=secret,
+            saving=saving,
+        )
+    else:
+        record = RunRecord.create(
+            plan, model, optimizer, settings=settings, path=path, secret=secret, saving=saving
+        )
+    with record.closing():
+        step = PrivateStep(
+            model,
+            optimizer,
+            plan,
+            UserIndex.from_owners(owners),
+            settings=settings,
+            sequence_length=96,
+            record=record,
+        )
+        example = {"input_ids": tokens[:1], "labels": tokens[:1]}
+        if moment is not None:
+            restore(moment, model, optimizer, None, step, example)
+        step.check_model(example)
+        checkpoint = Checkpoint(record, model, optimizer, None, step, 0)
+        for cohort in step.cohorts():
+            groups = []
+            for rows in cohort:
+                longest = int(lengths[rows].max())
+                ids = tokens[rows, :longest]
+                kept = torch.arange(longest)[None] < torch.from_numpy(lengths[rows])[:, None]
+                groups.append({"input_ids": ids, "labels": ids.masked_fill(~kept, -100)})
+            step.apply(groups)
+            checkpoint.save_if_due()
+            if record.steps == stop_after:
+                checkpoint.save_if_due()
+                assert record.checkpoints is not None
+                record.checkpoints.wait()
+                break
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def test_a_stopped_run_goes_on_bit_for_bit_on_cuda(tmp_path: Path) -> None:
+    whole = _resumable(tmp_path / "whole", stop_after=None, resume=False)
+    _resumable(tmp_path / "stopped", stop_after=6, resume=False)
+    found = _resumable(tmp_path / "stopped", stop_after=None, resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(whole, found, strict=True))
+    ledgers = [(tmp_path / name / "ledger.jsonl").read_bytes() for name in ("whole", "stopped")]
+    assert ledgers[0] == ledgers[1]
+
+
+def test_out_of_memory_halves_the_batches_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = models_zoo.gpt2(vocabulary=512, width=64, positions=128).cuda().eval()
+    groups = [models_zoo.ragged_batch([64, 60], seed=number) for number in range(24)]
+    rule = FlatClip(clip_norm=0.5)
+    fast = FastClipping(
+        model,
+        list(model.parameters()),
+        rule,
+        record_loss=causal_lm_loss,
+        settings=StepSettings(compute_dtype=torch.bfloat16, microbatch_tokens=2048),
+        sequence_length=64,
+    )
+    expected = [view.clone() for view in fast.clipped_sum(groups, rule).total.views]
+    add = fast._add_users
+
+    def limited(users: Any, make: Any) -> None:
+        if users.batch["input_ids"].numel() > 1024:
+            raise torch.OutOfMemoryError("out of memory")
+        add(users, make)
+
+    monkeypatch.setattr(fast, "_add_users", limited)
+    found = fast.clipped_sum(groups, rule).total.views
+    size = sum(float(e.square().sum()) for e in expected) ** 0.5
+    gap = sum(float((e - f).square().sum()) for e, f in zip(expected, found, strict=True)) ** 0.5
+    assert gap < 1e-2 * size
+    assert fast.state_dict()["packing"]["max_tokens"] <= 1024

@@ -254,6 +254,16 @@ TABLE: list[Bad] = [
         says="are training users too",
     ),
     Bad(
+        name="an evaluation store that cannot be evaluated",
+        make=lambda place: (
+            "train",
+            place.config(data=f"evaluation = '{place.shared.owned_by_two}'"),
+            "--out",
+            "run",
+        ),
+        says="several owners",
+    ),
+    Bad(
         name="records of several owners",
         make=lambda place: (
             "train",

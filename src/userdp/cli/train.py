@@ -81,6 +81,7 @@ def train(
     common.quiet_transformers()
     from userdp import evaluation, saved_run, training
     from userdp.data.tokens import tokenise
+    from userdp.models.load import load_tokenizer
 
     held_out, unchecked = None, False
     if settings.data.evaluation is not None:
@@ -92,6 +93,9 @@ def train(
         unchecked = shared is None or not before.is_known
         if unchecked:
             common.say(f"note: {common.UNCHECKED_OVERLAP}")
+        # A store that cannot be evaluated is refused now, not after the last step.
+        tokenizer = load_tokenizer(settings.model.path, gguf_file=settings.model.gguf_file)
+        tokenise(held_out, tokenizer, sequence_length=settings.data.sequence_length)
     if settings.training.on_cuda and settings.training.path == "fast":
         common.say("the first steps compile the model for its batches: a minute or two")
     with (
