@@ -151,6 +151,9 @@ class TrainingSettings(_WithParts):
         None,
         description="Several short records in one row (fast); default: for users it saves much.",
     )
+    deterministic: bool = Field(
+        False, description="On CUDA: a run that goes on ends bit for bit as if not stopped; slower."
+    )
     device: str = "cpu"
     checkpoint_every: int | None = Field(
         None, ge=1, description="Steps from one checkpoint to the next; default: by the minutes."

@@ -337,7 +337,7 @@ class Population:
             spent = spending.price(found.entries, limit.delta).epsilon
             spent_text = "an unknown epsilon" if spent is None else f"epsilon={epsilon_text(spent)}"
             raise BudgetExhaustedError(
-                f"{spent_text} is spent on these people, of at most {limit.epsilon:g} at "
+                f"{spent_text} is spent on these people, of at most {limit.epsilon} at "
                 f"delta={limit.delta:g}, and {what} would bring it to "
                 f"{epsilon_text(total.epsilon)}: it was refused, and nothing was spent. Take fewer "
                 "steps or more noise, or raise the limit with `userdp budget "
@@ -362,8 +362,8 @@ class _Alone:
     def in_words(self, equal: Sequence[Entry]) -> str:
         """Equal releases and the price of one, without the directory it is in."""
         often = f"{len(equal):,} times: " if len(equal) > 1 else ""
-        alone = epsilon_text(self.epsilon(equal[0]))
-        return f"{often}{equal[0].what}: alone epsilon={alone}"
+        first = equal[0]
+        return f"{often}{first.what}: alone epsilon={epsilon_text(self.epsilon(first))}"
 
 
 def _name(entry: Entry) -> str:

@@ -111,8 +111,10 @@ class Statement:
             return ()
         if self.epsilon_of_all is None:
             return ("all of these have no epsilon together",)
-        together = epsilon_text(self.epsilon_of_all)
-        return (f"together with this model epsilon={together}, delta={self.delta:g}",)
+        return (
+            f"together with this model epsilon={epsilon_text(self.epsilon_of_all)}, "
+            f"delta={self.delta:g}",
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain data. `epsilon` is null if nothing is promised, `planned_epsilon` is the price.

@@ -22,6 +22,7 @@ from torch import nn
 
 from userdp.bounding.selection import Selection
 from userdp.checkpoints import Moment, Saving, hardware_of
+from userdp.clipping.kernels.running import same_every_time
 from userdp.clipping.settings import StepSettings
 from userdp.config import Config
 from userdp.continuing import move_parent, start
@@ -187,6 +188,7 @@ def train(
         record.closing(),
         _machine_may_fail(record),
         counted(people, record.ledger, path, paid=paid, earlier=before),
+        same_every_time(settings.deterministic),
         signals_wait_for_the_step() as stop,
     ):
         if not started.goes_on:

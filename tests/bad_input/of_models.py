@@ -356,7 +356,7 @@ TABLE: list[Bad] = [
     command("a report of nothing", "the directory of a run", "report", "nowhere"),
     _damaged_run(
         "a ledger of nothing",
-        "the first row must describe",
+        "has no row: the run was stopped before it began",
         lambda run: (run / "ledger.jsonl").write_text(""),
         "account",
         "{}",

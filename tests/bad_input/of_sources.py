@@ -236,6 +236,10 @@ TABLE: list[Bad] = [
     Bad(name="a link to nothing", make=_dangling, says="data.jsonl: no such file"),
     Bad(name="a folder of two formats", make=_two_formats, says="Give --format"),
     Bad(name="a store that is there", make=_existing, says="store exists"),
-    Bad(name="a store below a file", make=_below_a_file, says="file/store.key: Not a directory"),
+    Bad(
+        name="a store below a file",
+        make=_below_a_file,
+        says="file/secret/store.key: Not a directory",
+    ),
     Bad(name="a key that is a folder", make=_key_is_a_folder, says="key: Is a directory"),
 ]

@@ -200,6 +200,11 @@ OPTIONS = {
     "train": {
         "config",
         "--out",
+        "--resume",
+        "--fork",
+        "--from-step",
+        "--steps",
+        "--dry-run",
         "--json",
     },
 }

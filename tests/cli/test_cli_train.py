@@ -84,7 +84,10 @@ def test_run_directory_holds_the_allow_list_and_nothing_else(run: Path) -> None:
 def test_ledger_and_statement_hold_no_loss_norm_or_cohort(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
     assert [set(row) for row in rows[1:-1]] == [{"kind", "step", "tag", "hash"}] * 4
-    assert set(rows[-1]) == {"kind", "steps", "event", "digests", "model_files", "tag", "hash"}
+    assert set(rows[-1]) == {"kind", "steps", "event", "digests", "model_files", "people"} | {
+        "tag",
+        "hash",
+    }
     statement = json.loads((run / "statement.json").read_text())
     assert set(statement) == {
         "guarantee",
@@ -112,6 +115,8 @@ def test_ledger_and_statement_hold_no_loss_norm_or_cohort(run: Path) -> None:
         "fixed_seed",
         "unfinished",
         "doubts",
+        "others",
+        "epsilon_of_all",
     }
     # The run has a fixed seed: what was planned is told, and nothing is promised.
     assert statement["guarantee"] is False
@@ -146,9 +151,14 @@ def test_fixed_seed_gives_the_same_run_bit_for_bit(
 
 
 def test_without_a_seed_two_runs_differ_and_nothing_is_cautioned(
-    config_file: WriteConfig, tmp_path: Path
+    config_file: WriteConfig, tmp_path: Path, train_store: Path
 ) -> None:
     path = config_file(training="")
+    # A store that nothing was spent on yet.
+    rewritten = path.read_text().replace(str(train_store), str(tmp_path / "own"))
+    shutil.copytree(train_store, tmp_path / "own")
+    (tmp_path / "own" / "population.json").unlink(missing_ok=True)
+    path.write_text(rewritten)
     for name in ("one", "two"):
         trained(path, tmp_path / name)
     ours, theirs = weights(tmp_path / "one"), weights(tmp_path / "two")

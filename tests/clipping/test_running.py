@@ -36,3 +36,10 @@ def test_norms_are_not_taken_in_tf32(choose: Callable[[], None]) -> None:
         assert setting.fp32_precision == "tf32"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_deterministic_sums_are_asked_for_inside_only(wanted: bool) -> None:
+    with running.same_every_time(wanted):
+        assert torch.are_deterministic_algorithms_enabled() is wanted
+    assert not torch.are_deterministic_algorithms_enabled()

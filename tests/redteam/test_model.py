@@ -330,7 +330,7 @@ def test_an_encoder_is_not_trained_from_the_command_line(tmp_path: Any) -> None:
         max_position_embeddings=64,
         initializer_range=0.5,
     )
-    transformers.BertForMaskedLM(settings).save_pretrained(tmp_path / "m")
+    transformers.BertLMHeadModel(settings).save_pretrained(tmp_path / "m")
     tokenizer.save_pretrained(tmp_path / "m")
     result = run_cli("train", config(tmp_path, "s"), "--out", tmp_path / "run")
     assert result.code == 2

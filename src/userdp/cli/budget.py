@@ -151,6 +151,6 @@ def _bar(left: float | None, limit: Limit) -> str:
     free = math.floor(BAR_WIDTH * left / limit.epsilon) if left else 0
     shown = "not known" if left is None else f"{math.floor(left * 1e3) / 1e3:g}"
     return (
-        f"[{'#' * (BAR_WIDTH - free)}{'.' * free}] left: {shown} of {limit.epsilon:g} at "
+        f"[{'#' * (BAR_WIDTH - free)}{'.' * free}] left: {shown} of {limit.epsilon} at "
         f"delta={limit.delta:g}"
     )

@@ -28,6 +28,7 @@ class StepSettings:
     captured steps need; otherwise users of similar size share a batch (fast).
     `join_records`: put several records of a user into one row; None does so only for users for whom
     it saves much (fast).
+    `deterministic`: on CUDA, sums that come out the same every time, to the last bit; slower.
     `check`: compare the fast path with the plain loop on made-up values before its sums count.
     """
 
@@ -40,6 +41,7 @@ class StepSettings:
     checkpoint_blocks: bool = False
     mix_sizes: bool | None = None
     join_records: bool | None = None
+    deterministic: bool = False
     check: bool = True
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -32,6 +33,27 @@ def allow_recompilations() -> None:
     config.accumulated_recompile_limit = max(
         config.accumulated_recompile_limit, 16 * RECOMPILATIONS
     )
+
+
+@contextlib.contextmanager
+def same_every_time(wanted: bool) -> Iterator[None]:
+    """Inside, equal inputs give equal sums to the last bit, if that is wanted.
+
+    On CUDA some sums are otherwise added up in the order in which threads happen to finish. torch
+    warns where it knows no such way.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not wanted or (before and not only_warns):
+        yield
+        return
+    # cuBLAS reads this when it is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
 
 
 @contextlib.contextmanager
