@@ -113,9 +113,6 @@ class RunRecord:
         bound = digests_of(plan, model, optimizer, bound_to or {})
         if config is not None:
             bound["config"] = hashlib.sha256(config.read_bytes()).hexdigest()
-        if not secret.fixed_seed:
-            # The caller may use a secret for several runs. Each run's own is different.
-            secret = secret.bound_to(secrets.token_hex(32))
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
             if (path / "ledger.jsonl").exists():
