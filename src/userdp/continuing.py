@@ -127,6 +127,11 @@ def fork(run: Path, model: nn.Module, *, step: int | None = None) -> Beginning:
     moment = checkpoints.newest(step) or (began if step in (None, 0) else None)
     if step is not None and (moment is None or moment.step != step):
         raise InputError(f"{parent / 'checkpoints'} has no checkpoint after {step} steps.")
+    if moment is None and not ledger.fixed_seed and not (parent / NOISE_KEY).is_file():
+        raise InputError(
+            f"{parent} was finalized and has no checkpoint left, so there is nothing to fork. "
+            "Train with another output directory."
+        )
     entry = ledger.as_entry()
     assert entry is not None
     entries = (*(item.to_json() for item in ledger.earlier), entry)

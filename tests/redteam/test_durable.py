@@ -219,3 +219,44 @@ def test_a_finalized_run_takes_no_further_step(root: Path) -> None:
     with pytest.raises(InputError, match="finalized"):
         train(root, resume=True, steps=8)
     assert spent(root) == pytest.approx(plan().epsilon())
+
+
+def test_a_run_stopped_before_its_first_step_leaves_its_room_to_the_next_try(root: Path) -> None:
+    people(root).set_limit(plan().epsilon() * 1.01, DELTA)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("userdp.training.PrivateStep", stop_now)
+        with pytest.raises(Stopped):
+            train(root)
+    assert spent(root) == pytest.approx(plan().epsilon())
+    train(root, resume=True)
+    assert spent(root) == pytest.approx(plan().epsilon())
+
+
+def stop_now(*_: Any, **__: Any) -> None:
+    raise Stopped
+
+
+def test_a_fork_has_the_room_that_its_parent_did_not_use(root: Path) -> None:
+    # The parent planned six steps and took five. The fork begins after four, or two, of them.
+    people(root).set_limit(plan(9).epsilon() * 1.001, DELTA)
+    stopped(root)
+    train(root, fork=True, fork_step=2, lr=0.02)
+    assert spent(root) == pytest.approx(plan(5 + 4).epsilon())
+
+
+def test_a_run_that_goes_on_elsewhere_is_not_settled_by_a_fork(root: Path) -> None:
+    def fork_it(done: int) -> None:
+        if done == 5:
+            with pytest.raises(InputError, match="process"):
+                train(root, fork=True, lr=0.02)
+
+    train(root, on_step=fork_it)
+    assert spent(root) == pytest.approx(plan().epsilon())
+
+
+def test_a_fork_of_a_finalized_run_is_refused(root: Path) -> None:
+    # Its checkpoints are destroyed: the fork would begin with the first weights.
+    stopped(root)
+    finalize(root / "run", unfinished=True)
+    with pytest.raises(InputError, match="checkpoint"):
+        train(root, fork=True, lr=0.02)
