@@ -58,7 +58,8 @@ ABOVE = {
     "reservation": GROUND | {"accounting", "earlier", "paid", "spending"},
     "population": GROUND
     | {"accounting", "data", "earlier", "paid", "reservation", "spending", "statement"},
-    "debits": GROUND | {"config", "data", "earlier", "ledger", "paid", "plan", "population"},
+    "debits": GROUND
+    | {"config", "data", "earlier", "ledger", "paid", "plan", "population", "rows_file"},
     "config": GROUND
     | {"config_problems"}
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
@@ -79,7 +80,17 @@ ABOVE = {
     "step": GROUND
     | {"checked_model", "clipping", "ledger", "losses", "models", "noise", "plan", "run_record"}
     | {"sampling", "statement"},
-    "continuing": GROUND | {"chain", "checkpoints", "ledger", "plan", "rows_file", "run_record"},
+    "continuing": GROUND
+    | {
+        "chain",
+        "checkpoints",
+        "ledger",
+        "plan",
+        "rows_file",
+        "run_files",
+        "run_record",
+        "same_run",
+    },
     "run_state": GROUND
     | {"checkpoints", "continuing", "ledger", "losses", "models", "run_record", "step"},
     "training_rows": GROUND | {"bounding", "data", "losses", "plan", "sampling"},

@@ -228,12 +228,18 @@ def test_a_run_that_goes_on_beyond_its_plan_is_counted_again(
     assert [entry["steps"] for entry in population.entries(DELTA)] == [120]
 
 
+def test_more_steps_than_planned_are_counted_and_refused(store: UserStore) -> None:
+    population = Population.of(store)
+    reserve(population, "first", MANY, 100)
+    with pytest.raises(LedgerError, match="took 101 steps, and 100 were counted"):
+        population.settle("first", 101, events.repeated(MANY, 101))
+    assert spent(population) == pytest.approx(library((MANY, 101)), rel=1e-3)
+
+
 def test_settling_never_makes_it_larger(store: UserStore) -> None:
     population = Population.of(store)
     reserve(population, "first", MANY, 100)
     planned = spent(population)
-    with pytest.raises(LedgerError, match="took 101 steps, and 100 are counted"):
-        population.settle("first", 101, events.repeated(MANY, 101))
     # Fewer steps of another kind, or without a price, are not surely less.
     dear = events.poisson_users_gaussian(user_sampling_prob=0.5, noise_multiplier=0.5)
     for event in (events.repeated(dear, 99), events.repeated(MANY, 150), None):
@@ -364,7 +370,15 @@ def test_a_run_without_privacy_leaves_no_epsilon(store: UserStore) -> None:
     assert (found.epsilon, found.problems) == (math.inf, (NOT_PRIVATE,))
     assert population.entries(DELTA)[0]["epsilon"] == math.inf
     population.settle("first", 3, None)
+    population.settle("first", 0, None)
+    assert population.entries(DELTA)[0]["steps"] == 3
     assert population.spent(DELTA).epsilon == math.inf
+
+
+def test_a_run_without_privacy_that_took_no_step_costs_nothing(store: UserStore) -> None:
+    population = Population.of(store)
+    reserve(population, "first", None, 10)
+    reserve(population, "second", MANY, 10)
     population.settle("first", 0, None)
     assert spent(population) == pytest.approx(library((MANY, 10)), rel=1e-3)
 
@@ -517,6 +531,7 @@ def test_any_order_of_runs_looks_and_ends_counts_what_was_planned_or_taken(
 ) -> None:
     rng = np.random.default_rng(seed)
     planned: dict[str, int] = {}
+    known: dict[str, int] = {}
     looks = 0
     for _ in range(40):
         # Found anew each time, as another process would.
@@ -532,10 +547,13 @@ def test_any_order_of_runs_looks_and_ends_counts_what_was_planned_or_taken(
         elif run not in planned or steps > planned[run]:
             with pytest.raises(LedgerError):
                 population.settle(run, steps, events.repeated(MANY, steps))
+            if run in planned:
+                planned[run] = known[run] = steps
         else:
             taken = steps // 4
             population.settle(run, taken, events.repeated(MANY, taken) if taken else None)
-            planned[run] = taken
+            if taken >= known.get(run, 0):
+                planned[run] = known[run] = taken
     found = Population.of(store)._read().entries
     counted = {one.run: one.steps for one in found if one.run is not None}
     assert counted == {run: steps for run, steps in planned.items() if steps}

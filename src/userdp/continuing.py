@@ -15,12 +15,14 @@ from torch import nn
 
 from userdp.chain import without_torn_row
 from userdp.checkpoints import Moment
-from userdp.errors import InputError
+from userdp.errors import InputError, LedgerError
 from userdp.history import History, carry, history_of, merged
 from userdp.ledger import Ledger
 from userdp.plan import Plan
 from userdp.rows_file import RowsFile
+from userdp.run_files import missing_rows
 from userdp.run_record import checkpoints_of, discard
+from userdp.same_run import NOISE_KEY, stored_secret
 
 EARLIER = "earlier"
 # The ledger moves last: as long as it is there, the files are not all moved.
@@ -61,6 +63,13 @@ def clear_unbegun(run: Path) -> str | None:
     """
     path = run / "ledger.jsonl"
     digest = None
+    left = [name for name in ("model", "statement.json") if (run / name).exists()]
+    left += [f"checkpoints/{path.name}" for path in (run / "checkpoints").glob("step-*")]
+    if left:
+        raise LedgerError(
+            f"{run} holds {left[0]}, and its ledger no step: rows were cut off, or the ledger is "
+            "lost. Restore ledger.jsonl, or choose another output directory. Nothing was deleted."
+        )
     if path.is_file():
         # Under the lock, so that a run which is just beginning elsewhere is not deleted.
         held = RowsFile.open(path)
@@ -109,9 +118,20 @@ def fork(run: Path, model: nn.Module, *, step: int | None = None) -> Beginning:
         raise InputError(f"{run} holds no run that was charged: there is nothing to fork.")
     checkpoints = checkpoints_of(parent)
     began = checkpoints.initial()
+    # Rows that were cut off would be steps that nobody counts.
+    if what := missing_rows(parent, ledger):
+        raise LedgerError(
+            f"{parent} holds {what}, which is of more steps than its ledger has: rows were cut "
+            "off. Restore ledger.jsonl."
+        )
     moment = checkpoints.newest(step) or (began if step in (None, 0) else None)
     if step is not None and (moment is None or moment.step != step):
         raise InputError(f"{parent / 'checkpoints'} has no checkpoint after {step} steps.")
+    if moment is None and not ledger.fixed_seed and not (parent / NOISE_KEY).is_file():
+        raise InputError(
+            f"{parent} was finalized and has no checkpoint left, so there is nothing to fork. "
+            "Train with another output directory."
+        )
     entry = ledger.as_entry()
     assert entry is not None
     entries = (*(item.to_json() for item in ledger.earlier), entry)
@@ -196,11 +216,19 @@ def start(
     if charged is not None and charged.is_finished:
         if plan.steps <= beginning_of(run).before + charged.steps:
             return Start(plan=plan, beginning=Beginning(), finished=charged)
+        if not (run / NOISE_KEY).is_file() and not charged.fixed_seed:
+            raise InputError(
+                f"{run} was finalized, so it takes no further step. Train on from its model, "
+                f"{run / 'model'}, with another output directory: what was spent is composed."
+            )
         fork_of_it = True
     if fork_of_it:
         beginning = fork(run, model, step=fork_step)
         return Start(plan=replace(plan, steps=_steps_left(plan, beginning)), beginning=beginning)
     if charged is not None:
+        if not charged.fixed_seed:
+            # Without it nothing goes on, whatever else has changed.
+            stored_secret(run)
         beginning = beginning_of(run)
         # The runs before a fork took some of the planned steps.
         own = replace(plan, steps=charged.plan.steps) if beginning.before else plan

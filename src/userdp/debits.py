@@ -16,6 +16,7 @@ from userdp.ledger import Ledger
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.population import Population
+from userdp.rows_file import RowsFile
 
 
 def check_budget(
@@ -73,10 +74,18 @@ def settle(people: Population, ledger: Ledger) -> None:
 
 
 def settle_parent(people: Population, parent: Path) -> None:
-    """Count a run that was forked, and so cannot go on, by the steps that it took."""
-    ledger = Ledger.read(parent / "ledger.jsonl")
-    if people.counts(ledger.run_digest):
-        settle(people, ledger)
+    """Count a run that is forked, and so will not go on, by the steps that it took.
+
+    If the fork is refused after all, it may go on: then its plan is counted again before.
+    """
+    # Under the lock: a run that goes on in another process keeps its place.
+    held = RowsFile.open(parent / "ledger.jsonl")
+    try:
+        ledger = Ledger.read(parent / "ledger.jsonl")
+        if people.counts(ledger.run_digest):
+            settle(people, ledger)
+    finally:
+        held.close()
 
 
 def settle_given_up(run: Path) -> bool:

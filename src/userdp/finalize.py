@@ -3,7 +3,8 @@
 Whoever has the noise secret and the steps' weights can subtract the noise. While a run may be
 resumed, the secret has to exist. Afterwards it is only a risk.
 
-What is destroyed: the secret of the noise, and the checkpoints. What is kept: the key of the ledger
+What is destroyed: the secret of the noise, and the checkpoints, of this run and of the runs that it
+was forked from. What is kept: the key of the ledger
 and the lists of training users, because both are needed to say who wrote the record and who was
 trained on. The secret is overwritten before its name is removed. A solid-state disk, a file system
 that copies on write, a snapshot or a backup may still hold the old bytes, and nothing here can
@@ -22,12 +23,13 @@ from userdp.durable import sync_directory
 from userdp.errors import InputError
 from userdp.ledger import Ledger
 from userdp.rows_file import RowsFile
-from userdp.run_files import problems_of
+from userdp.run_files import missing_rows, problems_of
 from userdp.statement import Statement
 
 # Inside a run's directory.
 NOISE_KEY = Path("secret", "noise.key")
 CHECKPOINTS = Path("checkpoints")
+EARLIER = "earlier"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ class Finalized:
     files: tuple[str, ...]
     statement: Statement
     is_finished: bool
+    rows_are_missing: bool
 
 
 def finalize(run: Path, *, unfinished: bool = False) -> Finalized:
@@ -55,20 +58,33 @@ def finalize(run: Path, *, unfinished: bool = False) -> Finalized:
                 f"{run} is not finished, and without its secret it can never be: train --resume "
                 "finishes it. Say --unfinished to give up the rest of the run."
             )
-        files = _destroy(run)
+        # Asked before the checkpoints go, which show it.
+        is_cut = missing_rows(run, ledger) is not None
+        files = tuple(
+            name
+            # The runs that this one was forked from cannot go on, so nobody needs their secrets.
+            for place in (run, *sorted((run / EARLIER).glob("[0-9]*")))
+            for name in _destroy(run, place)
+        )
     finally:
         file.close()
     problems = problems_of(run, ledger)
     statement = ledger.statement(unfinished=bool(problems))
-    return Finalized(files=files, statement=statement, is_finished=ledger.is_finished)
+    return Finalized(
+        files=files,
+        statement=statement,
+        is_finished=ledger.is_finished,
+        rows_are_missing=is_cut,
+    )
 
 
-def _destroy(run: Path) -> tuple[str, ...]:
-    key, checkpoints = run / NOISE_KEY, run / CHECKPOINTS
-    for place in (key, checkpoints):
-        if place.is_symlink():
+def _destroy(run: Path, place: Path) -> list[str]:
+    """Destroy the secrets in `place`, which is the run or lies in it; gives their names."""
+    key, checkpoints = place / NOISE_KEY, place / CHECKPOINTS
+    for one in (key, checkpoints):
+        if one.is_symlink():
             raise InputError(
-                f"{place} is a link, and what it leads to may be somebody else's: destroy that "
+                f"{one} is a link, and what it leads to may be somebody else's: destroy that "
                 "yourself, then remove the link."
             )
     destroyed: list[str] = []
@@ -76,13 +92,13 @@ def _destroy(run: Path) -> tuple[str, ...]:
         _overwrite(key)
         key.unlink()
         sync_directory(key.parent)
-        destroyed.append(NOISE_KEY.as_posix())
+        destroyed.append(key.relative_to(run).as_posix())
     if checkpoints.is_dir():
         found = (path for path in checkpoints.rglob("*") if not path.is_dir())
         destroyed += sorted(path.relative_to(run).as_posix() for path in found)
         shutil.rmtree(checkpoints)
-        sync_directory(run)
-    return tuple(destroyed)
+        sync_directory(place)
+    return destroyed
 
 
 def _overwrite(path: Path) -> None:

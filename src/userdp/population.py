@@ -113,7 +113,7 @@ class Population:
         priced = _Alone(delta)
         return [
             {
-                "what": entry.what,
+                "what": entry.label,
                 "run": entry.run,
                 "epsilon": priced.epsilon(entry),
                 "where": entry.where,
@@ -236,8 +236,9 @@ class Population:
     ) -> None:
         """Count the `steps` that a run really took, which cost `event`, instead of its plan.
 
-        This never makes what is counted larger. An event that is not surely smaller than the plan's
-        leaves the plan's in place. At 0 steps the run costs nothing; what it paid for stays.
+        An event that is not surely smaller than the plan's leaves the plan's in place. At 0 steps
+        the run costs nothing; what it paid for stays. A run that was settled is never settled at
+        fewer steps. More steps than were planned are counted, and then it raises.
         `doubts` are what was seen to be wrong while the run went on.
         """
         unknown = LedgerError(
@@ -250,22 +251,34 @@ class Population:
             before = found.runs.get(run)
             if before is None:
                 raise unknown
-            if not 0 <= steps <= before.steps:
-                raise LedgerError(
-                    f"{self.path}: run {run[:12]} took {steps:,} steps, and {before.steps:,} are "
-                    "counted: what was not counted must not be released. Count it before."
-                )
-            if steps == 0:
+            if steps < 0:
+                raise LedgerError(f"{self.path}: run {run[:12]} cannot have taken {steps:,} steps.")
+            # A doubt is never taken back.
+            all_doubts = tuple(dict.fromkeys((*before.doubts, *doubts)))
+            # If a copy of the run was settled while this one went on, what is released counts.
+            is_more = steps > before.steps
+            # Runs of one fixed seed have one digest, and so have copies of one run: that this one
+            # took fewer steps says nothing of the others.
+            if steps < before.taken or (before.fixed_seed and steps < before.steps):
+                if all_doubts == before.doubts:
+                    return
+                steps, event = before.steps, before.event
+            elif steps == 0:
                 event = None
-            elif (
+            elif not is_more and (
                 event is None
                 or before.event is None
                 or not spending.is_at_most(event, before.event)
             ):
                 event = before.event
-            # A doubt is never taken back.
-            all_doubts = tuple(dict.fromkeys((*before.doubts, *doubts)))
-            after = replace(before, steps=steps, event=event, is_planned=False, doubts=all_doubts)
+            after = replace(
+                before,
+                steps=steps,
+                event=event,
+                is_planned=False,
+                doubts=all_doubts,
+                taken=max(steps, before.taken),
+            )
             if after == before:
                 return
             file.add(
@@ -276,6 +289,12 @@ class Population:
                     "event": None if event is None else events.to_json(event),
                     "doubts": list(all_doubts),
                 }
+            )
+        if is_more:
+            raise LedgerError(
+                f"{self.path}: run {run[:12]} took {steps:,} steps, and {before.steps:,} were "
+                "counted, because a copy of it was given up or forked. All are counted now; "
+                "release one of the copies only."
             )
 
     def others(
@@ -300,7 +319,7 @@ class Population:
             return (), 0.0
         kinds: dict[str, list[Entry]] = {}
         for entry in others:
-            kinds.setdefault(f"{entry.what} {_name(entry)}", []).append(entry)
+            kinds.setdefault(f"{entry.label} {_name(entry)}", []).append(entry)
         priced = _Alone(delta)
         words = [priced.in_words(equal) for equal in list(kinds.values())[:MOST_NAMED]]
         if len(kinds) > MOST_NAMED:
@@ -363,7 +382,7 @@ class _Alone:
         """Equal releases and the price of one, without the directory it is in."""
         often = f"{len(equal):,} times: " if len(equal) > 1 else ""
         first = equal[0]
-        return f"{often}{first.what}: alone epsilon={epsilon_text(self.epsilon(first))}"
+        return f"{often}{first.label}: alone epsilon={epsilon_text(self.epsilon(first))}"
 
 
 def _name(entry: Entry) -> str:

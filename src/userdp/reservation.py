@@ -15,7 +15,7 @@ from userdp.chain import Row
 from userdp.earlier import Earlier
 from userdp.errors import InputError
 from userdp.paid import LONGEST_PHRASE, Paid
-from userdp.spending import Spending, together
+from userdp.spending import Spending, is_at_most, together
 from userdp.units import Adjacency
 
 
@@ -67,11 +67,10 @@ def phrase(text: str) -> str:
 
 def _earlier_row(item: Earlier) -> Row:
     """A run behind the weights, as a row of the run that inherits it."""
-    parts = item.events()
     return {
         "run": item.run,
         "what": f"{item.steps:,} steps behind the weights of a later run",
-        "event": None if item.non_private else events.to_json(together(parts)),
+        "event": None if (event := _past_event(item)) is None else events.to_json(event),
         "steps": item.steps,
         "adjacency": item.adjacency.value,
         "fixed_seed": item.fixed_seed,
@@ -99,11 +98,24 @@ def _uncounted(
     return new, sorted(names | found.own_looks.get(run, frozenset()))
 
 
+def _past_event(item: Earlier) -> DpEvent | None:
+    return None if item.non_private else together(item.events())
+
+
 def _new_runs(found: Spending, run: str, earlier: Sequence[Earlier]) -> list[Earlier]:
     """The runs behind the weights that were on these people and are not counted yet."""
-    known = {run, *found.inherited}
     return [
         item
         for item in earlier
-        if item.people == 0 and item.run not in known and not found.counts(item.run, item.steps)
+        if item.people == 0 and item.run != run and not _is_counted(found, item)
     ]
+
+
+def _is_counted(found: Spending, item: Earlier) -> bool:
+    """Whether all of a run behind the weights is counted, and not only its first steps."""
+    if found.counts(item.run, item.steps):
+        return True
+    known, event = found.inherited.get(item.run), _past_event(item)
+    if known is None:
+        return False
+    return known.event is None or (event is not None and is_at_most(event, known.event))

@@ -120,6 +120,22 @@ def problems_of(run: Path, ledger: Ledger) -> list[str]:
     ]
 
 
+def missing_rows(run: Path, ledger: Ledger) -> str | None:
+    """What lies in the run and needs more steps than its ledger has; None if nothing does.
+
+    A row is on disk before any weight of its step is visible, so rows were then cut off.
+    """
+    later = [
+        path
+        for path in sorted((run / "checkpoints").glob("step-*"))
+        if path.name.removeprefix("step-").isdecimal()
+        and int(path.name.removeprefix("step-")) > ledger.steps
+    ]
+    if later:
+        return f"checkpoints/{later[0].name}"
+    return "model" if (run / "model").exists() and ledger.steps < ledger.plan.steps else None
+
+
 def rewritten_files(run: Path, ledger: Ledger) -> list[str]:
     """The settings in an export that differ from the run's, because a base was named in them."""
     directory = model_directory(run)

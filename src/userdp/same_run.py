@@ -123,7 +123,7 @@ def stored_secret(path: Path) -> RunSecret:
     if len(key) != SECRET_BYTES:
         raise LedgerError(
             f"{place} is not there or damaged: the run was finalized, or its secret is lost. It "
-            "cannot go on. Say --fork to go on from its last checkpoint at a new charge."
+            "cannot go on. If it has a checkpoint left, --fork goes on from that at a new charge."
         )
     return RunSecret(key=key, fixed_seed=False)
 

@@ -55,7 +55,7 @@ class Entry:
     """One release. `event` is None if it has no privacy.
 
     `run` is the digest of a run's first row, and `entry` the name of a look. `is_planned` says that
-    the run did not say yet how many steps it took.
+    the run did not say yet how many steps it took; `taken` is how many it said the last time.
     """
 
     what: str
@@ -67,7 +67,16 @@ class Entry:
     steps: int = 0
     fixed_seed: bool = False
     is_planned: bool = False
+    taken: int = 0
     doubts: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """What it is, and how many steps it took if they are not those that it planned."""
+        taken = f"{self.steps:,} steps"
+        if not self.steps or self.is_planned or f" {taken}" in f" {self.what}":
+            return self.what
+        return f"{self.what}, {taken} taken"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +172,7 @@ def _after(found: Spending, row: Row) -> Spending:
             found.looks[row["entry"]] = look
         case "reserve":
             run = row["run"]
+            before = found.runs.get(run)
             found.runs[run] = Entry(
                 what=row["what"],
                 event=event_of(row["event"]),
@@ -172,7 +182,8 @@ def _after(found: Spending, row: Row) -> Spending:
                 steps=row["steps"],
                 fixed_seed=row["fixed_seed"],
                 is_planned=True,
-                doubts=found.runs[run].doubts if run in found.runs else (),
+                taken=before.taken if before else 0,
+                doubts=before.doubts if before else (),
             )
             found.paid_by.setdefault(run, []).extend(Paid.from_json(item) for item in row["paid"])
             found.own_looks[run] = frozenset(row["looks"])
@@ -186,7 +197,7 @@ def _after(found: Spending, row: Row) -> Spending:
                     fixed_seed=item["fixed_seed"],
                     doubts=tuple(item["doubts"]),
                 )
-                found.inherited.setdefault(item["run"], entry)
+                found.inherited[item["run"]] = _larger(found.inherited.get(item["run"]), entry)
         case "settle":
             before = found.runs[row["run"]]
             found.runs[row["run"]] = replace(
@@ -194,11 +205,25 @@ def _after(found: Spending, row: Row) -> Spending:
                 event=event_of(row["event"]),
                 steps=row["steps"],
                 is_planned=False,
+                taken=max(before.taken, row["steps"]),
                 doubts=tuple(row["doubts"]),
             )
         case other:
             raise LedgerError(f"{other!r} is not a kind of row this version can read.")
     return found
+
+
+def _larger(known: Entry | None, new: Entry) -> Entry:
+    """What is counted of a run that was inherited twice, maybe after more steps of it."""
+    if known is None:
+        return new
+    doubts = tuple(dict.fromkeys((*known.doubts, *new.doubts)))
+    if known.event is None or (new.event is not None and is_at_most(new.event, known.event)):
+        return replace(known, steps=max(known.steps, new.steps), doubts=doubts)
+    if new.event is not None and not is_at_most(known.event, new.event):
+        # Neither includes the other, so both count.
+        new = replace(new, event=together([known.event, new.event]))
+    return replace(new, steps=max(known.steps, new.steps), doubts=doubts)
 
 
 def event_of(written: dict[str, Any] | None) -> DpEvent | None:

@@ -133,10 +133,13 @@ def train(
     cautions = (*store.cautions, *_check_declared(model, store, before))
     check_positions(model, sequence_length)
     people = Population.of(store)
-    if not started.goes_on:
-        check_budget(people, plan, paid, before)
+    # What the runs before this one did not use is free for it.
     if started.given_up is not None and people.counts(started.given_up):
         people.settle(started.given_up, 0, None)
+    if beginning.parent is not None:
+        settle_parent(people, beginning.parent)
+    if not started.goes_on:
+        check_budget(people, plan, paid, before)
     rows = rows_of(store, tokenizer, plan, selection, sequence_length)
     device = next(model.parameters()).device
     bound_to = {
@@ -169,7 +172,6 @@ def train(
     else:
         if path is not None and beginning.parent is not None:
             parent = move_parent(path, beginning.parent)
-            settle_parent(people, parent)
             homes = (*homes, parent)
         record = RunRecord.create(
             plan,

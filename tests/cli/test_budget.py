@@ -146,6 +146,13 @@ def test_a_look_past_the_limit_exits_with_3_and_nothing_is_spent(
     assert userdp("quantile", store, "--epsilon", 0.9).code == 3
 
 
+def test_a_look_whose_price_cannot_be_written_is_not_paid_for(store: Path, tmp_path: Path) -> None:
+    before = contents(store)
+    refused = userdp("quantile", store, "--epsilon", 1, "--out", tmp_path / "nowhere" / "paid.json")
+    assert refused.code == 2
+    assert contents(store) == before
+
+
 def test_a_paid_file_names_its_entry(store: Path, tmp_path: Path) -> None:
     price = tmp_path / "paid.json"
     looked = userdp("quantile", store, "--epsilon", 1, "--out", price, "--json").json

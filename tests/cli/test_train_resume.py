@@ -83,9 +83,8 @@ def test_a_changed_configuration_is_refused_and_a_fork_is_charged(
     root: Path, tmp_path: Path, finished: Path
 ) -> None:
     shutil.copytree(finished, tmp_path / "run")
-    for name in ("model", "checkpoints"):
-        for old in ("step-000000006",) if name == "checkpoints" else ():
-            shutil.rmtree(tmp_path / "run" / name / old)
+    for old in ("model", "checkpoints/step-000000006"):
+        shutil.rmtree(tmp_path / "run" / old)
     ledger = tmp_path / "run" / "ledger.jsonl"
     ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:-2]))
     changed = config(root, tmp_path, rate=0.02)

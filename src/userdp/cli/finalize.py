@@ -21,7 +21,12 @@ def finalize(
 ) -> None:
     """Destroy a run's noise secret and its checkpoints. It cannot be resumed afterwards."""
     done = ending.finalize(run, unfinished=unfinished)
-    if not done.is_finished and not settle_given_up(run):
+    if done.rows_are_missing:
+        common.say(
+            "note: the run holds more steps than its ledger: rows were cut off, so the budget of "
+            "its people counts every planned step"
+        )
+    elif not done.is_finished and not settle_given_up(run):
         common.say(
             "note: the budget of its people was not found; where it counts this run, it counts "
             "every planned step"

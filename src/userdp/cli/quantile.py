@@ -49,6 +49,9 @@ def quantile(
     """Say a quantile over the users privately, and what it cost: nothing peeks for free."""
     if out is not None and out.exists():
         raise InputError(f"{out} is there already: name another file, each look is paid for.")
+    if out is not None and not out.absolute().parent.is_dir():
+        # Said before the look, which would be paid for and never seen.
+        raise InputError(f"{out}: there is no directory of that name to write to.")
     if not 0 < quantile < 1:
         raise InputError(f"--quantile {quantile} must lie strictly between 0 and 1.")
     thresholds = answers(largest)
