@@ -19,7 +19,6 @@ Secret: a noise may remember its own numbers here. Other people must not see thi
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import shutil
@@ -40,6 +39,7 @@ from userdp.chain import canonical
 from userdp.data.files import file_digest
 from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE, new_directory
 from userdp.errors import InputError, LedgerError
+from userdp.remembered import checkpoint_places, mark
 
 FORMAT = 1
 FILES = ("weights.safetensors", "state.safetensors", "state.json")
@@ -110,11 +110,15 @@ class Checkpoints:
         )
         self._writer.start()
 
-    def wait(self) -> None:
-        """Return when the last save is on disk; raise if it failed."""
+    def join(self) -> None:
+        """Return when the last save has ended, well or not."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
+
+    def wait(self) -> None:
+        """Return when the last save is on disk; raise if it failed."""
+        self.join()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -136,9 +140,6 @@ class Checkpoints:
     def _write(self, name: str, moment: Moment, tree: Any, tensors: dict[str, Tensor]) -> None:
         self.directory.mkdir(mode=OWNER_ONLY_DIRECTORY, parents=True, exist_ok=True)
         with new_directory(self.directory / name, mode=OWNER_ONLY_DIRECTORY) as partial:
-            save_file(
-                {name: _plain(one) for name, one in moment.weights.items()}, partial / FILES[0]
-            )
             for file, values in zip(FILES[:2], (moment.weights, tensors), strict=True):
                 save_file({key: _plain(value) for key, value in values.items()}, partial / file)
             (partial / FILES[2]).write_text(json.dumps(tree, sort_keys=True), encoding="utf-8")
@@ -156,14 +157,11 @@ class Checkpoints:
                 path.chmod(OWNER_ONLY_FILE)
 
     def _mark(self, manifest: Mapping[str, Any]) -> str:
-        content = {name: value for name, value in manifest.items() if name != "mark"}
-        return hmac.digest(
-            self._key, b"userdp checkpoint\n" + canonical(content).encode(), hashlib.sha256
-        ).hex()
+        return mark(self._key, manifest)
 
     def _saved(self) -> list[Path]:
         """The directories of steps, newest first."""
-        return sorted(self.directory.glob("step-*"), key=lambda path: path.name, reverse=True)
+        return checkpoint_places(self.directory)
 
     def initial(self) -> Moment | None:
         """What the run began with, if it was kept."""
@@ -215,7 +213,8 @@ class Checkpoints:
 def hardware_of(device: torch.device) -> str:
     """What sums of floating-point numbers depend on: the chip, and how work is split on it."""
     if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+        chip = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+        return f"{chip}, {torch.get_float32_matmul_precision()} precision of products"
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{device.type} {capability}, {torch.get_num_threads()} threads"
 

@@ -255,7 +255,10 @@ class Population:
                     f"{self.path}: run {run[:12]} took {steps:,} steps, and {before.steps:,} are "
                     "counted: what was not counted must not be released. Count it before."
                 )
-            if steps == 0:
+            if not before.is_planned and steps < before.steps:
+                # It took that many, as was said before: this is a copy that is behind, or was cut.
+                steps, event = before.steps, before.event
+            elif steps == 0:
                 event = None
             elif (
                 event is None
