@@ -85,7 +85,9 @@ class Checkpoints:
         self._last_save = time.monotonic()
         # The steps of the moment that was saved last by this object.
         self.last_step = -1
-        self._writer: threading.Thread | None = None
+        # Not the thread's own `join`: once a signal ends that, it takes the thread for stopped.
+        self._is_idle = threading.Event()
+        self._is_idle.set()
         self._failure: BaseException | None = None
 
     def is_due(self, step: int) -> bool:
@@ -105,16 +107,14 @@ class Checkpoints:
             weights={name: _copy(tensor) for name, tensor in moment.weights.items()},
         )
         copies = {name: _copy(tensor) for name, tensor in tensors.items()}
-        self._writer = threading.Thread(
+        self._is_idle.clear()
+        threading.Thread(
             target=self._write_quietly, args=(copied, tree, copies), name="userdp-checkpoint"
-        )
-        self._writer.start()
+        ).start()
 
     def join(self) -> None:
         """Return when the last save has ended, well or not."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
+        self._is_idle.wait()
 
     def wait(self) -> None:
         """Return when the last save is on disk; raise if it failed."""
@@ -132,6 +132,8 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
         except BaseException as error:
             self._failure = error
+        finally:
+            self._is_idle.set()
 
     def save_initial(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Keep what the run begins with, where a new process could not make it again."""

@@ -355,10 +355,11 @@ class RunRecord:
             with contextlib.closing(self.ledger):
                 try:
                     yield
-                finally:
-                    # The lock is held until the last save has ended.
-                    if self.checkpoints is not None:
+                except BaseException as error:
+                    # The lock is held until the last save has ended, unless a signal says "now".
+                    if self.checkpoints is not None and not isinstance(error, KeyboardInterrupt):
                         self.checkpoints.join()
+                    raise
         except InputError:
             if not self.ledger.steps and self.path is not None:
                 discard(self.path)

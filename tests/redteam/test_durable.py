@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from dp_accounting.dp_event import GaussianDpEvent
 import userdp
 from tiny import make_model, make_store
 from userdp import Lora, Plan, load_model
-from userdp.checkpoints import Saving
+from userdp.checkpoints import Checkpoints, Saving
 from userdp.data.store import UserStore
 from userdp.digests import model_digest, optimizer_digest, scheduler_digest
 from userdp.errors import InputError, LedgerError
@@ -364,3 +365,43 @@ def test_a_finished_run_is_not_given_for_another_configuration(
     (tmp_path / "r" / "config.toml").unlink()
     with pytest.raises(LedgerError, match="restore it"):
         run(base, store, tmp_path / "r", config=config, resume=True)
+
+
+def test_a_run_that_fails_holds_its_lock_until_its_save_has_ended(
+    base: Path, store: UserStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write: Any = Checkpoints._write
+
+    def slow(self: Checkpoints, *content: Any) -> None:
+        time.sleep(0.5)
+        write(self, *content)
+
+    monkeypatch.setattr(Checkpoints, "_write", slow)
+    stopped(base, store, tmp_path / "r", 3)
+    assert (tmp_path / "r" / "checkpoints" / "step-000000002").is_dir()
+
+
+def test_a_copy_that_is_forked_while_the_run_goes_on_takes_nothing_from_the_budget(
+    base: Path, store: UserStore, tmp_path: Path
+) -> None:
+    """The budget would have said 1.74 for 2.26."""
+    stopped(base, store, tmp_path / "r", 3)
+    shutil.copytree(tmp_path / "r", tmp_path / "copy")
+    model, tokenizer = load_model(base)
+
+    def fork(done: int) -> None:
+        if done == 4:
+            run(base, store, tmp_path / "copy", fork=True, steps=4)
+
+    userdp.train(
+        model,
+        tokenizer,
+        store,
+        plan(),
+        optimizer=make_optimizer(model, "adamw", 0.01),
+        sequence_length=16,
+        out=tmp_path / "r",
+        resume=True,
+        on_step=fork,
+    )
+    assert spent(store) == pytest.approx(plan(STEPS + 2).epsilon(), rel=1e-3)
