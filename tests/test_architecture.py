@@ -16,7 +16,7 @@ ROOT = Path(userdp.__file__).parent
 # From the ground up; what each may import is listed, so that a new arrow is a decision.
 GROUND = {"errors", "units", "index", "history", "parts", "streams", "chain", "durable"}
 # The file of a population lies beside a store: stores name it, and what spends adds to it.
-GROUND |= {"budget_file", "interrupts", "lock", "rows_file"}
+GROUND |= {"budget_file", "interrupts", "lock", "remembered", "rows_file"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the
@@ -81,16 +81,8 @@ ABOVE = {
     | {"checked_model", "clipping", "ledger", "losses", "models", "noise", "plan", "run_record"}
     | {"sampling", "statement"},
     "continuing": GROUND
-    | {
-        "chain",
-        "checkpoints",
-        "ledger",
-        "plan",
-        "rows_file",
-        "run_files",
-        "run_record",
-        "same_run",
-    },
+    | {"chain", "checkpoints", "ledger", "paid", "plan", "rows_file", "run_files", "run_record"}
+    | {"same_run"},
     "run_state": GROUND
     | {"checkpoints", "continuing", "ledger", "losses", "models", "run_record", "step"},
     "training_rows": GROUND | {"bounding", "data", "losses", "plan", "sampling"},

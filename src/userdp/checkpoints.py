@@ -19,7 +19,6 @@ Secret: a noise may remember its own numbers here. Other people must not see thi
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 import shutil
@@ -40,6 +39,7 @@ from userdp.chain import canonical
 from userdp.data.files import file_digest
 from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE, new_directory
 from userdp.errors import InputError, LedgerError
+from userdp.remembered import checkpoint_places, mark
 
 FORMAT = 1
 FILES = ("weights.safetensors", "state.safetensors", "state.json")
@@ -85,7 +85,9 @@ class Checkpoints:
         self._last_save = time.monotonic()
         # The steps of the moment that was saved last by this object.
         self.last_step = -1
-        self._writer: threading.Thread | None = None
+        # Not the thread's own `join`: once a signal ends that, it takes the thread for stopped.
+        self._is_idle = threading.Event()
+        self._is_idle.set()
         self._failure: BaseException | None = None
 
     def is_due(self, step: int) -> bool:
@@ -105,16 +107,18 @@ class Checkpoints:
             weights={name: _copy(tensor) for name, tensor in moment.weights.items()},
         )
         copies = {name: _copy(tensor) for name, tensor in tensors.items()}
-        self._writer = threading.Thread(
+        self._is_idle.clear()
+        threading.Thread(
             target=self._write_quietly, args=(copied, tree, copies), name="userdp-checkpoint"
-        )
-        self._writer.start()
+        ).start()
+
+    def join(self) -> None:
+        """Return when the last save has ended, well or not."""
+        self._is_idle.wait()
 
     def wait(self) -> None:
         """Return when the last save is on disk; raise if it failed."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
+        self.join()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -128,6 +132,8 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
         except BaseException as error:
             self._failure = error
+        finally:
+            self._is_idle.set()
 
     def save_initial(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Keep what the run begins with, where a new process could not make it again."""
@@ -136,9 +142,6 @@ class Checkpoints:
     def _write(self, name: str, moment: Moment, tree: Any, tensors: dict[str, Tensor]) -> None:
         self.directory.mkdir(mode=OWNER_ONLY_DIRECTORY, parents=True, exist_ok=True)
         with new_directory(self.directory / name, mode=OWNER_ONLY_DIRECTORY) as partial:
-            save_file(
-                {name: _plain(one) for name, one in moment.weights.items()}, partial / FILES[0]
-            )
             for file, values in zip(FILES[:2], (moment.weights, tensors), strict=True):
                 save_file({key: _plain(value) for key, value in values.items()}, partial / file)
             (partial / FILES[2]).write_text(json.dumps(tree, sort_keys=True), encoding="utf-8")
@@ -156,14 +159,11 @@ class Checkpoints:
                 path.chmod(OWNER_ONLY_FILE)
 
     def _mark(self, manifest: Mapping[str, Any]) -> str:
-        content = {name: value for name, value in manifest.items() if name != "mark"}
-        return hmac.digest(
-            self._key, b"userdp checkpoint\n" + canonical(content).encode(), hashlib.sha256
-        ).hex()
+        return mark(self._key, manifest)
 
     def _saved(self) -> list[Path]:
         """The directories of steps, newest first."""
-        return sorted(self.directory.glob("step-*"), key=lambda path: path.name, reverse=True)
+        return checkpoint_places(self.directory)
 
     def initial(self) -> Moment | None:
         """What the run began with, if it was kept."""
@@ -215,7 +215,8 @@ class Checkpoints:
 def hardware_of(device: torch.device) -> str:
     """What sums of floating-point numbers depend on: the chip, and how work is split on it."""
     if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+        chip = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+        return f"{chip}, {torch.get_float32_matmul_precision()} precision of products"
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{device.type} {capability}, {torch.get_num_threads()} threads"
 

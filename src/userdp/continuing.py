@@ -8,6 +8,7 @@ charged for is composed with it. The parent's files move to `RUN/earlier/001/`, 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from userdp.checkpoints import Moment
 from userdp.errors import InputError, LedgerError
 from userdp.history import History, carry, history_of, merged
 from userdp.ledger import Ledger
+from userdp.paid import Paid
 from userdp.plan import Plan
+from userdp.remembered import CHECKPOINTS, checkpoint_places
 from userdp.rows_file import RowsFile
 from userdp.run_files import missing_rows
 from userdp.run_record import checkpoints_of, discard
@@ -70,6 +73,7 @@ def clear_unbegun(run: Path) -> str | None:
             f"{run} holds {left[0]}, and its ledger no step: rows were cut off, or the ledger is "
             "lost. Restore ledger.jsonl, or choose another output directory. Nothing was deleted."
         )
+    _refuse_other_files(run)
     if path.is_file():
         # Under the lock, so that a run which is just beginning elsewhere is not deleted.
         held = RowsFile.open(path)
@@ -82,6 +86,23 @@ def clear_unbegun(run: Path) -> str | None:
     elif run.is_dir():
         discard(run)
     return digest
+
+
+def _refuse_other_files(run: Path) -> None:
+    """Refuse to delete what a run that was stopped before its first step does not leave."""
+    if checkpoint_places(run / CHECKPOINTS) or (run / "model").exists():
+        raise LedgerError(
+            f"{run} holds a checkpoint or a model, and its ledger has no step: rows were cut off, "
+            "or the ledger is lost. Restore it. Without it nobody knows what was spent."
+        )
+    others = (CHECKPOINTS, "config.toml")
+    secrets = {path.name for path in (run / "secret").glob("*")} - {"noise.key"}
+    found = sorted(secrets) or [name for name in others if (run / name).exists()]
+    if found and not (run / "ledger.jsonl").is_file():
+        raise InputError(
+            f"{run} holds {found[0]!r} and no ledger: it is not a run that can go on. Choose "
+            "another output directory."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +129,6 @@ def fork(run: Path, model: nn.Module, *, step: int | None = None) -> Beginning:
 
     From here on the model carries what the parent was charged for.
     """
-    _finish_moving(run)
     parent = run
     ledger = charged_ledger(run)
     if ledger is None:
@@ -132,6 +152,8 @@ def fork(run: Path, model: nn.Module, *, step: int | None = None) -> Beginning:
             f"{parent} was finalized and has no checkpoint left, so there is nothing to fork. "
             "Train with another output directory."
         )
+    if moment is not None and moment.step > ledger.steps:
+        raise InputError(f"{parent} goes on in another process: wait for it, or stop it.")
     entry = ledger.as_entry()
     assert entry is not None
     entries = (*(item.to_json() for item in ledger.earlier), entry)
@@ -161,7 +183,8 @@ def _last_moved(run: Path) -> Path | None:
 
 
 def _next_place(run: Path) -> Path:
-    return run / EARLIER / f"{len(_places(run)) + 1:03d}"
+    last = max((int(place.name) for place in _places(run)), default=0)
+    return run / EARLIER / f"{last + 1:03d}"
 
 
 def _finish_moving(run: Path) -> None:
@@ -206,6 +229,7 @@ def start(
     resume: bool,
     fork_of_it: bool,
     fork_step: int | None,
+    paid: Sequence[Paid] = (),
 ) -> Start:
     """Decide from what lies in `run` how a run with this plan starts."""
     if run is None:
@@ -222,17 +246,33 @@ def start(
                 f"{run / 'model'}, with another output directory: what was spent is composed."
             )
         fork_of_it = True
+    given_up = None
     if fork_of_it:
+        _finish_moving(run)
+        if _last_moved(run) is not None and charged_ledger(run) is None:
+            # A fork that was stopped before its first step.
+            given_up = clear_unbegun(run)
         beginning = fork(run, model, step=fork_step)
-        return Start(plan=replace(plan, steps=_steps_left(plan, beginning)), beginning=beginning)
+        own = replace(plan, steps=_steps_left(plan, beginning))
+        return Start(plan=own, beginning=beginning, given_up=given_up)
     if charged is not None:
         if not charged.fixed_seed:
             # Without it nothing goes on, whatever else has changed.
-            stored_secret(run)
+            stored_secret(run, charged.bound_to.get("noise_key"))
+        if [item.to_json() for item in paid] != [item.to_json() for item in charged.paid]:
+            raise InputError(
+                f"{run} was begun with other paid looks at the data: a run goes on only as it "
+                "began. Put that back, or say --fork."
+            )
         beginning = beginning_of(run)
         # The runs before a fork took some of the planned steps.
         own = replace(plan, steps=charged.plan.steps) if beginning.before else plan
         return Start(plan=own, beginning=beginning, goes_on=True)
+    if resume and _last_moved(run) is not None:
+        raise InputError(
+            f"{run} holds a fork that was stopped before its first step: say --fork to begin it "
+            "again."
+        )
     given_up = clear_unbegun(run) if resume else None
     return Start(plan=plan, beginning=Beginning(), given_up=given_up)
 

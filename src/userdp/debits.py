@@ -46,17 +46,21 @@ def counted(
     A run that was stopped keeps its place in the budget, because it can go on.
     """
     plan = ledger.plan
-    people.reserve(
-        run=ledger.run_digest,
-        what=f"training, {plan.steps:,} steps",
-        where=run.name if run is not None else "",
-        event=_event(plan, plan.steps),
-        steps=plan.steps,
-        adjacency=plan.adjacency,
-        fixed_seed=ledger.fixed_seed,
-        paid=paid,
-        earlier=earlier,
-    )
+
+    def reserve() -> None:
+        people.reserve(
+            run=ledger.run_digest,
+            what=f"training, {plan.steps:,} steps",
+            where=run.name if run is not None else "",
+            event=_event(plan, plan.steps),
+            steps=plan.steps,
+            adjacency=plan.adjacency,
+            fixed_seed=ledger.fixed_seed,
+            paid=paid,
+            earlier=earlier,
+        )
+
+    reserve()
     try:
         yield
     except BaseException as error:
@@ -64,6 +68,8 @@ def counted(
         if run is None or is_refused:
             settle(people, ledger)
         raise
+    # Meanwhile a copy of this run may have been forked, and so settled at the steps of the copy.
+    reserve()
     settle(people, ledger)
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import inspect
 import json
 import types
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ PIECE = 2**26
 # Hashing releases the interpreter's lock, so threads use several cores.
 THREADS = 4
 DEEPEST = 8
+# Other packages whose code decides what a model computes.
+COMPARED = ("torch", "transformers", "peft", "tokenizers")
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -127,8 +130,17 @@ def _tensor_digest(tensor: Tensor) -> str:
 
 
 def optimizer_digest(optimizer: torch.optim.Optimizer) -> str:
-    """A digest of the optimizer's class, hyper-parameters and state."""
-    return _digest([_kind(optimizer), _described(optimizer.state_dict(), DEEPEST)])
+    """A digest of the optimizer's class, hyper-parameters, state, hooks and own attributes."""
+    hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
+    return _digest(
+        [
+            _kind(optimizer),
+            _class_code(type(optimizer)),
+            _described(optimizer.state_dict(), DEEPEST),
+            _plain_attributes(optimizer, but=("defaults", "state", "param_groups")),
+            [_described(list(entry.values()), DEEPEST) for entry in hooks],
+        ]
+    )
 
 
 def scheduler_digest(scheduler: Any) -> str:
@@ -137,10 +149,61 @@ def scheduler_digest(scheduler: Any) -> str:
 
 
 def model_digest(model: nn.Module) -> str:
-    """A digest of a model's class and configuration, but not of where it was read from."""
+    """A digest of how a model computes, but not of where it was read from.
+
+    It covers the configuration, and of every module the class, the plain attributes (such as the
+    scaling of an adapter) and the hooks. Code outside torch, transformers and peft counts as such.
+    """
     to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
     plain = {name: value for name, value in to_dict().items() if name != "_name_or_path"}
-    return _digest([_kind(model), str(model), _described(plain, DEEPEST)])
+    classes = {_kind(module): _class_code(type(module)) for module in model.modules()}
+    modules = [
+        [name, _plain_attributes(module, but=("training",)), _hooks(module)]
+        for name, module in model.named_modules()
+    ]
+    return _digest([_kind(model), str(model), _described(plain, DEEPEST), classes, modules])
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    kinds: tuple[Any, ...] = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return [_described(list(hooks.values()), DEEPEST) for hooks in kinds]
+
+
+def _plain_attributes(value: Any, *, but: Collection[str]) -> list[Any]:
+    """The public attributes that hold plain values or functions; paths may differ."""
+    named = sorted(vars(value).items())
+    return [
+        [name, _described(entry, DEEPEST)]
+        for name, entry in named
+        if name not in but and not name.startswith("_") and not name.endswith("path")
+        if _is_plain(entry) or isinstance(entry, types.FunctionType | functools.partial)
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[Any, Any]", value)
+        return all(_is_plain(entry) for entry in (*entries, *entries.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(_is_plain(entry) for entry in cast("Collection[Any]", value))
+    kinds = bool | int | float | complex | str | bytes | np.ndarray | np.generic | torch.dtype
+    return value is None or isinstance(value, kinds)
+
+
+def _class_code(kind: type) -> list[Any]:
+    """The code of a class and its bases; of the packages in `code_version` their names do."""
+    return [
+        [base.__qualname__, name, _code(method.__code__)]
+        for base in kind.__mro__
+        if base.__module__.partition(".")[0] not in (*COMPARED, "userdp", "builtins")
+        for name, method in sorted(vars(base).items())
+        if isinstance(method, types.FunctionType)
+    ]
 
 
 def index_digest(index: UserIndex) -> str:
@@ -153,13 +216,21 @@ def index_digest(index: UserIndex) -> str:
 
 @functools.cache
 def code_version() -> str:
-    """The version of this package and of torch, and a digest of this package's source."""
+    """The versions of what computes, and a digest of this package's source."""
     root = Path(userdp.__file__).parent
     hashed = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         content = path.read_bytes()
         hashed.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
-    return f"userdp {userdp.__version__} {hashed.hexdigest()[:16]}, torch {torch.__version__}"
+    others = [f"{name} {_version(name)}" for name in COMPARED]
+    return ", ".join([f"userdp {userdp.__version__} {hashed.hexdigest()[:16]}", *others])
+
+
+def _version(name: str) -> str:
+    try:
+        return torch.__version__ if name == "torch" else importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 def parts_version(parts: Iterable[Part]) -> str:
@@ -191,19 +262,50 @@ def _described(value: Any, depth: int) -> Any:
         return _tensor_digest(value)
     if isinstance(value, Mapping):
         return [[str(name), _described(entry, depth - 1)] for name, entry in value.items()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_described(entry, depth - 1) for entry in value]
+    if isinstance(value, list | tuple):
+        return [_described(entry, depth - 1) for entry in cast("list[Any]", value)]
+    if isinstance(value, set | frozenset):
+        entries = cast("Iterable[Any]", value)
+        # The order differs from process to process.
+        return sorted(json.dumps(_described(entry, depth - 1)) for entry in entries)
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.ascontiguousarray(value)
+        content = hashlib.sha256(array.tobytes()).hexdigest()
+        return [str(array.dtype), list(array.shape), content]
+    if isinstance(value, complex | bytes | range | torch.dtype):
+        return repr(value)
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return [_code(value.__code__), _described([cells, value.__defaults__], depth - 1)]
-    if isinstance(value, torch.optim.Optimizer) or not hasattr(value, "__dict__"):
+        around = [cells, value.__defaults__, value.__kwdefaults__, _globals(value)]
+        return [_code(value.__code__), _described(around, depth - 1)]
+    if isinstance(value, functools.partial):
+        return _described([value.func, value.args, value.keywords], depth - 1)
+    if isinstance(value, types.MethodType):
+        return _described([value.__func__, value.__self__], depth - 1)
+    if isinstance(value, torch.optim.Optimizer | nn.Module) or not hasattr(value, "__dict__"):
         return _kind(value)
-    return [_kind(value), _described(vars(value), depth - 1)]
+    return [_kind(value), _class_code(type(value)), _described(vars(value), depth - 1)]
+
+
+def _globals(function: types.FunctionType) -> list[Any]:
+    """The values of the global names that a function uses: plain ones, and functions by code."""
+    found: list[Any] = []
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, types.FunctionType):
+            found.append([name, _code(value.__code__)])
+        elif _is_plain(value) or isinstance(value, Tensor):
+            found.append([name, value])
+    return found
 
 
 def _code(code: types.CodeType) -> list[Any]:
     constants = [
-        _code(entry) if isinstance(entry, types.CodeType) else repr(entry)
+        _code(entry)
+        if isinstance(entry, types.CodeType)
+        else _described(entry, DEEPEST)
+        if isinstance(entry, frozenset)
+        else repr(entry)
         for entry in code.co_consts
     ]
     return [code.co_code.hex(), constants, list(code.co_names)]

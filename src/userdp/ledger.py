@@ -34,6 +34,7 @@ from userdp.errors import InputError, LedgerError
 from userdp.ledger_rows import FORMAT, Kept, Position, kept_rows
 from userdp.paid import Paid
 from userdp.plan import Plan
+from userdp.remembered import last_position
 from userdp.rows_file import RowsFile
 from userdp.statement import Statement
 
@@ -118,9 +119,11 @@ class Ledger:
         """The ledger at `path`, only to look at: charging it raises.
 
         Its chain is checked. If the run's key lies beside it, who wrote it is checked, too. A
-        `remembered` position (see `position`) must be among its rows. A last row that is cut short
-        is refused, unless it is to be left out.
+        `remembered` position (see `position`) must be among its rows; if none is given, that of the
+        newest checkpoint. A last row that is cut short is refused, unless it is to be left out.
         """
+        # Before the rows are read: a run that goes on may save one meanwhile.
+        remembered = remembered or last_position(path.parent, chain.read_key(path))
         content = chain.read_content(path)
         if without_torn_row:
             content = chain.without_torn_row(content)
@@ -148,6 +151,7 @@ class Ledger:
         # Only under the lock can nobody else add a row.
         file = RowsFile.open(path)
         try:
+            remembered = remembered or last_position(path.parent, chain.read_key(path))
             content = chain.read_content(path)
             right = chain.without_torn_row(content)
             found = Ledger._of_content(right, path, remembered)

@@ -54,7 +54,7 @@ def kept_rows(rows: Iterable[Row], path: Path, *, remembered: Position | None = 
             _check_next(row, kept, path)
         kept.add(row)
         is_there = is_there or remembered == (kept.steps, kept.head)
-    if not kept.rows:
+    if not kept.rows and is_there:
         raise LedgerError(
             f"{path} has no row: the run was stopped before it began, and nothing was spent. "
             "Delete its directory and begin again."

@@ -52,7 +52,12 @@ class RowsFile:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise LedgerError(f"{path} is not there: is this the directory of a run?") from None
         try:
-            return RowsFile(file, hold(file.fileno(), path))
+            lock = hold(file.fileno(), path)
+            if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                # Locked is the file that was there before.
+                lock.release()
+                raise LedgerError(f"{path} was moved or replaced at this moment: try again.")
+            return RowsFile(file, lock)
         except BaseException:
             file.close()
             raise

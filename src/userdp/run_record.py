@@ -41,12 +41,14 @@ from userdp.models.checks import trainable_parameters
 from userdp.models.load import adapter_tensors, save_model
 from userdp.models.proven import model_check
 from userdp.plan import Plan
+from userdp.remembered import CHECKPOINTS
 from userdp.run_files import model_files, statement_file
 from userdp.same_run import (
     NOISE_KEY,
     check_hardware,
     check_same,
     digests_of,
+    key_name,
     stored_secret,
     unnamed_digests,
 )
@@ -111,14 +113,17 @@ class RunRecord:
         """
         secret = secret or RunSecret.from_system()
         bound = digests_of(plan, model, optimizer, bound_to or {})
-        if config is not None:
-            bound["config"] = hashlib.sha256(config.read_bytes()).hexdigest()
+        content = None if config is None else config.read_bytes()
+        if content is not None:
+            bound["config"] = hashlib.sha256(content).hexdigest()
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
             if (path / "ledger.jsonl").exists():
                 raise LedgerError(f"{path} already holds a run: choose another output directory.")
             if not secret.fixed_seed:
-                # The secret is on disk before the ledger: no charged step is without it.
+                # The secret is on disk before the ledger: no charged step is without it. The ledger
+                # names it: under another one, repeated steps would have other noise.
+                bound["noise_key"] = key_name(secret)
                 write_private(path / NOISE_KEY, secret.key.hex().encode() + b"\n")
         ledger = Ledger.create(
             plan,
@@ -130,8 +135,8 @@ class RunRecord:
             key=secret.ledger_key() if secret.fixed_seed else None,
             model_check=model_check(model, checked=settings.checks_model),
         )
-        if path is not None and config is not None:
-            shutil.copyfile(config, path / "config.toml")
+        if path is not None and content is not None:
+            write_file(path / "config.toml", content)
         record = RunRecord(ledger, secret, path=path, saving=saving, on_step=on_step)
         record._model = model
         record._is_own_secret = True
@@ -163,7 +168,7 @@ class RunRecord:
         try:
             check_same(ledger, plan, digests_of(plan, model, optimizer, bound_to), config, path)
             if secret is None or not secret.fixed_seed:
-                secret = stored_secret(path)
+                secret = stored_secret(path, ledger.bound_to.get("noise_key"))
             if secret.fixed_seed != ledger.fixed_seed:
                 raise InputError(f"{path} was begun with another kind of seed: put it back.")
             check_hardware(ledger, moment, next(model.parameters()).device)
@@ -345,16 +350,17 @@ class RunRecord:
         """
         try:
             with contextlib.closing(self.ledger):
-                yield
+                try:
+                    yield
+                except BaseException as error:
+                    # The lock is held until the last save has ended, unless a signal says "now".
+                    if self.checkpoints is not None and not isinstance(error, KeyboardInterrupt):
+                        self.checkpoints.join()
+                    raise
         except InputError:
-            if not self.ledger.steps:
-                self._discard()
+            if not self.ledger.steps and self.path is not None:
+                discard(self.path)
             raise
-
-    def _discard(self) -> None:
-        if self.path is None:
-            return
-        discard(self.path)
 
 
 def checkpoints_of(run: Path, saving: Saving | None = None) -> Checkpoints:
@@ -362,15 +368,16 @@ def checkpoints_of(run: Path, saving: Saving | None = None) -> Checkpoints:
     key = read_key(run / "ledger.jsonl")
     if key is None:
         raise LedgerError(f"{run / 'secret'} lacks the run's key: no checkpoint can be trusted.")
-    return Checkpoints(run / "checkpoints", key, saving)
+    return Checkpoints(run / CHECKPOINTS, key, saving)
 
 
 def discard(run: Path) -> None:
     """Delete the files of a run that has released nothing."""
-    for name in ("ledger.jsonl", "config.toml"):
-        (run / name).unlink(missing_ok=True)
-    for name in ("secret", "checkpoints"):
+    for name in ("checkpoints", "secret"):
         shutil.rmtree(run / name, ignore_errors=True)
+    # The ledger goes last: as long as it is there, the rest is a run's and may be deleted.
+    for name in ("config.toml", "ledger.jsonl"):
+        (run / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         # If the directory is not empty, it stays: the other files in it are not the run's.
         run.rmdir()

@@ -12,6 +12,7 @@ from torch import nn
 from userdp.checkpoints import Moment, check_saveable
 from userdp.continuing import Beginning
 from userdp.errors import InputError
+from userdp.history import History, carry, history_of, merged
 from userdp.interrupts import InterruptedRunError
 from userdp.ledger import Ledger
 from userdp.losses import Batch
@@ -154,6 +155,8 @@ def restore_finished(run: Path, ledger: Ledger, model: nn.Module) -> None:
 
     If the run was stopped at its very end, it gets the statement that it lacks.
     """
+    if "final_weights" not in (ledger.end or {}).get("digests", {}):
+        raise InputError(f"{run} is a dry run: nothing was trained. Choose another directory.")
     moment = checkpoints_of(run).newest()
     if moment is None or moment.step != ledger.steps:
         raise InputError(
@@ -161,5 +164,10 @@ def restore_finished(run: Path, ledger: Ledger, model: nn.Module) -> None:
             f"{run / 'model'}."
         )
     restore_weights(model, moment)
+    # Whoever trains on with this model pays for what was spent on it.
+    entries = tuple(item.to_json() for item in ledger.earlier)
+    entry = ledger.as_entry()
+    own = History(entries=(*entries, *([] if entry is None else [entry])), homes=(run.resolve(),))
+    carry(model, merged(history_of(model), own))
     if not (run / "statement.json").is_file():
         write_statement(run, ledger.statement())

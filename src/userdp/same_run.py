@@ -44,7 +44,7 @@ MEANINGS = {
     "optimizer": "optimizer or learning rate",
     "settings": "settings of the step",
     "device": "device",
-    "code": "version of this package or of torch",
+    "code": "version of this package, torch, transformers or peft",
     "parts": "code of its parts",
     "config": "configuration",
 }
@@ -84,17 +84,14 @@ def check_same(
     written = before.pop("config", None)
     # Only steps that are taken again need the same hardware.
     before.pop("hardware", None)
+    # Compared where it is read.
+    before.pop("noise_key", None)
     named = {name: digest for name, digest in named.items() if name != "hardware"}
     changed = {name for name in before.keys() | named if before.get(name) != named.get(name)}
     if ledger.plan != plan:
         changed.add("plan")
-    if config is not None and written is not None:
-        # The run's own copy is compared by what it says: the run's files may lie elsewhere now.
-        copy = (path / "config.toml").read_bytes()
-        if hashlib.sha256(copy).hexdigest() != written:
-            raise LedgerError(f"{path / 'config.toml'} is not what the ledger names: restore it.")
-        if _settings_of(copy) != _settings_of(config.read_bytes()):
-            changed.add("config")
+    if is_other_config(written, config, path):
+        changed.add("config")
     if changed:
         # Named is the first of these: others may follow from it.
         first = min(changed, key=lambda name: (*MEANINGS, name).index(name))
@@ -105,6 +102,27 @@ def check_same(
         )
 
 
+def check_same_config(ledger: Ledger, config: Path | None, path: Path) -> None:
+    """Refuse to give a finished run for one of another configuration."""
+    if is_other_config(ledger.bound_to.get("config"), config, path):
+        raise InputError(
+            f"{path} is finished, under another configuration: nothing was trained. Choose another "
+            "output directory, or say --fork to train on from its last checkpoint."
+        )
+
+
+def is_other_config(written: str | None, config: Path | None, path: Path) -> bool:
+    """Whether `config` says something else than that of the run, whose digest was `written`."""
+    if config is None or written is None:
+        return False
+    # The run's own copy is compared by what it says: the run's files may lie elsewhere now.
+    place = path / "config.toml"
+    copy = place.read_bytes() if place.is_file() else b""
+    if hashlib.sha256(copy).hexdigest() != written:
+        raise LedgerError(f"{place} is not what the ledger names: restore it.")
+    return _settings_of(copy) != _settings_of(config.read_bytes())
+
+
 def _settings_of(config: bytes) -> dict[str, Any]:
     """What a configuration says, without what changes nothing that is released."""
     settings = tomllib.loads(config.decode())
@@ -113,8 +131,13 @@ def _settings_of(config: bytes) -> dict[str, Any]:
     return settings
 
 
-def stored_secret(path: Path) -> RunSecret:
-    """The secret that the run in `path` began with."""
+def key_name(secret: RunSecret) -> str:
+    """A public name of a secret of 256 bits, which nobody can guess from it."""
+    return hashlib.sha256(b"userdp noise key\n" + secret.key).hexdigest()
+
+
+def stored_secret(path: Path, name: str | None) -> RunSecret:
+    """The secret that the run in `path` began with, which the ledger calls `name`."""
     place = path / NOISE_KEY
     try:
         key = bytes.fromhex(place.read_text(encoding="ascii"))
@@ -125,7 +148,13 @@ def stored_secret(path: Path) -> RunSecret:
             f"{place} is not there or damaged: the run was finalized, or its secret is lost. It "
             "cannot go on. If it has a checkpoint left, --fork goes on from that at a new charge."
         )
-    return RunSecret(key=key, fixed_seed=False)
+    found = RunSecret(key=key, fixed_seed=False)
+    if name is not None and key_name(found) != name:
+        raise LedgerError(
+            f"{place} is not the key that the run began with: steps that are taken again would "
+            "have other noise. Restore it, or say --fork to go on at a new charge."
+        )
+    return found
 
 
 def check_hardware(ledger: Ledger, moment: Moment | None, device: torch.device) -> None:

@@ -45,7 +45,7 @@ from userdp.probe import check_positions
 from userdp.run_files import overlap, write_training_users
 from userdp.run_record import OnStep, RunRecord, checkpoints_of
 from userdp.run_state import Checkpoint, restore, restore_beginning, restore_finished
-from userdp.same_run import NOISE_KEY
+from userdp.same_run import NOISE_KEY, check_same_config
 from userdp.statement import Statement
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
@@ -119,8 +119,13 @@ def train(
     settings = settings or StepSettings()
     if optimizer is None:
         optimizer = make_optimizer(model, "adamw", learning_rate)
-    started = start(path, model, plan, resume=resume, fork_of_it=fork, fork_step=fork_step)
+    if dry_run and (resume or fork):
+        raise InputError("dry_run begins a run of its own: leave out resume and fork.")
+    started = start(
+        path, model, plan, resume=resume, fork_of_it=fork, fork_step=fork_step, paid=paid
+    )
     if path is not None and started.finished is not None:
+        check_same_config(started.finished, config, path)
         restore_finished(path, started.finished, model)
         return Run(model=model, ledger=started.finished, path=path)
     plan, beginning = started.plan, started.beginning
@@ -130,7 +135,9 @@ def train(
     store.verify()
     before = earlier_runs(model, other_people=other_people, data=store.fingerprint)
     plan.check_paid(paid, earlier=before)
-    cautions = (*store.cautions, *_check_declared(model, store, before))
+    parents = () if beginning.parent is None else (beginning.parent,)
+    homes = history_of(model).homes
+    cautions = (*store.cautions, *_check_declared((*homes, *parents), store, before))
     check_positions(model, sequence_length)
     people = Population.of(store)
     # What the runs before this one did not use is free for it.
@@ -153,7 +160,6 @@ def train(
         "device": device.type,
         "hardware": hardware_of(device),
     }
-    homes = history_of(model).homes
     moment: Moment | None = None
     if path is not None and started.goes_on:
         moment = checkpoints_of(path).newest()
@@ -258,12 +264,14 @@ UNCHECKED_PEOPLE = (
 )
 
 
-def _check_declared(model: nn.Module, store: UserStore, before: Sequence[Earlier]) -> list[str]:
+def _check_declared(
+    homes: Sequence[Path], store: UserStore, before: Sequence[Earlier]
+) -> list[str]:
     """Refuse a wrong declaration of other people. Gives a caution if it cannot be checked."""
     people = {item.run: item.people for item in before}
     if not any(people.values()):
         return []
-    found = overlap(store, people, history_of(model).homes)
+    found = overlap(store, people, homes)
     if found.shared:
         raise InputError(
             f"other_people is declared, and {found.shared:,} users are in several of the runs, by "
@@ -331,8 +339,11 @@ def train_from_config(
 
 
 def _check_out(out: Path, *, goes_on: bool) -> None:
-    holds_something = out.exists() and (not out.is_dir() or any(out.iterdir()))
-    if holds_something and not goes_on:
+    names = [path.name for path in out.iterdir()] if out.is_dir() else []
+    holds_something = bool(names) or (out.exists() and not out.is_dir())
+    # A run that was stopped at once has a secret alone.
+    is_run = names == ["secret"] or bool({"ledger.jsonl", "earlier"} & set(names))
+    if holds_something and not (goes_on and is_run):
         way_out = " Say --resume to go on with the run in it." if (out / NOISE_KEY).exists() else ""
         raise InputError(
             f"{out} already holds something: choose another output directory.{way_out}"
