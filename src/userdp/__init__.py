@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from userdp.bounding.bound import Bounded as Bounded
     from userdp.bounding.bound import bound as bound
+    from userdp.checkpoints import Saving as Saving
     from userdp.clipping.rules import AdaptiveClip as AdaptiveClip
     from userdp.clipping.rules import AutomaticClip as AutomaticClip
     from userdp.clipping.rules import FlatClip as FlatClip
@@ -68,6 +69,7 @@ _HOME = {
     "Population": "userdp.population",
     "PrivateStep": "userdp.step",
     "RunRecord": "userdp.run_record",
+    "Saving": "userdp.checkpoints",
     "Statement": "userdp.statement",
     "StepSettings": "userdp.clipping.settings",
     "UnaccountedPlanError": "userdp.errors",

@@ -66,13 +66,6 @@ def clear_unbegun(run: Path) -> str | None:
     """
     path = run / "ledger.jsonl"
     digest = None
-    left = [name for name in ("model", "statement.json") if (run / name).exists()]
-    left += [f"checkpoints/{path.name}" for path in (run / "checkpoints").glob("step-*")]
-    if left:
-        raise LedgerError(
-            f"{run} holds {left[0]}, and its ledger no step: rows were cut off, or the ledger is "
-            "lost. Restore ledger.jsonl, or choose another output directory. Nothing was deleted."
-        )
     _refuse_other_files(run)
     if path.is_file():
         # Under the lock, so that a run which is just beginning elsewhere is not deleted.
@@ -90,10 +83,13 @@ def clear_unbegun(run: Path) -> str | None:
 
 def _refuse_other_files(run: Path) -> None:
     """Refuse to delete what a run that was stopped before its first step does not leave."""
-    if checkpoint_places(run / CHECKPOINTS) or (run / "model").exists():
+    results = [name for name in ("model", "statement.json") if (run / name).exists()]
+    results += [f"{CHECKPOINTS}/{path.name}" for path in checkpoint_places(run / CHECKPOINTS)]
+    if results:
         raise LedgerError(
-            f"{run} holds a checkpoint or a model, and its ledger has no step: rows were cut off, "
-            "or the ledger is lost. Restore it. Without it nobody knows what was spent."
+            f"{run} holds {results[0]}, and its ledger no step: rows were cut off, or the ledger "
+            "is lost, and nobody knows what was spent. Restore ledger.jsonl, or choose another "
+            "output directory. Nothing was deleted."
         )
     others = (CHECKPOINTS, "config.toml")
     secrets = {path.name for path in (run / "secret").glob("*")} - {"noise.key"}
