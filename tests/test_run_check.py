@@ -52,17 +52,30 @@ def priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ledger, "statement", shared)
 
 
+def positions(content: bytes, request: pytest.FixtureRequest) -> range:
+    """Every byte of the ledger and, where slow tests run, of all files; else every fifth of these."""
+    everything = "not slow" not in request.config.getoption("markexpr")
+    is_ledger = content.startswith(b'{"bound_to"')
+    return range(0, len(content), 1 if everything or is_ledger else 5)
+
+
 @pytest.mark.usefixtures("priced_once")
 @pytest.mark.parametrize(
-    ("name", "with_key"), [*((name, True) for name in RECORD), ("statement.json", False)]
+    ("name", "with_key"),
+    [
+        *((name, True) for name in RECORD),
+        pytest.param("statement.json", False, marks=pytest.mark.slow),
+    ],
 )
-def test_every_edited_byte_of_the_record_is_found(run: Path, name: str, with_key: bool) -> None:
+def test_every_edited_byte_of_the_record_is_found(
+    run: Path, name: str, with_key: bool, request: pytest.FixtureRequest
+) -> None:
     if not with_key:
         chain.key_path(run / "ledger.jsonl").unlink()
     assert check_run(run).ok
     path = run / name
     content = path.read_bytes()
-    for position in range(len(content)):
+    for position in positions(content, request):
         edited = bytearray(content)
         # A tab for a space is the same JSON, and still not the byte that was written.
         edited[position] = ord("\t") if edited[position] == ord(" ") else edited[position] ^ 1
@@ -72,10 +85,12 @@ def test_every_edited_byte_of_the_record_is_found(run: Path, name: str, with_key
 
 @pytest.mark.usefixtures("priced_once")
 @pytest.mark.parametrize("name", RECORD)
-def test_every_cut_of_the_record_is_found(run: Path, name: str) -> None:
+def test_every_cut_of_the_record_is_found(
+    run: Path, name: str, request: pytest.FixtureRequest
+) -> None:
     path = run / name
     content = path.read_bytes()
-    for length in range(len(content)):
+    for length in positions(content, request):
         path.write_bytes(content[:length])
         assert not check_run(run).ok, length
 

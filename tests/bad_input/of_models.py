@@ -347,7 +347,7 @@ TABLE: list[Bad] = [
     command("duplicates of nothing", "not a user store", "duplicates", "nowhere"),
     _looked("a quantile above one", "--quantile 2", "--quantile", "2"),
     _looked("a quantile of nothing spent", "epsilon=0", "--epsilon", "0"),
-    _looked("a quantile written to nowhere", "cannot be written", "--out", "nowhere/look.json"),
+    _looked("a quantile written to nowhere", "there is no directory", "--out", "nowhere/look.json"),
     # Runs
     Bad(
         name="the directory of another run", make=_run_is_there, says="run already holds something"
@@ -356,7 +356,7 @@ TABLE: list[Bad] = [
     command("a report of nothing", "the directory of a run", "report", "nowhere"),
     _damaged_run(
         "a ledger of nothing",
-        "has no row: the run was stopped before it began",
+        "rows were cut off or replaced since the checkpoint",
         lambda run: (run / "ledger.jsonl").write_text(""),
         "account",
         "{}",

@@ -176,7 +176,9 @@ def test_a_directory_that_holds_a_run_says_how_to_go_on(root: Path, finished: Pa
     assert "already holds something" in found.err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_signal_from_outside_ends_with_its_code_and_says_how_to_go_on(
     root: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
