@@ -53,7 +53,7 @@ def priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def positions(content: bytes, request: pytest.FixtureRequest) -> range:
-    """Every byte of the ledger and, where slow tests run, of all files; else every fifth of these."""
+    """Every byte of the ledger and, where slow tests run, of all files; else every fifth."""
     everything = "not slow" not in request.config.getoption("markexpr")
     is_ledger = content.startswith(b'{"bound_to"')
     return range(0, len(content), 1 if everything or is_ledger else 5)
