@@ -44,6 +44,9 @@ from userdp.remembered import checkpoint_places, mark
 FORMAT = 1
 FILES = ("weights.safetensors", "state.safetensors", "state.json")
 INITIAL = "initial"
+# What damaged files raise.
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError)
+UNREADABLE += (SafetensorError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +211,7 @@ class Checkpoints:
             )
         except LedgerError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
+        except UNREADABLE:
             raise LedgerError(f"{path}: this checkpoint cannot be read.") from None
 
 

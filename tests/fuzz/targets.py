@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from hypothesis import strategies as st
 from importing import bring_in, reading
 
@@ -25,7 +26,10 @@ from fuzz.inputs import SECRET, VALUES, edited, edited_json, json_bytes
 from userdp.accounting import events
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
+from userdp.chain import canonical
+from userdp.checkpoints import Checkpoints, Moment
 from userdp.config import load_config
+from userdp.data.files import file_digest
 from userdp.data.record import Record
 from userdp.data.sources import Reading
 from userdp.data.store import UserStore, write_store
@@ -34,6 +38,7 @@ from userdp.history import ANCESTRY_FILE, read_history
 from userdp.ledger import Ledger
 from userdp.paid import Paid, read_paid
 from userdp.plan import Plan
+from userdp.remembered import mark
 
 Read = Callable[[Path, Any], object]
 
@@ -320,6 +325,34 @@ LEDGER_EDITS = st.lists(
     max_size=3,
 )
 
+# Checkpoints
+
+
+def _checkpoint(folder: Path, value: tuple[str, bool, bytes]) -> None:
+    """A checkpoint in which a file has other content, with or without the owner's mark on it."""
+    name, marked, content = value
+    checkpoints = Checkpoints(folder, bytes(32))
+    state = {"optimizer": {"lr": 0.1, "state": {0: torch.ones(2)}}, "betas": (0.9, None)}
+    checkpoints.save(Moment(step=1, head="abc", weights={"w": torch.ones(3)}, state=state))
+    checkpoints.wait()
+    (place,) = folder.glob("step-*")
+    (place / name).write_bytes(content)
+    if marked and name != "manifest.json":
+        manifest = json.loads((place / "manifest.json").read_bytes())
+        manifest["sha256"][name] = file_digest(place / name)
+        manifest["mark"] = mark(bytes(32), manifest)
+        (place / "manifest.json").write_text(canonical(manifest) + "\n")
+    checkpoints._load(place)
+
+
+TREE = {"items": [["a", {"float": "0x1p-3"}], [{"tuple": [0]}, {"tensor": "tensor0"}]]}
+CHECKPOINT_FILES = st.tuples(
+    st.sampled_from(["weights.safetensors", "state.safetensors", "state.json", "manifest.json"]),
+    st.booleans(),
+    edited([json_bytes(TREE), b"\x08\x00\x00\x00\x00\x00\x00\x00{}      "])
+    | edited_json([TREE]).map(json_bytes),
+)
+
 # Configurations
 
 CONFIG: dict[str, Any] = {
@@ -454,6 +487,15 @@ TARGETS = [
         ),
     ),
     Target(name="ledger", inputs=LEDGER_EDITS, read=_ledger),
+    Target(
+        name="checkpoint",
+        inputs=CHECKPOINT_FILES,
+        read=_checkpoint,
+        found=(
+            ("state.json", True, b"[" * 100_000),
+            ("state.json", True, b'{"float": "0x1p9999"}'),
+        ),
+    ),
     Target(
         name="configuration",
         inputs=edited_json([CONFIG]).map(_config_text) | edited([_config_text(CONFIG)]),
