@@ -19,7 +19,7 @@ from fuzz.inputs import SECRET
 from fuzz.targets import TARGETS, Target
 from userdp.errors import InputError
 
-FEW = 12
+FEW = 6
 MANY = 300
 
 

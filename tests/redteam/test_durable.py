@@ -108,6 +108,16 @@ def spent(store: UserStore) -> float | None:
     return userdp.Population.of(store).spent(DELTA).epsilon
 
 
+def test_a_cut_ledger_is_not_read_beside_its_checkpoints(
+    base: Path, store: UserStore, tmp_path: Path
+) -> None:
+    run(base, store, tmp_path / "r")
+    assert Ledger.read(tmp_path / "r" / "ledger.jsonl").steps == STEPS
+    keep_rows(tmp_path / "r", 2)
+    with pytest.raises(LedgerError, match="cut off"):
+        Ledger.read(tmp_path / "r" / "ledger.jsonl")
+
+
 def test_a_run_whose_rows_were_cut_is_not_forked(
     base: Path, store: UserStore, tmp_path: Path
 ) -> None:

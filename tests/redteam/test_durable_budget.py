@@ -128,6 +128,15 @@ def test_a_fork_of_a_cut_ledger_is_refused(root: Path) -> None:
     assert spent(root) == pytest.approx(plan().epsilon())
 
 
+def test_a_fork_of_a_ledger_cut_beside_its_model_is_refused(root: Path) -> None:
+    # The checkpoints are gone, too; that there is a model shows that the run came to its end.
+    train(root)
+    cut(root / "run", 1)
+    shutil.rmtree(root / "run" / "checkpoints")
+    with pytest.raises(LedgerError, match="cut off"):
+        train(root, fork=True, lr=0.02)
+
+
 @pytest.mark.parametrize("rows", ["first row", "empty", "gone"])
 def test_a_run_whose_ledger_is_lost_is_not_deleted_and_stays_counted(root: Path, rows: str) -> None:
     stopped(root)
