@@ -20,7 +20,7 @@ demo-llm: $(LLM)
 	$(BIN)/userdp quickstart --model smollm2 --out runs/quickstart-llm
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-all: $(LLM)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not fuzz" -n 2 --dist loadfile
