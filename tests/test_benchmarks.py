@@ -65,6 +65,7 @@ def refused(capsys: pytest.CaptureFixture[str], reason: str) -> Iterator[None]:
     assert reason in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_rows_say_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_rows(tmp_path, monkeypatch)
@@ -120,6 +121,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(
         run(monkeypatch, *SMALL.split(), option, value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_a_run_in_which_all_failed_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     # Longer than the model's positions.
@@ -127,6 +129,7 @@ def test_a_run_in_which_all_failed_is_no_success(monkeypatch: pytest.MonkeyPatch
         run(monkeypatch, *SMALL.split(), "--tokens", "8192", "--lengths", "2048", *METHODS)
 
 
+@pytest.mark.slow
 def test_a_whole_run_is_compared_with_its_bare_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

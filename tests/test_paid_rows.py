@@ -412,6 +412,7 @@ def test_a_configured_run_charges_its_ledger_first_and_says_so(tmp_path):
     assert found["epsilon"] == epsilon
 
 
+@pytest.mark.slow
 def test_a_run_configured_with_epsilon_meets_it_with_all_that_was_paid(tmp_path):
     make_store(tmp_path / "store", [2] * 12)
     make_model(tmp_path / "model")

@@ -81,6 +81,7 @@ def test_loaded_run_is_the_trained_model(config_file: Callable[..., Path], tmp_p
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks_train_the_same_model(
     config_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def test_no_command_is_the_help_and_exit_code_2() -> None:
     assert "Usage" in result.err + result.out
 
 
+@pytest.mark.slow
 def test_the_program_ends_with_the_exit_code_of_a_command_as_a_shell_sees_it() -> None:
     code = "import sys\nfrom userdp.cli import main\nsys.argv[0] = 'userdp'\nmain()"
     wrong = python(code, "account", "--ratee", "1")

@@ -217,6 +217,7 @@ def _peak_megabytes(stderr: str) -> int:
     return int(found[1])
 
 
+@pytest.mark.slow
 @needs_proc
 def test_line_of_100_megabytes_is_refused_in_bounded_memory(tmp_path: Path) -> None:
     source = tmp_path / "data.jsonl"

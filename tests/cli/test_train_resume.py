@@ -176,6 +176,7 @@ def test_a_directory_that_holds_a_run_says_how_to_go_on(root: Path, finished: Pa
     assert "already holds something" in found.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
 )

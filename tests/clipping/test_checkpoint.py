@@ -451,6 +451,7 @@ def compiler(backend: str) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @ignoring_torchs_warnings
 @pytest.mark.parametrize(
     ("backend", "name"),

@@ -106,6 +106,7 @@ def test_compiled_blocks_give_the_plain_loops_sum_of_joined_records(
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma", pytest.param("opt", marks=pytest.mark.slow), "bert"])
 def test_compiled_blocks_give_the_plain_loops_sum_for_layers_without_a_rule_and_others(
     name: str,

@@ -62,6 +62,7 @@ def test_truncated_gzip_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filling", [b"\x00" * (1 << 20), GOOD * 40_000])
 def test_decompression_bomb_is_refused_in_little_memory(tmp_path: Path, filling: bytes) -> None:
     with gzip.open(tmp_path / "bomb.jsonl.gz", "wb", compresslevel=9) as file:

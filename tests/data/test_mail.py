@@ -231,6 +231,7 @@ def test_a_file_that_is_no_mbox_is_refused(tmp_path: Path) -> None:
         bring_in(tmp_path / "x.mbox", tmp_path / "store")
 
 
+@pytest.mark.slow
 @needs_shared
 def test_git_list_agrees_with_its_cleaned_twin_within_two_percent(tmp_path: Path) -> None:
     mail = bring_in(
@@ -246,6 +247,7 @@ def test_git_list_agrees_with_its_cleaned_twin_within_two_percent(tmp_path: Path
     assert UserStore.open(tmp_path / "mail").times is not None
 
 
+@pytest.mark.slow
 @needs_shared
 def test_modern_mail_counts_every_message(tmp_path: Path) -> None:
     mail = bring_in(SHARED / "data/raw/gitml_2022-07.mbox.gz", tmp_path / "mail")
