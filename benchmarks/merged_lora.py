@@ -16,6 +16,7 @@ import copy
 import gzip
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -25,15 +26,23 @@ from torch import nn
 
 from userdp.clipping.settings import StepSettings
 from userdp.data.tokens import TokenRows
-from userdp.losses import causal_lm_loss
+from userdp.index import Rows
+from userdp.losses import Batch, causal_lm_loss
 from userdp.models.load import Lora, add_lora
 from userdp.plan import Plan
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
-from userdp.training_rows import cohort_batches
+from userdp.tasks import CausalTask
 
 LENGTH = 64
 END = 256
+
+
+def batches_of(rows: TokenRows, groups: Iterable[Rows]) -> list[Batch]:
+    task, nothing_random = CausalTask(pad_token=END), np.random.default_rng(0)
+    return [task.batch(rows, group, nothing_random) for group in groups]
+
+
 HELD_OUT = 40
 
 
@@ -88,7 +97,7 @@ def held_out_loss(model: nn.Module, rows: TokenRows) -> float:
     """Mean loss of the rows, in the weights' own float32."""
     losses = [
         causal_lm_loss(model, batch).double()
-        for batch in cohort_batches(rows, np.array_split(np.arange(len(rows)), 20), pad_token=END)
+        for batch in batches_of(rows, np.array_split(np.arange(len(rows)), 20))
     ]
     return float(torch.cat(losses).mean())
 
@@ -114,7 +123,7 @@ def fine_tune(
         sequence_length=LENGTH,
     )
     for cohort in step.cohorts():
-        step.apply(cohort_batches(rows, cohort, pad_token=END))
+        step.apply(batches_of(rows, cohort))
     return model
 
 

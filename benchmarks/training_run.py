@@ -31,6 +31,7 @@ from userdp.plan import Plan
 from userdp.run_record import RunRecord
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
+from userdp.tasks import CausalTask
 from userdp.training_rows import cohort_batches
 
 
@@ -179,10 +180,12 @@ def run(
         padded[0] = 0
 
     started = time.perf_counter()
+    task = CausalTask(pad_token=0)
     begin()
     for number, cohort in enumerate(step.cohorts()):
         useful = sum(int(lengths[np.asarray(group)].sum()) for group in cohort)
-        step.apply(cohort_batches(rows, cohort, pad_token=0))
+        streams = step.record.streams("rows")
+        step.apply(cohort_batches(rows, cohort, task, step=step.record.steps, streams=streams))
         stretch["useful"] += useful
         stretch["steps"] += 1
         compiled = clipping._graphs and len(clipping._add_by_shape) > shapes

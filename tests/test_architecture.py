@@ -18,7 +18,7 @@ GROUND = {"errors", "units", "index", "history", "parts", "streams", "chain", "d
 # The file of a population lies beside a store: stores name it, and what spends adds to it.
 GROUND |= {"budget_file", "interrupts", "lock", "remembered", "rows_file"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
-PARTS |= {"losses"}
+PARTS |= {"losses", "tasks"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the
 # query engine with imports; an update is made from losses, and is what is clipped; tokens are what
 # is evaluated.
@@ -29,6 +29,8 @@ PART_ARROWS = {
     ("updates", "losses"),
     ("evaluation", "data"),
     ("evaluation", "losses"),
+    ("tasks", "data"),
+    ("tasks", "losses"),
 }
 ABOVE = {
     "accounting": GROUND,
@@ -60,8 +62,9 @@ ABOVE = {
     | {"accounting", "data", "earlier", "paid", "reservation", "spending", "statement"},
     "debits": GROUND
     | {"config", "data", "earlier", "ledger", "paid", "plan", "population", "rows_file"},
+    "config_sections": GROUND,
     "config": GROUND
-    | {"config_problems"}
+    | {"config_problems", "config_sections"}
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
     | {"updates"},
     "report": GROUND
@@ -85,12 +88,13 @@ ABOVE = {
     | {"same_run"},
     "run_state": GROUND
     | {"checkpoints", "continuing", "ledger", "losses", "models", "run_record", "step"},
-    "training_rows": GROUND | {"bounding", "data", "losses", "plan", "sampling"},
+    "training_rows": GROUND | {"bounding", "data", "losses", "plan", "sampling", "tasks"},
+    "optimizers": GROUND | {"models"},
     "training": GROUND
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
     | {"continuing", "run_state", "same_run", "statement", "step", "training_rows"}
-    | {"debits", "population"},
+    | {"debits", "optimizers", "population", "tasks"},
     "saved_run": GROUND | {"config", "digests", "ledger", "models"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }

@@ -20,8 +20,9 @@ from userdp.errors import BudgetExhaustedError, InputError, LedgerError
 from userdp.interrupts import InterruptedRunError
 from userdp.ledger import Ledger
 from userdp.noise import draw
+from userdp.optimizers import make_optimizer, make_schedule
 from userdp.streams import RunSecret
-from userdp.training import Run, make_optimizer, make_schedule
+from userdp.training import Run
 
 STEPS = 6
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import models_zoo
-from userdp import saved_run, training
+from userdp import optimizers, saved_run, training
 from userdp.clipping import summation
 from userdp.clipping.batches import cohort
 from userdp.clipping.settings import StepSettings
@@ -31,7 +31,7 @@ def test_named_optimizer_over_the_trainable_parameters(
     name: str, kind: type[torch.optim.Optimizer]
 ) -> None:
     model = models_zoo.build("gpt2 + lora")
-    optimizer = training.make_optimizer(model, name, 0.25)
+    optimizer = optimizers.make_optimizer(model, name, 0.25)
     assert type(optimizer) is kind
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters() if p.requires_grad}
@@ -40,14 +40,14 @@ def test_named_optimizer_over_the_trainable_parameters(
 
 def test_linear_schedule_stays_for_half_and_then_falls_to_zero() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = training.make_schedule(optimizer, "linear", 8)
+    schedule = optimizers.make_schedule(optimizer, "linear", 8)
     rates = []
     for _ in range(8):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
     assert rates == pytest.approx([1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
-    assert training.make_schedule(optimizer, "constant", 8) is None
+    assert optimizers.make_schedule(optimizer, "constant", 8) is None
 
 
 def test_ledger_is_bound_to_data_and_configuration(
@@ -61,7 +61,7 @@ def test_ledger_is_bound_to_data_and_configuration(
     assert bound["data"] == UserStore.open(train_store).fingerprint
     assert bound["config"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert set(bound) == {
-        *("data", "selection", "sequence_length", "tokenizer", "model", "initial_weights"),
+        *("data", "selection", "sequence_length", "task", "tokenizer", "model", "initial_weights"),
         *("optimizer", "schedule", "settings", "device", "hardware", "code", "config"),
     }
     assert first["fixed_seed"] is True

@@ -16,6 +16,7 @@ import tiny
 import userdp
 from userdp import Plan, PrivateStep, StepSettings
 from userdp.data.tokens import tokenise
+from userdp.tasks import CausalTask
 from userdp.training_rows import cohort_batches
 
 SOURCE = Path(userdp.__file__).parent
@@ -83,7 +84,9 @@ def test_a_step_passes_the_listed_files_and_no_other(path: Any, tmp_path: Path) 
 
     def take() -> None:
         cohort = step.draw()
-        step.apply(cohort_batches(rows, cohort, pad_token=tokenizer.pad_token_id))
+        streams = step.record.streams("rows")
+        task = CausalTask(pad_token=tokenizer.pad_token_id)
+        step.apply(cohort_batches(rows, cohort, task, step=step.record.steps, streams=streams))
 
     # The first steps also probe the model and compare new batch shapes.
     take()

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from userdp.clipping.rules import CLIP_RULES, ClipRule
 from userdp.config_problems import first_problem, keys_of_sections
+from userdp.config_sections import (
+    DataSettings,
+    ModelSettings,
+    PrivacySettings,
+    Section,
+    TrainingSettings,
+)
 from userdp.earlier import Earlier, inherited
 from userdp.errors import InputError
 from userdp.history import read_history
@@ -22,163 +29,14 @@ from userdp.own_keys import check_own_keys, own_values
 from userdp.paid import Paid, read_paid
 from userdp.plan import Plan
 from userdp.sampling import SAMPLERS, PublicNumbers
-from userdp.units import Adjacency, SamplingUnit
+from userdp.units import SamplingUnit
 from userdp.updates.contract import UPDATE_RULES, UpdateRule
 
 if TYPE_CHECKING:
     from userdp.bounding.selection import Selection
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class _WithParts(BaseModel):
-    """A section that names parts. Beside the keys listed here, it takes the keys of those parts."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-
-class DataSettings(_Section):
-    """What is trained on."""
-
-    store: Path = Field(description="Directory of the user store to train on.")
-    evaluation: Path | None = Field(
-        None, description="Store of other users, for a held-out loss at the end."
-    )
-    selection: Path | None = Field(
-        None, description="From `userdp bound`: needed where records have several owners."
-    )
-    sequence_length: int = Field(128, ge=2, description="Longer records are cut into rows.")
-
-
-class LoraSettings(_Section):
-    """Train low-rank adapters instead of the whole model."""
-
-    rank: int = Field(8, ge=1)
-    alpha: float = Field(16.0, gt=0)
-    targets: str | list[str] = Field("all-linear", description="Modules that get an adapter.")
-
-
-class ModelSettings(_Section):
-    """What is trained."""
-
-    path: str = Field(description="Directory or hub name of a causal language model.")
-    gguf_file: str | None = Field(None, description="Name of a GGUF file in there.")
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    lora: LoraSettings | None = None
-
-
-class PrivacySettings(_WithParts):
-    """What is promised. Every number here is public: none may be counted from the data."""
-
-    unit: SamplingUnit = Field(
-        SamplingUnit.USER, description="Sample whole users (ULS) or single records (ELS)."
-    )
-    num_users: int = Field(description="Public number of users the guarantee is stated for.")
-    expected_cohort_size: float | None = Field(
-        None, description="unit = user: expected users a step."
-    )
-    expected_batch_size: float | None = Field(
-        None, description="unit = record: expected records a step."
-    )
-    num_records: int | None = Field(
-        None, description="unit = record: public number of kept records; num_users * group_size."
-    )
-    group_size: int | None = Field(
-        None,
-        description="Most records of a user: per step, or at all (record, selection).",
-    )
-    clip_norm: float | None = Field(
-        None, description="L2 bound on each update; automatic clipping has none to choose."
-    )
-    sampler: str = Field("poisson", description="How a step's users or records are drawn.")
-    noise: str = Field("gaussian", description="What is added to the clipped sum.")
-    clipping: str = Field(
-        "flat",
-        description="How updates are scaled to their bound: flat, per-layer, normalised, "
-        "automatic or adaptive.",
-    )
-    clip_count_noise: float | None = Field(
-        None, description="clipping = adaptive: noise on the count of unclipped updates."
-    )
-    clip_quantile: float | None = Field(
-        None, description="clipping = adaptive: share of updates to leave unclipped; 0.5."
-    )
-    delta: float
-    epsilon: float | None = Field(
-        None, description="Target of the steps and all that is paid; or give noise_multiplier."
-    )
-    noise_multiplier: float | None = None
-    adjacency: Adjacency = Adjacency.ADD_REMOVE
-    paid: list[Path] = Field(
-        default_factory=list[Path],
-        description="Files of `userdp quantile --out`: part of what epsilon is the target of.",
-    )
-    other_people: bool = Field(
-        False, description="Declares that nobody here was in the runs behind the model."
-    )
-    non_private: bool = Field(False, description="Train without any guarantee, and say so.")
-
-
-class TrainingSettings(_WithParts):
-    """How the noised gradients are used. This is post-processing, so every choice is free."""
-
-    steps: int
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    learning_rate: float = Field(1e-3, gt=0)
-    schedule: Literal["constant", "linear"] = "constant"
-    update: str = Field("gradient", description="What each group gives: its mean gradient.")
-    path: Literal["fast", "plain"] = Field(
-        "fast", description="plain: one user at a time, slow; the fast path's oracle."
-    )
-    microbatch_tokens: int | None = Field(
-        None, ge=1, description="Padded tokens in one backward pass, for memory (fast)."
-    )
-    microbatch_records: int | None = Field(
-        None, ge=1, description="Records at a time, for memory (plain)."
-    )
-    compute_dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="Products in this dtype while weights stay in theirs; CUDA: bfloat16."
-    )
-    merge_lora: bool = Field(
-        False, description="Compute with adapters merged into their weights: faster (fast)."
-    )
-    checkpoint_blocks: bool = Field(
-        False, description="Run blocks again in the backward pass: less memory, slower (fast)."
-    )
-    join_records: bool | None = Field(
-        None,
-        description="Several short records in one row (fast); default: for users it saves much.",
-    )
-    deterministic: bool = Field(
-        False, description="On CUDA: a run that goes on ends bit for bit as if not stopped; slower."
-    )
-    device: str = "cpu"
-    checkpoint_every: int | None = Field(
-        None, ge=1, description="Steps from one checkpoint to the next; default: by the minutes."
-    )
-    checkpoint_minutes: float = Field(
-        5.0, gt=0, description="Minutes from one checkpoint to the next."
-    )
-    keep_checkpoints: int = Field(2, ge=1, description="How many checkpoints are kept.")
-    fixed_seed: int | None = Field(
-        None, description="For tests only: whoever knows it can remove the noise."
-    )
-
-    @property
-    def on_cuda(self) -> bool:
-        """Whether training runs on a CUDA device."""
-        return self.device.startswith("cuda")
-
-    @property
-    def autocast_dtype(self) -> Literal["bfloat16"] | None:
-        """The dtype of products; None if it is that of the weights."""
-        chosen = self.compute_dtype or ("bfloat16" if self.on_cuda else "float32")
-        return "bfloat16" if chosen == "bfloat16" else None
-
-
-class Config(_Section):
+class Config(Section):
     """A whole run."""
 
     data: DataSettings

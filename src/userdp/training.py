@@ -36,8 +36,8 @@ from userdp.history import history_of
 from userdp.interrupts import signals_wait_for_the_step
 from userdp.ledger import Ledger
 from userdp.lineage import earlier_runs
-from userdp.models.checks import trainable_parameters
 from userdp.models.load import Lora, load_model
+from userdp.optimizers import make_optimizer, make_schedule
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.population import Population
@@ -49,6 +49,7 @@ from userdp.same_run import NOISE_KEY, check_same_config
 from userdp.statement import Statement
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
+from userdp.tasks import CausalTask, Task
 from userdp.training_rows import cohort_batches, rows_of, selection_name
 
 
@@ -76,6 +77,7 @@ def train(
     learning_rate: float = 1e-3,
     scheduler: Any = None,
     sequence_length: int = 128,
+    task: Task | None = None,
     selection: Selection | None = None,
     settings: StepSettings | None = None,
     out: str | Path | None = None,
@@ -91,6 +93,8 @@ def train(
     on_step: OnStep | None = None,
 ) -> Run:
     """Train `model` on the store's users as `plan` says. The model is changed in place.
+
+    `task` says what is learned from a record; by default the next token, everywhere in it.
 
     Records of several owners need a `selection` that bounds what each owner contributes. A long
     record is then cut to one row, so the bound on records is also a bound on rows.
@@ -117,6 +121,7 @@ def train(
     """
     path = Path(out) if out is not None else None
     settings = settings or StepSettings()
+    task = task or CausalTask(pad_token=tokenizer.pad_token_id)
     if optimizer is None:
         optimizer = make_optimizer(model, "adamw", learning_rate)
     if dry_run and (resume or fork):
@@ -153,6 +158,7 @@ def train(
         "data": store.fingerprint,
         "selection": selection_name(store, selection),
         "sequence_length": str(sequence_length),
+        "task": task.name,
         "tokenizer": tokenizer_digest(tokenizer),
         "model": model_digest(model),
         "schedule": scheduler_digest(scheduler),
@@ -217,19 +223,22 @@ def train(
             optimizer,
             plan,
             rows.index(),
+            record_loss=task.record_loss,
             settings=settings,
             sequence_length=sequence_length,
             record=record,
         )
-        # If the model does not tell its vocabulary, the rows are made up from the tokenizer's.
-        tokens = torch.arange(len(tokenizer))[None]
-        example = {"input_ids": tokens, "labels": tokens}
+        example = task.example(tokenizer)
         if moment is not None:
             restore(moment, model, optimizer, scheduler, step, example)
         step.check_model(example)
         checkpoint = Checkpoint(record, model, optimizer, scheduler, step, beginning.before)
         for cohort in step.cohorts():
-            step.apply(cohort_batches(rows, cohort, pad_token=tokenizer.pad_token_id))
+            step.apply(
+                cohort_batches(
+                    rows, cohort, task, step=record.steps, streams=record.streams("rows")
+                )
+            )
             if scheduler is not None:
                 scheduler.step()
             record.step_done()
@@ -279,14 +288,6 @@ def _check_declared(
             "runs are composed; or train on a store without these users."
         )
     return [] if found.is_known else [UNCHECKED_PEOPLE]
-
-
-def make_optimizer(model: nn.Module, name: str, learning_rate: float) -> torch.optim.Optimizer:
-    """The named torch optimizer over the trainable parameters. On CUDA it is fused."""
-    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-    parameters = list(trainable_parameters(model).values())
-    fused = all(parameter.is_cuda for parameter in parameters)
-    return kinds[name](parameters, lr=learning_rate, fused=fused)
 
 
 def train_from_config(
@@ -368,13 +369,4 @@ def step_settings(config: Config) -> StepSettings:
     return StepSettings(
         **{name: getattr(given, name) for name in shared - {"compute_dtype"}},
         compute_dtype=torch.bfloat16 if given.autocast_dtype == "bfloat16" else None,
-    )
-
-
-def make_schedule(optimizer: torch.optim.Optimizer, name: str, steps: int) -> Any:
-    """None for a constant rate; else constant for half of the run, then linear to zero."""
-    if name == "constant":
-        return None
-    return torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, 2 * max(0, steps - step) / steps)
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
 from userdp.data.store import UserStore
@@ -15,6 +13,8 @@ from userdp.errors import InputError
 from userdp.losses import Batch
 from userdp.plan import Plan
 from userdp.sampling import Cohort
+from userdp.streams import Streams
+from userdp.tasks import Task
 
 
 def rows_of(
@@ -56,11 +56,13 @@ def rows_of(
     )
 
 
-def cohort_batches(rows: TokenRows, cohort: Cohort, *, pad_token: int) -> Iterator[Batch]:
-    """One batch per group: the group's records, padded on the right."""
+def cohort_batches(
+    rows: TokenRows, cohort: Cohort, task: Task, *, step: int, streams: Streams
+) -> Iterator[Batch]:
+    """One batch per group, as the task makes it. Each group of each step has its own randomness."""
     for group in cohort:
-        input_ids, labels = rows.padded(group, pad_token=pad_token)
-        yield {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+        piece = int(group[0]) + 1 if len(group) else 0
+        yield task.batch(rows, group, streams.rng(step, piece))
 
 
 def selection_name(store: UserStore, selection: Selection | None) -> str:

@@ -23,8 +23,9 @@ from userdp.digests import model_digest, optimizer_digest, scheduler_digest
 from userdp.errors import InputError, LedgerError
 from userdp.finalize import finalize
 from userdp.ledger import Ledger
+from userdp.optimizers import make_optimizer
 from userdp.paid import Paid
-from userdp.training import Run, make_optimizer
+from userdp.training import Run
 
 STEPS = 6
 DELTA = 1e-2

@@ -19,8 +19,9 @@ from userdp.debits import settle
 from userdp.errors import InputError, LedgerError
 from userdp.finalize import finalize
 from userdp.ledger import Ledger
+from userdp.optimizers import make_optimizer
 from userdp.streams import RunSecret
-from userdp.training import Run, make_optimizer
+from userdp.training import Run
 
 DELTA = 1e-2
 

@@ -1,0 +1,6 @@
+"""What a model learns from a record: one file per task."""
+
+from __future__ import annotations
+
+from userdp.tasks.causal import CausalTask as CausalTask
+from userdp.tasks.contract import Task as Task

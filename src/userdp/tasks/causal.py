@@ -1,0 +1,39 @@
+"""Causal language modelling: every token of a record is predicted from those before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from userdp.data.tokens import TokenRows
+from userdp.index import Rows
+from userdp.losses import Batch, RecordLoss, causal_lm_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalTask:
+    """The next token, everywhere in the record.
+
+    Rows are padded on the right. A causal model never looks there, so no mask is needed.
+    """
+
+    pad_token: int
+    name: str = "causal"
+
+    @property
+    def record_loss(self) -> RecordLoss:
+        """The mean over a record's labelled tokens."""
+        return causal_lm_loss
+
+    def batch(self, rows: TokenRows, group: Rows, rng: np.random.Generator) -> Batch:
+        """Input ids and labels. Nothing here is random."""
+        input_ids, labels = rows.padded(group, pad_token=self.pad_token)
+        return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+
+    def example(self, tokenizer: Any) -> Batch:
+        """One row with the whole vocabulary: a model may not tell how large it is."""
+        tokens = torch.arange(len(tokenizer))[None]
+        return {"input_ids": tokens, "labels": tokens}
