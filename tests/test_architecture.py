@@ -29,6 +29,7 @@ PART_ARROWS = {
     ("updates", "losses"),
     ("evaluation", "data"),
     ("evaluation", "losses"),
+    ("evaluation", "tasks"),
     ("tasks", "data"),
     ("tasks", "losses"),
 }
@@ -94,7 +95,8 @@ ABOVE = {
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
     | {"continuing", "run_state", "same_run", "statement", "step", "training_rows"}
-    | {"debits", "optimizers", "population", "tasks"},
+    | {"configured", "debits", "losses", "optimizers", "population", "tasks"},
+    "configured": GROUND | {"config", "data", "models", "tasks"},
     "saved_run": GROUND | {"config", "digests", "ledger", "models"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }

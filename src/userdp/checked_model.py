@@ -23,7 +23,14 @@ from userdp.clipping.settings import StepSettings
 from userdp.clipping.summation import Summation, summation
 from userdp.errors import NothingSeenError, UntriedModelError
 from userdp.index import IGNORED_LABEL, UserIndex
-from userdp.losses import Batch, RecordLoss, Update, causal_lm_loss, masked_lm_loss
+from userdp.losses import (
+    Batch,
+    RecordLoss,
+    Update,
+    causal_lm_loss,
+    classification_loss,
+    masked_lm_loss,
+)
 from userdp.models.proven import is_proven, ways_of
 from userdp.plan import Plan
 from userdp.probe import check_model, is_language_modelling, usual_length, vocabulary_of
@@ -82,7 +89,7 @@ class CheckedModel:
         # steps, and begin to use them when the probe is long over.
         self._witness = (
             None
-            if record_loss in (causal_lm_loss, masked_lm_loss)
+            if record_loss in (causal_lm_loss, masked_lm_loss, classification_loss)
             else PlainClipping(model, parameters, record_loss=record_loss, update=plan.update)
         )
         self.is_checked = False

@@ -23,14 +23,18 @@ def rows_of(
     plan: Plan,
     selection: Selection | None,
     sequence_length: int,
+    task: Task,
 ) -> TokenRows:
-    """The rows of the store, or of the selection if there is one."""
+    """The rows of the store, or of the selection if there is one, as the task reads them."""
+    encoding = task.encoding
     if selection is None:
         if plan.adjacency.fixed_graph:
             raise InputError(
                 f"adjacency {plan.adjacency.value!r} needs a selection: bound contributions first."
             )
-        return tokenise(store, tokenizer, sequence_length=sequence_length, verify=True)
+        return tokenise(
+            store, tokenizer, sequence_length=sequence_length, encoding=encoding, verify=True
+        )
     edges = Edges.load(store.path)
     selection.check(edges)
     if not plan.adjacency.fixed_graph:
@@ -42,6 +46,7 @@ def rows_of(
             tokenizer,
             selection.records(),
             sequence_length=sequence_length,
+            encoding=encoding,
             owners=store.sole_owners(),
             verify=True,
         )
@@ -52,7 +57,12 @@ def rows_of(
             "under fixed-graph adjacency."
         )
     return tokenise_selected(
-        store, tokenizer, selection.records(), sequence_length=sequence_length, verify=True
+        store,
+        tokenizer,
+        selection.records(),
+        sequence_length=sequence_length,
+        encoding=encoding,
+        verify=True,
     )
 
 
