@@ -100,3 +100,25 @@ def test_a_buffer_of_nan_is_equal_to_itself() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("kept", torch.full((2,), float("nan")))
     assert ModuleState(model).changed() == []
+
+
+def test_listed_weights_keep_what_the_optimizer_wrote() -> None:
+    # An LSTM keeps its weights in a list, too. Putting them back would undo every step.
+    model = nn.LSTM(2, 2)
+    state = ModuleState(model)
+    before = model.weight_hh_l0.detach().clone()
+    with torch.no_grad():
+        model.weight_hh_l0 += 1.0
+    assert state.changed() == []
+    state.restore()
+    assert torch.equal(model.weight_hh_l0, before + 1.0)
+
+
+def test_a_listed_tensor_that_is_no_weight_is_put_back() -> None:
+    model = nn.Linear(2, 2)
+    model.kept = [torch.zeros(2), model.weight]  # pyright: ignore[reportAttributeAccessIssue]
+    state = ModuleState(model)
+    model.kept[0] += 1.0  # pyright: ignore
+    assert state.changed() == ["kept"]
+    state.restore()
+    assert torch.equal(model.kept[0], torch.zeros(2))  # pyright: ignore
