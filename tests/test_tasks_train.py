@@ -9,18 +9,24 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models_zoo
 import userdp
 from task_stores import bert_tokenizer, store_of
+from userdp.checked_model import CheckedModel
+from userdp.clipping.fast import FastClipping
+from userdp.clipping.plain import PlainClipping
+from userdp.clipping.rules import FlatClip
 from userdp.clipping.settings import StepSettings
 from userdp.data.contents import TextKind, labelled_json
-from userdp.losses import Batch, causal_lm_loss
+from userdp.index import IGNORED_LABEL
+from userdp.losses import Batch, causal_lm_loss, classification_loss
 from userdp.models.load import Lora, add_lora, classes_of
 from userdp.probe import verify
 from userdp.streams import RunSecret
-from userdp.tasks import TaskName, task_named
+from userdp.tasks import OwnLoss, TaskName, task_named
 
 LENGTH = 16
 CLASSES = ["good", "bad"]
@@ -178,6 +184,7 @@ def test_five_private_steps_give_the_same_weights_on_both_paths(
         assert float((value - plain[parameter]).abs().max()) < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_the_weights_depend_on_what_records_say(
     name: str, kind: str, stores: dict[TaskName, userdp.UserStore], monkeypatch: pytest.MonkeyPatch
@@ -214,9 +221,7 @@ def test_thorough_probes_find_nothing_in(name: str, kind: str) -> None:
     assert 0.5 < found.largest_movement <= 1 + 1e-5
 
 
-def test_a_loss_of_ones_own_is_used_and_named(
-    stores: dict[TaskName, userdp.UserStore],
-) -> None:
+def test_a_loss_of_ones_own_is_used_and_named(stores: dict[TaskName, userdp.UserStore]) -> None:
     asked: list[int] = []
 
     def doubled(model: nn.Module, batch: Batch) -> Tensor:
@@ -226,3 +231,54 @@ def test_a_loss_of_ones_own_is_used_and_named(
     torch.manual_seed(0)
     trained(models_zoo.gpt2().double().eval(), "chat", stores["chat"], record_loss=doubled)
     assert asked
+    named = OwnLoss(task=task_named("chat", tokenizer_of("chat")), record_loss=doubled).name
+    assert named.startswith("chat, loss ")
+    assert named.endswith("doubled")
+
+
+def labelled_group(labels: list[int], length: int, seed: int) -> dict[str, Tensor]:
+    batch = models_zoo.ragged_batch([length] * len(labels), seed=seed)
+    ids = batch["input_ids"]
+    return {
+        "input_ids": ids,
+        "labels": torch.tensor(labels),
+        "attention_mask": ids.new_ones(ids.shape),
+    }
+
+
+def test_one_label_a_record_works_in_a_loop_of_ones_own() -> None:
+    def own_loss(model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return F.cross_entropy(logits, batch["labels"], reduction="none")
+
+    model, rule = build("bert, classes", "full"), FlatClip(clip_norm=0.1)
+    parameters = list(model.parameters())
+    sizes = [([0, 1], 5), ([1], 3), ([0], 9), ([1, 1, 0], 4), ([0], 2)]
+    groups = [labelled_group(labels, n, seed) for seed, (labels, n) in enumerate(sizes)]
+    fast = FastClipping(model, parameters, rule, record_loss=own_loss).clipped_sum(groups, rule)
+    plain = PlainClipping(model, parameters, record_loss=own_loss).clipped_sum(groups, rule)
+    assert float(plain.total.values.norm()) > 0.1
+    assert torch.allclose(fast.total.values, plain.total.values, rtol=0, atol=1e-12)
+
+
+def test_a_class_that_the_model_does_not_have_counts_as_zero() -> None:
+    model = build("bert, classes", "full")
+    plan = userdp.Plan.sample_users(
+        num_users=3,
+        expected_cohort_size=3,
+        group_size=1,
+        steps=1,
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        delta=1e-2,
+    )
+    checked = CheckedModel(
+        model,
+        list(model.parameters()),
+        plan,
+        record_loss=classification_loss,
+        settings=StepSettings(),
+        sequence_length=LENGTH,
+    )
+    groups = [labelled_group([label], 4, 0) for label in (0, 1, IGNORED_LABEL, 2, -1)]
+    assert [checked.reads(group) for group in groups] == [True, True, True, False, False]
