@@ -59,7 +59,7 @@ class MaskedTask:
 
     A chosen token is hidden with probability 0.8, replaced by a random token with probability 0.1,
     and left as it is otherwise. Special tokens are never chosen.
-    Reference: Devlin et al. 2019, Sec. 3.1; with user-level privacy, Ganesh et al. 2025, Sec. 5.
+    Reference: Devlin et al. 2019, Sec. 3.1; with user-level privacy, Ganesh et al. 2025, Sec. 5.1.
     """
 
     pad_token: int
