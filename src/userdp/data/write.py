@@ -191,7 +191,7 @@ def _stage(batches: Iterable[ImportBatch], directory: Path, spellings: Spellings
         text_digest=texts.digest(),
         skipped=skipped,
         has_times=has_times,
-        text_kind=max(kinds, default="plain"),
+        text_kind=kinds.pop() if kinds else "plain",
     )
 
 
