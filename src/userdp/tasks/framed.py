@@ -37,9 +37,9 @@ def frame_of(tokenizer: Any) -> Frame:
     framed: list[int] = tokenizer(text)["input_ids"]
     for start in range(len(framed) - len(plain) + 1):
         stop = start + len(plain)
-        if framed[start:stop] == plain:
+        if plain and framed[start:stop] == plain:
             return Frame(before=tuple(framed[:start]), behind=tuple(framed[stop:]))
     raise InputError(
-        "the tokenizer changes a text when it adds special tokens to it, so rows cannot be cut. "
-        "Use another tokenizer."
+        "the tokenizer does not keep a text as it is when it adds special tokens to it, so rows "
+        "cannot be cut. Use another tokenizer."
     )
