@@ -14,7 +14,7 @@ import models_zoo
 from task_stores import bert_tokenizer
 from userdp.errors import InputError
 from userdp.losses import class_logits
-from userdp.models.load import Lora, classes_of, load_model
+from userdp.models.load import Lora, classes_of, load_model, save_model
 
 CLASSES = ["good", "bad", "so so"]
 
@@ -106,6 +106,21 @@ def test_adapters_train_a_fresh_head_with_them(bert: Path) -> None:
     assert all("lora_" in name or "classifier" in name for name in trained)
     masked, _ = load_model(bert, task="masked", lora=Lora(rank=2))
     assert all("lora_" in name for name, p in masked.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("task", ["classification", "masked"])
+def test_a_saved_adapter_is_loaded_with_its_head(bert: Path, task: Any, tmp_path: Path) -> None:
+    classes = CLASSES if task == "classification" else None
+    model, tokenizer = load_model(bert, task=task, classes=classes, lora=Lora(rank=2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1
+    save_model(model, tokenizer, tmp_path)
+    again, _ = load_model(tmp_path, task=task, classes=classes)
+    ids = torch.tensor([[2, 6, 7, 3]])
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=ids).logits, again.eval()(input_ids=ids).logits)
 
 
 def test_a_decoder_classifies_by_the_last_token_of_a_record_however_it_is_padded() -> None:

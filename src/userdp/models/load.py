@@ -61,8 +61,13 @@ def load_model(
     """
     source = str(name_or_path)
     _refuse_missing_path(source)
-    _refuse_missing_path(_base_of(Path(source)))
+    base = _base_of(Path(source))
+    _refuse_missing_path(base)
     _refuse_pickle(Path(source))
+    if task == "classification" and base and lora is None:
+        # `transformers` would load the adapter alone, without its head for classes.
+        model, _ = load_model(base, task=task, classes=classes, dtype=dtype, device=device)
+        return load_adapter(model, Path(source)), load_tokenizer(source)
     tokenizer = load_tokenizer(source, gguf_file=gguf_file)
     options: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
     refuse_other_task(Path(source), task)
