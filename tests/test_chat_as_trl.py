@@ -69,11 +69,10 @@ def chats() -> list[Messages]:
 @pytest.mark.parametrize(
     "name",
     [
-        "llama3_training",
         "llama3",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("gemma", "gemma_training", "qwen2_5_training")
+            for name in ("llama3_training", "gemma", "gemma_training", "qwen2_5_training")
         ),
     ],
 )

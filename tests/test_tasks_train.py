@@ -71,7 +71,6 @@ MODELS: dict[str, tuple[TaskName, Callable[[], nn.Module], bool]] = {
 }
 # One of each kind; the others wait for the long run.
 USUAL = {("gpt2", "lora"), ("lstm", "full"), ("bert, masked", "full"), ("bert, classes", "lora")}
-USUAL |= {("gpt2, classes", "full")}
 CASES = [
     pytest.param(name, kind, marks=[] if (name, kind) in USUAL else [pytest.mark.slow])
     for name, (_, _, adapts) in MODELS.items()

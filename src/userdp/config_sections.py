@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from userdp.errors import InputError
+from userdp.task_names import TaskName
 from userdp.units import Adjacency, SamplingUnit
 
 
@@ -34,7 +35,7 @@ class DataSettings(Section):
         None, description="From `userdp bound`: needed where records have several owners."
     )
     sequence_length: int = Field(128, ge=2, description="Longer records are cut into rows.")
-    task: Literal["causal", "chat", "masked", "classification"] | None = Field(
+    task: TaskName | None = Field(
         None,
         description="What is learned; by default every next token, of chats the assistant's only.",
     )

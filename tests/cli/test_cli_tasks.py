@@ -88,7 +88,8 @@ def run_and_measure(root: Path, path: Path, other: Path) -> tuple[dict[str, Any]
     return trained, measured
 
 
-@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True])
 def test_chats_with_a_template_in_a_file(lora: bool, tmp_path: Path) -> None:
     def messages(rng: np.random.Generator) -> dict[str, Any]:
         said = [{"role": role, "content": words(rng)} for role in ("user", "assistant")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,17 +12,9 @@ from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.history import read_history
 from userdp.run_files import read_run, run_of, shared_users
+from userdp.task_names import TaskName
 
 DEFAULT_LENGTH = 128
-
-
-class TaskChoice(StrEnum):
-    """What a model predicts."""
-
-    CAUSAL = "causal"
-    CHAT = "chat"
-    MASKED = "masked"
-    CLASSIFICATION = "classification"
 
 
 def evaluate(
@@ -33,7 +24,7 @@ def evaluate(
         int | None, typer.Option(help="Tokens a row; by default what the run trained with, or 128.")
     ] = None,
     task: Annotated[
-        TaskChoice | None,
+        TaskName | None,
         typer.Option(help="What is predicted; by default as the run was trained, or every token."),
     ] = None,
     allow_overlap: Annotated[
@@ -70,7 +61,7 @@ def evaluate(
     from userdp.models.load import load_model
     from userdp.probe import check_positions
 
-    asked = None if task is None else task.value
+    asked = task
     if run is not None and (run / "config.toml").is_file():
         loaded, tokenizer, config = saved_run.load_run(run)
         length = config.data.sequence_length

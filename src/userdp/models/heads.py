@@ -7,15 +7,15 @@ import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
 from userdp.errors import InputError
+from userdp.task_names import TaskName
 
-Task = Literal["causal", "chat", "masked", "classification"]
 _LOG = logging.getLogger(__name__)
 
 # Names of classes whose head is for something else than the next token.
@@ -32,7 +32,7 @@ _HEAD_SEED = 0
 _USUAL_SPREAD = 0.02
 
 
-def model_class(task: Task) -> Any:
+def model_class(task: TaskName) -> Any:
     """The class that loads a model for the task."""
     if task == "masked":
         return transformers.AutoModelForMaskedLM
@@ -41,7 +41,7 @@ def model_class(task: Task) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def lora_task(task: Task) -> str | None:
+def lora_task(task: TaskName) -> str | None:
     """What `peft` calls the task. It has no name for masked language modelling."""
     if task == "classification":
         return "SEQ_CLS"
@@ -60,7 +60,7 @@ def named_classes(source: Path) -> tuple[str, ...]:
         return ()
 
 
-def refuse_other_task(source: Path, task: Task) -> None:
+def refuse_other_task(source: Path, task: TaskName) -> None:
     """Refuse a checkpoint that was saved for another task: its head would begin at random."""
     for name in named_classes(source):
         if task == "masked" and not _MASKED.search(name):
@@ -81,7 +81,7 @@ def refuse_other_task(source: Path, task: Task) -> None:
             )
 
 
-def class_options(source: str, task: Task, classes: Sequence[str] | None) -> dict[str, Any]:
+def class_options(source: str, task: TaskName, classes: Sequence[str] | None) -> dict[str, Any]:
     """What to tell `transformers` about the classes: their names, if the model has none yet."""
     if task != "classification":
         if classes is not None:
@@ -123,7 +123,7 @@ def class_names(config: Any) -> tuple[str, ...]:
     return tuple(names[number] for number in sorted(names))
 
 
-def begin_missing(model: nn.Module, source: str, task: Task, missing: Iterable[str]) -> None:
+def begin_missing(model: nn.Module, source: str, task: TaskName, missing: Iterable[str]) -> None:
     """Give the head for classes its first weights, where the checkpoint has none.
 
     They come from a fixed seed, so that they are the same for everyone. Whatever else is missing is

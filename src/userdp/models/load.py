@@ -22,7 +22,6 @@ from torch import nn
 from userdp.errors import InputError
 from userdp.history import carry, history_of, merged, read_history
 from userdp.models.heads import (
-    Task,
     begin_missing,
     class_names,
     class_options,
@@ -30,6 +29,7 @@ from userdp.models.heads import (
     model_class,
     refuse_other_task,
 )
+from userdp.task_names import TaskName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Lora:
 def load_model(
     name_or_path: str | Path,
     *,
-    task: Task = "causal",
+    task: TaskName = "causal",
     classes: Sequence[str] | None = None,
     lora: Lora | None = None,
     gguf_file: str | None = None,
@@ -112,7 +112,7 @@ def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
     return tokenizer
 
 
-def add_lora(model: nn.Module, lora: Lora, *, task: Task = "causal") -> nn.Module:
+def add_lora(model: nn.Module, lora: Lora, *, task: TaskName = "causal") -> nn.Module:
     """The model with trainable adapters. Everything else is frozen, but for a head for classes."""
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     settings = peft.LoraConfig(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from userdp.data.contents import TextKind
 from userdp.errors import InputError
+from userdp.task_names import TaskName
 from userdp.tasks.causal import CausalTask
 from userdp.tasks.chat import ChatTask
 from userdp.tasks.classification import ClassificationTask
 from userdp.tasks.contract import Task
 from userdp.tasks.masked import MaskedTask
-
-TaskName = Literal["causal", "chat", "masked", "classification"]
 
 
 def usual_task(kind: TextKind) -> TaskName:
