@@ -159,7 +159,7 @@ def train(
         settle_parent(people, beginning.parent)
     if not started.goes_on:
         check_budget(people, plan, paid, before)
-    rows = rows_of(store, tokenizer, plan, selection, sequence_length, task)
+    rows = rows_of(store, tokenizer, plan, selection, sequence_length, encoding=task.encoding)
     device = next(model.parameters()).device
     bound_to = {
         "data": store.fingerprint,

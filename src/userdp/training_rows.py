@@ -7,6 +7,7 @@ from typing import Any
 
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
+from userdp.data.encoding import WHOLE_TEXT, Encoding
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows, tokenise, tokenise_selected
 from userdp.errors import InputError
@@ -23,10 +24,10 @@ def rows_of(
     plan: Plan,
     selection: Selection | None,
     sequence_length: int,
-    task: Task,
+    *,
+    encoding: Encoding = WHOLE_TEXT,
 ) -> TokenRows:
-    """The rows of the store, or of the selection if there is one, as the task reads them."""
-    encoding = task.encoding
+    """The rows of the store, or of the selection if there is one, in a task's encoding."""
     if selection is None:
         if plan.adjacency.fixed_graph:
             raise InputError(
