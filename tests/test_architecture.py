@@ -16,7 +16,7 @@ ROOT = Path(userdp.__file__).parent
 # From the ground up; what each may import is listed, so that a new arrow is a decision.
 GROUND = {"errors", "units", "index", "history", "parts", "streams", "chain", "durable"}
 # The file of a population lies beside a store: stores name it, and what spends adds to it.
-GROUND |= {"budget_file", "interrupts", "lock", "remembered", "rows_file"}
+GROUND |= {"budget_file", "interrupts", "lock", "remembered", "rows_file", "task_names"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses", "tasks"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the
@@ -29,6 +29,7 @@ PART_ARROWS = {
     ("updates", "losses"),
     ("evaluation", "data"),
     ("evaluation", "losses"),
+    ("evaluation", "tasks"),
     ("tasks", "data"),
     ("tasks", "losses"),
 }
@@ -94,7 +95,8 @@ ABOVE = {
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
     | {"continuing", "run_state", "same_run", "statement", "step", "training_rows"}
-    | {"debits", "optimizers", "population", "tasks"},
+    | {"configured", "debits", "losses", "optimizers", "population", "tasks"},
+    "configured": GROUND | {"config", "data", "models", "tasks"},
     "saved_run": GROUND | {"config", "digests", "ledger", "models"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }

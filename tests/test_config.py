@@ -91,7 +91,10 @@ PROBLEMS: dict[str, tuple[str, str]] = {
         GOOD + "[trainings]\n",
         "unknown section [trainings]; did you mean [training]",
     ),
-    "key like nothing": (_add("data", "zzz = 1"), "unknown key 'data.zzz'; known keys: eval"),
+    "key like nothing": (
+        _add("data", "zzz = 1"),
+        "unknown key 'data.zzz'; known keys: chat_template",
+    ),
     "misspelt lora key": (
         GOOD + "[model.lora]\nrnk = 4\n",
         "unknown key 'model.lora.rnk'; did you mean 'rank'",

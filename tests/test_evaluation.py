@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import models_zoo
 from userdp.data.tokens import TokenRows
 from userdp.errors import InputError
 from userdp.evaluation import evaluate, mean_losses
+from userdp.tasks import ClassificationTask, MaskedTask
 
 
 def rows(lengths: list[int], owners: list[int]) -> TokenRows:
@@ -124,3 +126,50 @@ def test_evaluation_leaves_the_model_as_it_was() -> None:
 def test_nothing_to_predict_is_an_error() -> None:
     with pytest.raises(InputError, match="no token to predict"):
         evaluate(models_zoo.build("gpt2 tied"), rows([1, 1], [0, 1]), pad_token=0)
+
+
+def test_of_a_chat_only_tokens_that_carry_loss_are_measured() -> None:
+    model = models_zoo.build("gpt2 tied")
+    whole = rows([6, 4], [0, 1])
+    labelled = np.array([0, 0, 0, 1, 1, 0, 0, 1, 1, 0], dtype=np.bool_)
+    found = evaluate(model, replace(whole, labelled=labelled), pad_token=0)
+    losses: list[float] = []
+    for start, stop in ((0, 6), (6, 10)):
+        ids = torch.tensor(whole.tokens[start:stop].astype(np.int64))[None]
+        logp = model(input_ids=ids).logits.detach().log_softmax(-1)[0]
+        losses += [
+            -float(logp[place - 1, ids[0, place]])
+            for place in range(1, stop - start)
+            if labelled[start + place]
+        ]
+    assert found.tokens == len(losses) == 4
+    assert found.loss == pytest.approx(float(np.mean(losses)), rel=1e-6)
+
+
+def test_of_a_class_one_prediction_a_record_is_measured() -> None:
+    torch.manual_seed(0)
+    model = models_zoo.of_family("Bert", "ForSequenceClassification", pad_token_id=0).eval()
+    data = replace(rows([6, 3], [0, 1]), classes=np.array([1, 0]))
+    task = ClassificationTask(pad_token=0, classes=("a", "b"))
+    found = evaluate(model, data, pad_token=0, task=task)
+    logits = [
+        model(input_ids=torch.tensor(data.tokens[a:b].astype(np.int64))[None]).logits[0].detach()
+        for a, b in ((0, 6), (6, 9))
+    ]
+    right = [1, 0]
+    losses = [-float(one.log_softmax(-1)[of]) for one, of in zip(logits, right, strict=True)]
+    assert found.tokens == 2
+    assert found.loss == pytest.approx(float(np.mean(losses)), rel=1e-5)
+    hits = sum(int(one.argmax()) == of for one, of in zip(logits, right, strict=True))
+    assert found.accuracy_top1 == hits / 2
+
+
+def test_masked_predictions_are_the_same_in_every_evaluation() -> None:
+    torch.manual_seed(0)
+    model = models_zoo.of_family("Bert", "ForMaskedLM", pad_token_id=0).eval()
+    task = MaskedTask(pad_token=0, mask_token=1, vocabulary=23, special_tokens=(0, 1), share=0.5)
+    data = rows([9, 8, 7], [0, 1, 1])
+    first, second = (evaluate(model, data, pad_token=0, task=task) for _ in range(2))
+    assert first.loss == second.loss
+    assert first.accuracy_top1 == second.accuracy_top1
+    assert 0 < first.tokens < 24

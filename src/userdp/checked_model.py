@@ -18,12 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from userdp.clipping.batches.users import PADDING, is_padded
+from userdp.clipping.execute.models import num_classes_of
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.summation import Summation, summation
 from userdp.errors import NothingSeenError, UntriedModelError
 from userdp.index import IGNORED_LABEL, UserIndex
-from userdp.losses import Batch, RecordLoss, Update, causal_lm_loss, masked_lm_loss
+from userdp.losses import (
+    Batch,
+    RecordLoss,
+    Update,
+    causal_lm_loss,
+    classification_loss,
+    masked_lm_loss,
+)
 from userdp.models.proven import is_proven, ways_of
 from userdp.plan import Plan
 from userdp.probe import check_model, is_language_modelling, usual_length, vocabulary_of
@@ -82,7 +90,7 @@ class CheckedModel:
         # steps, and begin to use them when the probe is long over.
         self._witness = (
             None
-            if record_loss in (causal_lm_loss, masked_lm_loss)
+            if record_loss in (causal_lm_loss, masked_lm_loss, classification_loss)
             else PlainClipping(model, parameters, record_loss=record_loss, update=plan.update)
         )
         self.is_checked = False
@@ -98,6 +106,7 @@ class CheckedModel:
         self._is_length_given = sequence_length is not None
         self._longest = sequence_length or usual_length(model)
         self._vocabulary = vocabulary_of(model)
+        self._num_classes = num_classes_of(model)
 
     def _new_summation(
         self, *, every_shape: bool, path: Literal["fast", "plain"] | None = None
@@ -236,10 +245,17 @@ class CheckedModel:
         known = (labels >= 0) & (labels < (self._vocabulary or 0))
         return bool((known | (labels == IGNORED_LABEL)).all())
 
-    def reads(self, group: Batch) -> bool:
-        """Whether the group's tensors fit together and its tokens are known.
+    def _are_classes(self, labels: Tensor) -> bool:
+        """Whether each is a class of the model or says that there is none."""
+        if self._num_classes is None or labels.is_floating_point():
+            return True
+        known = (labels >= 0) & (labels < self._num_classes)
+        return bool((known | (labels == IGNORED_LABEL)).all())
 
-        On a GPU a token beyond the vocabulary would end the process.
+    def reads(self, group: Batch) -> bool:
+        """Whether the group's tensors fit together and its tokens and classes are known.
+
+        On a GPU a token beyond the vocabulary, or a class beyond the last, would end the process.
         """
         if any(t.dim() < 1 for t in group.values()) or len({len(t) for t in group.values()}) > 1:
             return False
@@ -256,6 +272,8 @@ class CheckedModel:
         if self._vocabulary is None:
             return True
         if labels is not None and labels.dim() > 1 and not self._are_labels(labels):
+            return False
+        if labels is not None and labels.dim() == 1 and not self._are_classes(labels):
             return False
         return 0 <= int(ids.min()) <= int(ids.max()) < self._vocabulary
 

@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from userdp.errors import InputError
+from userdp.task_names import TaskName
 from userdp.units import Adjacency, SamplingUnit
 
 
@@ -33,6 +35,26 @@ class DataSettings(Section):
         None, description="From `userdp bound`: needed where records have several owners."
     )
     sequence_length: int = Field(128, ge=2, description="Longer records are cut into rows.")
+    task: TaskName | None = Field(
+        None,
+        description="What is learned; by default every next token, of chats the assistant's only.",
+    )
+    chat_template: Path | None = Field(
+        None, description="Template of chats, in Jinja; by default the tokenizer's own."
+    )
+    classes: list[str] | None = Field(
+        None, description="task = classification: names of the classes; default: the model's."
+    )
+
+    def read_chat_template(self) -> str:
+        """The template in the file."""
+        assert self.chat_template is not None
+        try:
+            return self.chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            raise InputError(
+                f"[data] chat_template: {self.chat_template} is no text file that can be read."
+            ) from None
 
 
 class LoraSettings(Section):
@@ -46,7 +68,7 @@ class LoraSettings(Section):
 class ModelSettings(Section):
     """What is trained."""
 
-    path: str = Field(description="Directory or hub name of a causal language model.")
+    path: str = Field(description="Directory or hub name of a model that fits the task.")
     gguf_file: str | None = Field(None, description="Name of a GGUF file in there.")
     dtype: Literal["float32", "bfloat16"] = "float32"
     lora: LoraSettings | None = None

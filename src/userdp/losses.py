@@ -43,7 +43,7 @@ def causal_lm_loss(
     output = model(input_ids=batch["input_ids"], **options)
     # The label of a position is the next token. The last position has none.
     labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
-    return (token_mean or mean_token_loss)(_logits(output), labels)
+    return (token_mean or mean_token_loss)(logits_of(output), labels)
 
 
 def joined_lm_loss(model: nn.Module, batch: Batch, *, token_sum: TokenSum | None = None) -> Tensor:
@@ -61,7 +61,7 @@ def joined_lm_loss(model: nn.Module, batch: Batch, *, token_sum: TokenSum | None
     # The first token of a record has no label, so the record before it does not predict it.
     labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
     weights = F.pad(batch[JOINED_WEIGHT][:, 1:], (0, 1))
-    return (token_sum or weighted_token_loss)(_logits(output), labels, weights)
+    return (token_sum or weighted_token_loss)(logits_of(output), labels, weights)
 
 
 def record_mask(record_in_row: Tensor) -> Tensor:
@@ -81,7 +81,34 @@ def masked_lm_loss(
     and `attention_mask`. Without that mask the model would read the padding.
     """
     output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    return (token_mean or mean_token_loss)(_logits(output), batch["labels"])
+    return (token_mean or mean_token_loss)(logits_of(output), batch["labels"])
+
+
+def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss of each record for models that classify: minus the log-likelihood of its class.
+
+    `batch` has `input_ids`, `attention_mask` and one label per record in `labels`. A record with
+    the label -100 has loss zero.
+    """
+    return F.cross_entropy(
+        at_least_float32(class_logits(model, batch)),
+        batch["labels"],
+        ignore_index=IGNORED_LABEL,
+        reduction="none",
+    )
+
+
+def class_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """The logits of each record's classes."""
+    mask = batch["attention_mask"]
+    input_ids = batch["input_ids"]
+    # Decoders classify by the last token that is not the padding token. What stands behind a record
+    # must be that token, whatever it was padded with.
+    config: Any = getattr(model, "config", None)
+    padding = getattr(config, "pad_token_id", None)
+    if padding is not None:
+        input_ids = input_ids.masked_fill(mask == 0, padding)
+    return logits_of(model(input_ids=input_ids, attention_mask=mask))
 
 
 def mean_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -112,7 +139,8 @@ def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return losses.view(labels.shape)
 
 
-def _logits(output: Any) -> Tensor:
+def logits_of(output: Any) -> Tensor:
+    """The logits in what a model returns: a tensor, or a Hugging Face output."""
     return output if isinstance(output, Tensor) else output.logits
 
 

@@ -23,10 +23,16 @@ def load_run(run: Path) -> tuple[nn.Module, Any, Config]:
     saved = run / "model"
     if not saved.is_dir():
         raise InputError(f"{run} holds no model: did the run finish?")
+    task = config.data.task or "causal"
     if config.model.lora is None:
-        model, tokenizer = load_model(saved)
+        model, tokenizer = load_model(saved, task=task)
         return model, tokenizer, config
-    base, _ = load_model(config.model.path, gguf_file=config.model.gguf_file)
+    base, _ = load_model(
+        config.model.path,
+        task=task,
+        classes=config.data.classes,
+        gguf_file=config.model.gguf_file,
+    )
     return load_adapter(base, saved), load_tokenizer(str(saved)), config
 
 

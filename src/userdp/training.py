@@ -25,6 +25,7 @@ from userdp.checkpoints import Moment, Saving, hardware_of
 from userdp.clipping.kernels.running import same_every_time
 from userdp.clipping.settings import StepSettings
 from userdp.config import Config
+from userdp.configured import load_configured_model, named_task
 from userdp.continuing import move_parent, start
 from userdp.data.store import UserStore
 from userdp.data.tokens import tokenizer_digest
@@ -36,7 +37,7 @@ from userdp.history import history_of
 from userdp.interrupts import signals_wait_for_the_step
 from userdp.ledger import Ledger
 from userdp.lineage import earlier_runs
-from userdp.models.load import Lora, load_model
+from userdp.losses import RecordLoss
 from userdp.optimizers import make_optimizer, make_schedule
 from userdp.paid import Paid
 from userdp.plan import Plan
@@ -49,7 +50,7 @@ from userdp.same_run import NOISE_KEY, check_same_config
 from userdp.statement import Statement
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
-from userdp.tasks import CausalTask, Task
+from userdp.tasks import OwnLoss, Task, TaskName
 from userdp.training_rows import cohort_batches, rows_of, selection_name
 
 
@@ -77,7 +78,8 @@ def train(
     learning_rate: float = 1e-3,
     scheduler: Any = None,
     sequence_length: int = 128,
-    task: Task | None = None,
+    task: Task | TaskName | None = None,
+    record_loss: RecordLoss | None = None,
     selection: Selection | None = None,
     settings: StepSettings | None = None,
     out: str | Path | None = None,
@@ -94,7 +96,9 @@ def train(
 ) -> Run:
     """Train `model` on the store's users as `plan` says. The model is changed in place.
 
-    `task` says what is learned from a record; by default the next token, everywhere in it.
+    `task` says what is learned from a record: "causal", "chat", "masked", "classification", or a
+    task of one's own. By default it is the next token, of chats in the assistant's turns only. With
+    `record_loss`, a task's batches have a loss of one's own: one number per record.
 
     Records of several owners need a `selection` that bounds what each owner contributes. A long
     record is then cut to one row, so the bound on records is also a bound on rows.
@@ -121,7 +125,10 @@ def train(
     """
     path = Path(out) if out is not None else None
     settings = settings or StepSettings()
-    task = task or CausalTask(pad_token=tokenizer.pad_token_id)
+    if task is None or isinstance(task, str):
+        task = named_task(task, model, tokenizer, store)
+    if record_loss is not None:
+        task = OwnLoss(task=task, record_loss=record_loss)
     if optimizer is None:
         optimizer = make_optimizer(model, "adamw", learning_rate)
     if dry_run and (resume or fork):
@@ -152,7 +159,7 @@ def train(
         settle_parent(people, beginning.parent)
     if not started.goes_on:
         check_budget(people, plan, paid, before)
-    rows = rows_of(store, tokenizer, plan, selection, sequence_length)
+    rows = rows_of(store, tokenizer, plan, selection, sequence_length, encoding=task.encoding)
     device = next(model.parameters()).device
     bound_to = {
         "data": store.fingerprint,
@@ -319,6 +326,7 @@ def train_from_config(
         optimizer=optimizer,
         scheduler=make_schedule(optimizer, settings.schedule, settings.steps),
         sequence_length=config.data.sequence_length,
+        task=config.data.task,
         selection=config.load_selection(),
         settings=step_settings(config),
         out=out,
@@ -349,17 +357,6 @@ def _check_out(out: Path, *, goes_on: bool) -> None:
         raise InputError(
             f"{out} already holds something: choose another output directory.{way_out}"
         )
-
-
-def load_configured_model(config: Config) -> tuple[nn.Module, Any]:
-    """The model to train, with adapters if the configuration asks for them, and its tokenizer."""
-    return load_model(
-        config.model.path,
-        lora=Lora(**config.model.lora.model_dump()) if config.model.lora else None,
-        gguf_file=config.model.gguf_file,
-        dtype=getattr(torch, config.model.dtype),
-        device=config.training.device,
-    )
 
 
 def step_settings(config: Config) -> StepSettings:

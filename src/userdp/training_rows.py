@@ -7,6 +7,7 @@ from typing import Any
 
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
+from userdp.data.encoding import WHOLE_TEXT, Encoding
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows, tokenise, tokenise_selected
 from userdp.errors import InputError
@@ -23,14 +24,18 @@ def rows_of(
     plan: Plan,
     selection: Selection | None,
     sequence_length: int,
+    *,
+    encoding: Encoding = WHOLE_TEXT,
 ) -> TokenRows:
-    """The rows of the store, or of the selection if there is one."""
+    """The rows of the store, or of the selection if there is one, in a task's encoding."""
     if selection is None:
         if plan.adjacency.fixed_graph:
             raise InputError(
                 f"adjacency {plan.adjacency.value!r} needs a selection: bound contributions first."
             )
-        return tokenise(store, tokenizer, sequence_length=sequence_length, verify=True)
+        return tokenise(
+            store, tokenizer, sequence_length=sequence_length, encoding=encoding, verify=True
+        )
     edges = Edges.load(store.path)
     selection.check(edges)
     if not plan.adjacency.fixed_graph:
@@ -42,6 +47,7 @@ def rows_of(
             tokenizer,
             selection.records(),
             sequence_length=sequence_length,
+            encoding=encoding,
             owners=store.sole_owners(),
             verify=True,
         )
@@ -52,7 +58,12 @@ def rows_of(
             "under fixed-graph adjacency."
         )
     return tokenise_selected(
-        store, tokenizer, selection.records(), sequence_length=sequence_length, verify=True
+        store,
+        tokenizer,
+        selection.records(),
+        sequence_length=sequence_length,
+        encoding=encoding,
+        verify=True,
     )
 
 

@@ -100,3 +100,27 @@ def test_a_buffer_of_nan_is_equal_to_itself() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("kept", torch.full((2,), float("nan")))
     assert ModuleState(model).changed() == []
+
+
+def test_listed_weights_keep_what_the_optimizer_wrote() -> None:
+    # An LSTM keeps its weights in a list, too. Putting them back would undo every step.
+    model = nn.LSTM(2, 2)
+    state = ModuleState(model)
+    before = [weight.detach().clone() for weight in model.parameters()]
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 1.0
+    assert state.changed() == []
+    state.restore()
+    for weight, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(weight, old + 1.0)
+
+
+def test_a_listed_tensor_that_is_no_weight_is_put_back() -> None:
+    model: Any = nn.Linear(2, 2)
+    model.kept = [torch.zeros(2), model.weight]
+    state = ModuleState(model)
+    model.kept[0] += 1.0
+    assert state.changed() == ["kept"]
+    state.restore()
+    assert torch.equal(model.kept[0], torch.zeros(2))

@@ -15,6 +15,7 @@ from importing import KEY
 from letters import ITEMS, Letters, store_of
 
 import models_zoo
+from userdp.data.contents import written_out
 from userdp.data.identity import Pseudonyms
 from userdp.data.record import Record, batches_of
 from userdp.data.store import UserStore, write_batches, write_store
@@ -23,7 +24,6 @@ from userdp.data.tokens import (
     tokenise,
     tokenise_selected,
     tokens_per_record,
-    written_out,
 )
 from userdp.errors import InputError
 from userdp.index import IGNORED_LABEL
@@ -198,7 +198,7 @@ def test_records_of_several_owners_are_refused(tmp_path: Path) -> None:
 
 def test_chats_are_written_by_the_tokenizers_template_or_plainly(tmp_path: Path) -> None:
     chat = '[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]'
-    batches = batches_of([Record(chat, ("ann",), "1")], is_chat=True)
+    batches = batches_of([Record(chat, ("ann",), "1")], text_kind="chat")
     write_batches(batches, tmp_path / "s", pseudonyms=Pseudonyms.under(KEY))
     store = UserStore.open(tmp_path / "s")
     plain = "user: hi\n\nassistant: yes"

@@ -12,6 +12,7 @@ from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.history import read_history
 from userdp.run_files import read_run, run_of, shared_users
+from userdp.task_names import TaskName
 
 DEFAULT_LENGTH = 128
 
@@ -21,6 +22,10 @@ def evaluate(
     store: Annotated[Path, typer.Argument(help="User store to measure on: other users.")],
     sequence_length: Annotated[
         int | None, typer.Option(help="Tokens a row; by default what the run trained with, or 128.")
+    ] = None,
+    task: Annotated[
+        TaskName | None,
+        typer.Option(help="What is predicted; by default as the run was trained, or every token."),
     ] = None,
     allow_overlap: Annotated[
         bool,
@@ -51,15 +56,20 @@ def evaluate(
     common.quiet_transformers()
     from userdp import evaluation, saved_run
     from userdp.clipping.execute.models import most_positions
+    from userdp.configured import named_task
     from userdp.data.tokens import tokenise
     from userdp.models.load import load_model
     from userdp.probe import check_positions
 
+    asked = task
     if run is not None and (run / "config.toml").is_file():
         loaded, tokenizer, config = saved_run.load_run(run)
         length = config.data.sequence_length
+        asked = asked or config.data.task
     else:
-        loaded, tokenizer = load_model(model if run is None else run / "model")
+        loaded, tokenizer = load_model(
+            model if run is None else run / "model", task=asked or "causal"
+        )
         # Nobody asked for this length, so it gives way to the model's.
         length = min(DEFAULT_LENGTH, most_positions(loaded) or DEFAULT_LENGTH)
     base_checked = None
@@ -72,8 +82,9 @@ def evaluate(
     if sequence_length is not None:
         length = sequence_length
     check_positions(loaded, length)
-    rows = tokenise(held_out, tokenizer, sequence_length=length)
-    result = evaluation.evaluate(loaded, rows, pad_token=tokenizer.pad_token_id)
+    chosen = named_task(asked, loaded, tokenizer, held_out)
+    rows = tokenise(held_out, tokenizer, sequence_length=length, encoding=chosen.encoding)
+    result = evaluation.evaluate(loaded, rows, pad_token=tokenizer.pad_token_id, task=chosen)
     common.emit(
         json,
         {

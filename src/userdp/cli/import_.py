@@ -41,6 +41,13 @@ def import_(
     time: Annotated[
         str | None, typer.Option(help="Column with the time of writing, for splits by time.")
     ] = None,
+    completion: Annotated[
+        str | None,
+        typer.Option(help="Column that completes the text, its prompt. It alone carries loss."),
+    ] = None,
+    label: Annotated[
+        str | None, typer.Option(help="Column with the class of the text, for classification.")
+    ] = None,
     owners: Annotated[
         Owners,
         typer.Option(help="All listed owners count, or only the first: the sender, the author."),
@@ -85,7 +92,7 @@ def import_(
         raise InputError(f"{out} exists: choose another output directory.")
     reading = Reading(
         format=format,
-        columns=Columns(user=user, text=text, time=time),
+        columns=Columns(user=user, text=text, time=time, completion=completion, label=label),
         mail=MailRules(
             keep_forwarded=keep_forwarded,
             keep_repetitive=keep_repetitive,

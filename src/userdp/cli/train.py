@@ -80,13 +80,14 @@ def train(
     # Import torch only now, so that a wrong configuration is refused at once.
     common.quiet_transformers()
     from userdp import evaluation, saved_run, training
+    from userdp.configured import configured_task, load_configured_tokenizer
     from userdp.data.tokens import tokenise
-    from userdp.models.load import load_tokenizer
 
-    held_out, unchecked = None, False
+    held_out, task, unchecked = None, None, False
     if settings.data.evaluation is not None:
         held_out = UserStore.open(settings.data.evaluation)
-        shared = UserStore.open(settings.data.store).shares_users_with(held_out)
+        store = UserStore.open(settings.data.store)
+        shared = store.shares_users_with(held_out)
         common.refuse_overlap(shared, held_out, way_out=OTHER_USERS)
         before = _in_earlier_runs(settings, held_out)
         common.refuse_overlap(before.shared, held_out, way_out=OTHER_USERS)
@@ -94,8 +95,14 @@ def train(
         if unchecked:
             common.say(f"note: {common.UNCHECKED_OVERLAP}")
         # A store that cannot be evaluated is refused now, not after the last step.
-        tokenizer = load_tokenizer(settings.model.path, gguf_file=settings.model.gguf_file)
-        tokenise(held_out, tokenizer, sequence_length=settings.data.sequence_length)
+        tokenizer = load_configured_tokenizer(settings)
+        task = configured_task(settings, tokenizer, store)
+        tokenise(
+            held_out,
+            tokenizer,
+            sequence_length=settings.data.sequence_length,
+            encoding=task.encoding,
+        )
     if settings.training.on_cuda and settings.training.path == "fast":
         common.say("the first steps compile the model for its batches: a minute or two")
     with (
@@ -114,14 +121,19 @@ def train(
             on_step=on_step,
         )
     loss = None
-    if held_out is not None and not dry_run:
+    if held_out is not None and task is not None and not dry_run:
         # Check again with the finished run's own lists, which name every run behind the model.
         shared = shared_users(out, held_out)
         common.refuse_overlap(shared, held_out, way_out=OTHER_USERS)
         unchecked = shared is None
         model, tokenizer, _ = saved_run.load_run(out)
-        rows = tokenise(held_out, tokenizer, sequence_length=settings.data.sequence_length)
-        loss = evaluation.evaluate(model, rows, pad_token=tokenizer.pad_token_id).loss
+        rows = tokenise(
+            held_out,
+            tokenizer,
+            sequence_length=settings.data.sequence_length,
+            encoding=task.encoding,
+        )
+        loss = evaluation.evaluate(model, rows, pad_token=tokenizer.pad_token_id, task=task).loss
     statement = run.statement
     common.emit(
         json,

@@ -2,7 +2,9 @@
 
 A user's gradient must depend on that user's records alone. But some models remember things: rotary
 embeddings that grow with the longest text seen, caches, counters, buffers outside `state_dict`. So
-everything that a module holds is noted once, compared after each pass, and put back.
+everything that a module holds is noted once, compared after each pass, and put back. The values of
+weights are left alone, also where a module keeps a list of them (`nn.LSTM` does): the optimizer
+changes them between passes, and a pass that writes to them is refused elsewhere.
 
 What a model keeps outside its modules, in globals or in its own objects, is not seen here. The
 neighbour probe looks at behaviour, and so at those, too.
@@ -33,19 +35,21 @@ class _Noted:
     key: str
     value: Any
     mark: Any
+    weights: frozenset[int]
 
     @property
     def is_changed(self) -> bool:
         now = self.place.get(self.key, _MISSING)
         if now is self.value and isinstance(now, _PLAIN):
             return False
-        return _mark(now) != self.mark
+        return _mark(now, self.weights) != self.mark
 
 
 class ModuleState:
     """Notes all buffers and attributes of a model's modules, and puts them back."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._weights = frozenset(id(parameter) for parameter in model.parameters())
         self._places: list[tuple[str, dict[str, Any]]] = []
         for name, module in model.named_modules():
             self._places += [(name, module._buffers), (name, module.__dict__)]
@@ -58,7 +62,8 @@ class ModuleState:
                 place=place,
                 key=key,
                 value=_copied(value),
-                mark=_mark(value),
+                mark=_mark(value, self._weights),
+                weights=self._weights,
             )
             for name, place in self._places
             for key, value in _watched(place)
@@ -67,7 +72,7 @@ class ModuleState:
         self._values = [
             (tensor, tensor.detach().clone())
             for noted in self._noted
-            for tensor in _tensors(noted.value)
+            for tensor in self._kept(noted.value)
         ]
         self._value_of = {id(tensor): value for tensor, value in self._values}
         self._sizes = [len(place) for _, place in self._places]
@@ -77,12 +82,16 @@ class ModuleState:
         names = [
             noted.name
             for noted in self._noted
-            if noted.is_changed or any(map(self._is_written, _tensors(noted.value)))
+            if noted.is_changed or any(map(self._is_written, self._kept(noted.value)))
         ]
         for (name, place), size in zip(self._places, self._sizes, strict=True):
             if len(place) != size:
                 names += [f"{name}.{key}".lstrip(".") for key in self._new_keys(place)]
         return names
+
+    def _kept(self, value: Any) -> Iterator[Tensor]:
+        """The tensors in a value that are not weights of the model."""
+        return (tensor for tensor in _tensors(value) if id(tensor) not in self._weights)
 
     def _is_written(self, tensor: Tensor) -> bool:
         """Whether the values have changed: torch does not count writes through `.data`."""
@@ -141,15 +150,16 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _mark(value: Any) -> Any:
-    """A mark that changes if the value is replaced or written to."""
+def _mark(value: Any, weights: frozenset[int]) -> Any:
+    """A mark that changes if the value is replaced or, unless it is a weight, written to."""
     if isinstance(value, Tensor):
         # Tensors made in inference mode count no versions.
-        return _Same(value), -1 if value.is_inference() else value._version
+        counts = not value.is_inference() and id(value) not in weights
+        return _Same(value), value._version if counts else -1
     if isinstance(value, dict):
-        return dict, [(repr(key), _mark(item)) for key, item in value.items()]
+        return dict, [(repr(key), _mark(item, weights)) for key, item in value.items()]
     if isinstance(value, list | tuple):
-        return type(value), [_mark(item) for item in value]
+        return type(value), [_mark(item, weights) for item in value]
     if isinstance(value, set):
         return set, sorted(map(repr, value))
     # As text, NaN is equal to itself.

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from userdp.data.contents import TextKind
 from userdp.data.identity import as_is
 
 NO_TIME = np.iinfo(np.int64).min
@@ -48,8 +49,9 @@ class Skipped:
 class ImportBatch:
     """Records in columns: record i has `owner_counts[i]` consecutive entries of `owners`.
 
-    A chat is a JSON list of messages. `decode` turns an entry into an id. `where` names a record's
-    place in its source. It may be slow, because it is called only for an error.
+    `text_kind` says what the texts hold; all but plain text is JSON (`contents`). `decode` turns an
+    entry into an id. `where` names a record's place in its source. It may be slow, because it is
+    called only for an error.
     """
 
     texts: pa.LargeStringArray
@@ -59,7 +61,7 @@ class ImportBatch:
     decode: Callable[[str], str] = as_is
     times: NDArray[np.int64] | None = None
     skipped: Counter[str] = field(default_factory=Counter[str])
-    is_chat: bool = False
+    text_kind: TextKind = "plain"
 
     def __repr__(self) -> str:
         return "ImportBatch(<secret>)"
@@ -69,7 +71,7 @@ class ImportBatch:
 
 
 def batches_of(
-    items: Iterable[Record | Skipped], *, is_chat: bool = False
+    items: Iterable[Record | Skipped], *, text_kind: TextKind = "plain"
 ) -> Iterator[ImportBatch]:
     """The items in batches of bounded size, in order.
 
@@ -87,13 +89,13 @@ def batches_of(
         records.append(item)
         characters += len(item.text)
         if len(records) >= BATCH_RECORDS or characters >= BATCH_CHARACTERS:
-            yield _batch(records, skipped, is_chat)
+            yield _batch(records, skipped, text_kind)
             records, skipped, characters = [], Counter(), 0
     if records or skipped:
-        yield _batch(records, skipped, is_chat)
+        yield _batch(records, skipped, text_kind)
 
 
-def _batch(records: list[Record], skipped: Counter[str], is_chat: bool) -> ImportBatch:
+def _batch(records: list[Record], skipped: Counter[str], text_kind: TextKind) -> ImportBatch:
     times = [NO_TIME if record.time is None else record.time for record in records]
     owners = pa.array([owner for record in records for owner in record.owners], pa.large_string())
     return ImportBatch(
@@ -103,5 +105,5 @@ def _batch(records: list[Record], skipped: Counter[str], is_chat: bool) -> Impor
         where=lambda row: records[row].where,
         times=np.asarray(times, np.int64),
         skipped=skipped,
-        is_chat=is_chat,
+        text_kind=text_kind,
     )

@@ -50,6 +50,7 @@ BY_SUFFIX = {
     ".txt": Format.DIALOGUE,
 }
 LINK = Skipped("a link in a folder: not followed")
+HAVE_COLUMNS = frozenset({Format.JSONL, Format.CSV, Format.PARQUET, Format.HF})
 FOLDERS_ARE_SOURCES = frozenset({Format.HF, Format.MAILDIR, Format.GIT})
 
 
@@ -75,6 +76,11 @@ def read(sources: list[str], reading: Reading, scratch: Path) -> Iterator[Import
             links += _links_in(Path(source))
     if reading.threads and any(format is not Format.STACKEXCHANGE for _, format in found):
         raise InputError("--threads is for Stack Exchange dumps.")
+    if reading.columns.text_kind != "plain" and any(f not in HAVE_COLUMNS for _, f in found):
+        raise InputError(
+            "--completion and --label name columns: they are for JSON Lines, CSV, Parquet and "
+            "Hugging Face datasets."
+        )
     if reading.threads:
         # All files together are one source, because comments belong to the threads of posts.
         paths = [path for path, _ in found]

@@ -205,5 +205,5 @@ def record_batches(store: UserStore, records: Numbers) -> Iterator[ImportBatch]:
             owner_counts=counts,
             where=lambda row: f"record {row}",
             times=None if store.times is None else np.asarray(store.times[wanted]),
-            is_chat=store.manifest["text_kind"] == "chat",
+            text_kind=store.text_kind,
         )

@@ -28,6 +28,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from userdp.data.contents import TEXT_KINDS, TextKind
 from userdp.data.files import (
     TextDigest,
     array_digest,
@@ -71,6 +72,8 @@ def _check_kinds(manifest: dict[str, Any]) -> None:
     if any(type(manifest[name]) is not kind for name, kind in _KINDS.items()):
         raise ValueError("a value is of another kind")
     bytes.fromhex(manifest["fingerprint_key"])
+    if manifest["text_kind"] not in TEXT_KINDS:
+        raise ValueError("records are of another kind")
     # A file without a checksum could be changed unseen.
     if set(manifest["sha256"]) != set(manifest["sizes"]) - FINGERPRINTED:
         raise ValueError("checksums are missing")
@@ -103,6 +106,11 @@ class UserStore:
     def num_users(self) -> int:
         """The number of users. Secret."""
         return len(self.user_records_indptr) - 1
+
+    @property
+    def text_kind(self) -> TextKind:
+        """What the text of every record holds."""
+        return self.manifest["text_kind"]
 
     @property
     def fingerprint(self) -> str:

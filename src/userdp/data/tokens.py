@@ -1,10 +1,10 @@
 """Rows of tokens, which the model is trained on. A row never mixes owners.
 
-Every record is tokenised, ended with the end-of-text token, and cut into rows of at most
-`sequence_length` tokens. Samplers count a row as one record, so a long record counts several times.
-Rows are cached in the store, one cache for each tokenizer and length. The cache contains digests of
-its files, and training refuses a cache that has changed. Chats are written out by the tokenizer's
-own chat template.
+Every record becomes rows of at most `sequence_length` tokens, as the task's encoding says. By
+default that is the text, ended with the end-of-text token, and cut. Samplers count a row as one
+record, so a long record counts several times. Rows are cached in the store, one cache for each
+tokenizer, length and encoding. The cache contains digests of its files, and training refuses a
+cache that has changed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
+from userdp.data.encoding import WHOLE_TEXT, Encoding, ids_of
 from userdp.data.files import ArrayWriter, file_digest
 from userdp.data.store import UserStore
 from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
@@ -33,12 +33,18 @@ DIGESTS = "digests.json"
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows:
-    """Tokens of row i are `tokens[indptr[i]:indptr[i + 1]]`, all written by user `owners[i]`."""
+    """Tokens of row i are `tokens[indptr[i]:indptr[i + 1]]`, all written by user `owners[i]`.
+
+    `labelled` says of each token whether it carries loss; None means that all do. `classes` gives
+    the class of each row, where rows are classified.
+    """
 
     tokens: NDArray[np.int32]
     indptr: NDArray[np.int64]
     owners: NDArray[np.int64]
     num_users: int
+    labelled: NDArray[np.bool_] | None = None
+    classes: NDArray[np.int64] | None = None
 
     def __repr__(self) -> str:
         return "TokenRows(<secret>)"
@@ -53,16 +59,23 @@ class TokenRows:
     def padded(self, rows: Rows, *, pad_token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Input ids and labels of the rows, padded on the right. Padding has no label.
 
+        Neither has a token that carries no loss.
+
         Under causal attention a token does not depend on what follows, so padding on the right
         needs no mask.
         """
         rows = np.asarray(rows, dtype=np.int64)
         starts = self.indptr[rows]
-        return padded(self.tokens, starts, self.indptr[rows + 1] - starts, pad_token=pad_token)
+        lengths = self.indptr[rows + 1] - starts
+        input_ids, labels = padded(self.tokens, starts, lengths, pad_token=pad_token)
+        if self.labelled is not None:
+            carries_loss, _ = padded(self.labelled, starts, lengths, pad_token=0)
+            labels = np.where(carries_loss, labels, IGNORED_LABEL)
+        return input_ids, labels
 
 
 def padded(
-    tokens: NDArray[np.int32],
+    tokens: NDArray[np.int32] | NDArray[np.bool_],
     starts: NDArray[np.int64],
     lengths: NDArray[np.int64],
     *,
@@ -86,17 +99,38 @@ def padded(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Cached:
+    """All rows of a store: as `TokenRows`, with the record of each row instead of its owner."""
+
+    tokens: NDArray[np.int32]
+    indptr: NDArray[np.int64]
+    record_of_row: NDArray[np.int64]
+    labelled: NDArray[np.bool_] | None
+    classes: NDArray[np.int64] | None
+
+
 def tokenise(
-    store: UserStore, tokenizer: Any, *, sequence_length: int, verify: bool = False
+    store: UserStore,
+    tokenizer: Any,
+    *,
+    sequence_length: int,
+    encoding: Encoding = WHOLE_TEXT,
+    verify: bool = False,
 ) -> TokenRows:
     """The store's rows under a Hugging Face tokenizer, from the cache if there is one.
 
     With `verify`, every byte of the cache is checked, so that training uses the named data.
     """
     owners = store.sole_owners()
-    tokens, indptr, record_of_row = _cached_rows(store, tokenizer, sequence_length, verify=verify)
+    found = _cached_rows(store, tokenizer, sequence_length, encoding, verify=verify)
     return TokenRows(
-        tokens=tokens, indptr=indptr, owners=owners[record_of_row], num_users=store.num_users
+        tokens=found.tokens,
+        indptr=found.indptr,
+        owners=owners[found.record_of_row],
+        num_users=store.num_users,
+        labelled=found.labelled,
+        classes=found.classes,
     )
 
 
@@ -104,8 +138,9 @@ def tokenise_with_records(
     store: UserStore, tokenizer: Any, *, sequence_length: int
 ) -> tuple[TokenRows, NDArray[np.int64]]:
     """The rows of `tokenise`, and which record each is from."""
-    _, _, record_of_row = _cached_rows(store, tokenizer, sequence_length)
-    return tokenise(store, tokenizer, sequence_length=sequence_length), np.asarray(record_of_row)
+    found = _cached_rows(store, tokenizer, sequence_length)
+    rows = tokenise(store, tokenizer, sequence_length=sequence_length)
+    return rows, np.asarray(found.record_of_row)
 
 
 def tokenise_selected(
@@ -114,86 +149,75 @@ def tokenise_selected(
     records: NDArray[np.int64],
     *,
     sequence_length: int,
+    encoding: Encoding = WHOLE_TEXT,
     owners: NDArray[np.int64] | None = None,
     verify: bool = False,
 ) -> TokenRows:
-    """One row for each entry of `records`: the first tokens of that record.
+    """One row for each entry of `records`: the first row of that record.
 
     The bound of a selection counts records, so a record is one row. `owners` gives the one owner of
     each record of the store, and rows belong to them. Without it, records may have several owners.
     The selection bounded all their contributions, so every row is its own owner: row i has owner i.
     """
-    tokens, indptr, record_of_row = _cached_rows(store, tokenizer, sequence_length, verify=verify)
-    first_row = np.searchsorted(record_of_row, records)
+    found = _cached_rows(store, tokenizer, sequence_length, encoding, verify=verify)
+    first_row = np.searchsorted(found.record_of_row, records)
     # A record without a token to predict has no row. It could only contribute zero.
-    has_row = np.append(record_of_row, -1)[first_row] == records
-    starts, stops = indptr[first_row[has_row]], indptr[first_row[has_row] + 1]
+    has_row = np.append(found.record_of_row, -1)[first_row] == records
+    kept = first_row[has_row]
+    starts, stops = found.indptr[kept], found.indptr[kept + 1]
     lengths = stops - starts
     new_indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     positions = np.arange(new_indptr[-1]) + np.repeat(starts - new_indptr[:-1], lengths)
     return TokenRows(
-        tokens=tokens[positions],
+        tokens=found.tokens[positions],
         indptr=new_indptr,
         owners=np.arange(len(lengths)) if owners is None else owners[records[has_row]],
         num_users=len(lengths) if owners is None else store.num_users,
+        labelled=None if found.labelled is None else found.labelled[positions],
+        classes=None if found.classes is None else found.classes[kept],
     )
 
 
 def _cached_rows(
-    store: UserStore, tokenizer: Any, sequence_length: int, *, verify: bool = False
-) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """All tokens, where each row begins and ends, and which record each row is from."""
-    if sequence_length < 2:
-        raise InputError(f"sequence_length={sequence_length}: predicting takes at least 2 tokens.")
-    end = tokenizer.eos_token_id
-    if end is None:
-        raise InputError("the tokenizer has no end-of-text token (eos_token): set one.")
-    cache = store.path / "tokens" / _cache_name(store, tokenizer, sequence_length)
+    store: UserStore,
+    tokenizer: Any,
+    sequence_length: int,
+    encoding: Encoding = WHOLE_TEXT,
+    *,
+    verify: bool = False,
+) -> _Cached:
+    """All rows of the store, from the cache, which is written if it is not there."""
+    encoding.check(store.text_kind, tokenizer, sequence_length)
+    cache = store.path / "tokens" / _cache_name(store, tokenizer, sequence_length, encoding)
     if not cache.is_dir():
-        _write_cache(cache, store, tokenizer, end, sequence_length)
+        _write_cache(cache, store, tokenizer, sequence_length, encoding)
     elif verify:
         _verify_cache(cache)
-    return (
-        np.memmap(cache / "tokens.i32", np.int32, mode="r"),
-        np.load(cache / "indptr.npy", mmap_mode="r"),
-        np.load(cache / "record_of_row.npy", mmap_mode="r"),
+    labelled = cache / "labelled.u8"
+    return _Cached(
+        tokens=np.memmap(cache / "tokens.i32", np.int32, mode="r"),
+        indptr=np.load(cache / "indptr.npy", mmap_mode="r"),
+        record_of_row=np.load(cache / "record_of_row.npy", mmap_mode="r"),
+        labelled=np.memmap(labelled, np.bool_, mode="r") if encoding.has_labelled else None,
+        classes=np.load(cache / "classes.npy", mmap_mode="r") if encoding.has_classes else None,
     )
 
 
 def tokens_per_record(store: UserStore, tokenizer: Any) -> NDArray[np.int64]:
     """How many tokens each record has, its end-of-text token included."""
     lengths: list[int] = []
+    kind = store.text_kind
     for start in range(0, store.num_records, ENCODE_BATCH):
-        encoded = _encode(store, tokenizer, start)
-        lengths += [len(ids) + 1 for ids in encoded]
+        lengths += [len(ids) + 1 for ids in ids_of(_texts(store, start), kind, tokenizer)]
     return np.asarray(lengths, np.int64)
 
 
-def _encode(store: UserStore, tokenizer: Any, start: int) -> list[list[int]]:
-    texts: list[str] = store.texts.slice(start, ENCODE_BATCH).to_pylist()
-    if store.manifest["text_kind"] == "chat":
-        texts = [written_out(json.loads(text), tokenizer) for text in texts]
-    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-        "input_ids"
-    ]
-
-
-def written_out(messages: list[dict[str, str]], tokenizer: Any) -> str:
-    """A chat as the tokenizer's template writes it, or as plain text if it has none.
-
-    A template may refuse a chat, for instance one that begins with the wrong role. That chat is
-    plain text too: one user's record must not end the run of all.
-    """
-    if getattr(tokenizer, "chat_template", None):
-        try:
-            return tokenizer.apply_chat_template(messages, tokenize=False)
-        except (jinja2.TemplateError, TypeError, ValueError):
-            pass
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+def _texts(store: UserStore, start: int) -> list[str]:
+    return store.texts.slice(start, ENCODE_BATCH).to_pylist()
 
 
 def _write_cache(
-    cache: Path, store: UserStore, tokenizer: Any, end: int, sequence_length: int
+    cache: Path, store: UserStore, tokenizer: Any, sequence_length: int, encoding: Encoding
 ) -> None:
     """Write rows batch by batch, so that the tokens of a large store need not fit into memory."""
     partial = cache.with_name(f".{cache.name}.{os.getpid()}")
@@ -202,23 +226,36 @@ def _write_cache(
     cache.parent.mkdir(mode=OWNER_ONLY_DIRECTORY, exist_ok=True)
     partial.mkdir(mode=OWNER_ONLY_DIRECTORY)
     total = 0
+    kind = store.text_kind
     with (
         (partial / "tokens.i32").open("wb") as tokens,
+        (partial / "labelled.u8").open("wb") as labelled,
         ArrayWriter(partial / "indptr.npy") as indptr,
         ArrayWriter(partial / "record_of_row.npy") as record_of_row,
+        ArrayWriter(partial / "classes.npy") as classes,
     ):
         indptr.write(np.zeros(1, np.int64))
         for start in range(0, store.num_records, ENCODE_BATCH):
-            encoded = _encode(store, tokenizer, start)
-            ids, lengths, records = _cut(encoded, end, sequence_length)
-            tokens.write(ids.data)
-            if len(lengths):
-                indptr.write(total + np.cumsum(lengths))
-                record_of_row.write(start + records)
-                total += int(lengths.sum())
+            rows = encoding.encode(_texts(store, start), kind, tokenizer, sequence_length)
+            if len(rows.lengths):
+                tokens.write(rows.tokens.data)
+                labelled.write(rows.labelled.data)
+                indptr.write(total + np.cumsum(rows.lengths))
+                record_of_row.write(start + rows.records)
+                classes.write(rows.classes)
+                total += int(rows.lengths.sum())
     if not total:
         shutil.rmtree(partial)
-        raise InputError("no record has a token to predict: the store's texts are empty.")
+        raise InputError(
+            "no record has a token to predict: the store's texts are empty, or nothing in them "
+            "carries loss (no assistant's turn, no known label)."
+        )
+    for name, is_used in (
+        ("labelled.u8", encoding.has_labelled),
+        ("classes.npy", encoding.has_classes),
+    ):
+        if not is_used:
+            (partial / name).unlink()
     (partial / DIGESTS).write_text(json.dumps(_digests(partial)))
     for path in partial.iterdir():
         path.chmod(OWNER_ONLY_FILE)
@@ -244,32 +281,10 @@ def _verify_cache(cache: Path) -> None:
         )
 
 
-def _cut(
-    encoded: list[list[int]], end: int, sequence_length: int
-) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Rows of the encoded records: their tokens, their lengths, and which record each is from."""
-    tokens: list[int] = []
-    lengths: list[int] = []
-    records: list[int] = []
-    for record, ids in enumerate(encoded):
-        closed = [*ids, end]
-        for begin in range(0, len(closed), sequence_length):
-            row = closed[begin : begin + sequence_length]
-            # A row of one token predicts nothing.
-            if len(row) > 1:
-                tokens += row
-                lengths.append(len(row))
-                records.append(record)
-    return (
-        np.asarray(tokens, np.int32),
-        np.asarray(lengths, np.int64),
-        np.asarray(records, np.int64),
-    )
-
-
-def _cache_name(store: UserStore, tokenizer: Any, sequence_length: int) -> str:
+def _cache_name(store: UserStore, tokenizer: Any, sequence_length: int, encoding: Encoding) -> str:
     """A name that changes with anything that changes the rows."""
     identity = f"{store.fingerprint}|{sequence_length}|{tokenizer_digest(tokenizer)}"
+    identity += f"|{encoding.name}" if encoding.name else ""
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from userdp.data import relate
+from userdp.data.contents import IN_WORDS, TextKind
 from userdp.data.engine import EngineName, engine_of
 from userdp.data.files import (
     ArrayWriter,
@@ -119,7 +120,7 @@ def write_batches(
         staged = _stage(batches, partial, spellings)
         result = _finish(staged, partial, spellings, pseudonyms, first_owner_only, engine)
         shutil.rmtree(staging)
-        _write_manifest(partial, result, pseudonyms, id_rule, staged.is_chat)
+        _write_manifest(partial, result, pseudonyms, id_rule, staged.text_kind)
     return result
 
 
@@ -132,14 +133,14 @@ class _Staged:
     text_digest: bytes
     skipped: Counter[str]
     has_times: bool
-    is_chat: bool
+    text_kind: TextKind
 
 
 def _stage(batches: Iterable[ImportBatch], directory: Path, spellings: Spellings) -> _Staged:
     skipped: Counter[str] = Counter()
     num_records = num_edges = 0
     may_repeat = has_times = False
-    kinds: set[bool] = set()
+    kinds: set[TextKind] = set()
     with (
         TextWriter(directory / "records.arrow") as texts,
         ArrayWriter(directory / "times.npy") as times,
@@ -153,11 +154,11 @@ def _stage(batches: Iterable[ImportBatch], directory: Path, spellings: Spellings
     ):
         for batch in Prefetched(batches, depth=4):
             skipped.update(batch.skipped)
-            kinds.add(batch.is_chat)
+            # A batch may hold nothing but reasons to skip something.
+            kinds |= {batch.text_kind} if len(batch) else set()
             if len(kinds) > 1:
-                raise InputError(
-                    "some sources hold chat messages and some plain text: import them apart."
-                )
+                found = " and some ".join(IN_WORDS[kind] for kind in sorted(kinds))
+                raise InputError(f"some sources hold {found}: import them apart.")
             numbers = _spelling_numbers(batch, spellings)
             blank = _is_blank(batch.texts)
             ownerless = ~blank & (batch.owner_counts == 0)
@@ -190,7 +191,7 @@ def _stage(batches: Iterable[ImportBatch], directory: Path, spellings: Spellings
         text_digest=texts.digest(),
         skipped=skipped,
         has_times=has_times,
-        is_chat=True in kinds,
+        text_kind=kinds.pop() if kinds else "plain",
     )
 
 
@@ -368,7 +369,7 @@ def history_digest(directory: Path, fingerprint: str, key: bytes) -> str:
 
 
 def _write_manifest(
-    directory: Path, result: ImportResult, pseudonyms: Pseudonyms, id_rule: IdRule, is_chat: bool
+    directory: Path, result: ImportResult, pseudonyms: Pseudonyms, id_rule: IdRule, kind: TextKind
 ) -> None:
     files = sorted(path for path in directory.iterdir() if path.is_file())
     for path in files:
@@ -384,7 +385,7 @@ def _write_manifest(
         "key_name": pseudonyms.key_name(id_rule),
         # This key never leaves the store. It lies beside the texts, which reveal more than it does.
         "fingerprint_key": pseudonyms.fingerprint_key.hex(),
-        "text_kind": "chat" if is_chat else "plain",
+        "text_kind": kind,
         "history": history_digest(directory, result.fingerprint, pseudonyms.fingerprint_key),
         "sizes": {path.name: path.stat().st_size for path in files},
         "sha256": {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +21,15 @@ from torch import nn
 
 from userdp.errors import InputError
 from userdp.history import carry, history_of, merged, read_history
-
-# Names of classes whose head is for something else than the next token.
-_OTHER_TASK = re.compile(
-    r"For(Masked|Next|Multiple|Pre[Tt]raining|Question|Sequence|Token|Image|Audio|Object|CTC)"
-    r"|MaskedLM$|Classif|Encoder(Model)?$|MultipleChoice$"
+from userdp.models.heads import (
+    begin_missing,
+    class_names,
+    class_options,
+    lora_task,
+    model_class,
+    refuse_other_task,
 )
+from userdp.task_names import TaskName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,34 +47,48 @@ class Lora:
 def load_model(
     name_or_path: str | Path,
     *,
+    task: TaskName = "causal",
+    classes: Sequence[str] | None = None,
     lora: Lora | None = None,
     gguf_file: str | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[nn.Module, Any]:
-    """A causal language model and its tokenizer, from a hub name or a directory.
+    """A language model for the task and its tokenizer, from a hub name or a directory.
 
+    For classification, `classes` names the classes of a model that has none yet. They are public.
     Without `lora`, every parameter is trained. With it, only the adapters are.
     """
     source = str(name_or_path)
     _refuse_missing_path(source)
-    _refuse_missing_path(_base_of(Path(source)))
+    base = _base_of(Path(source))
+    _refuse_missing_path(base)
     _refuse_pickle(Path(source))
+    if task == "classification" and base and lora is None:
+        # `transformers` would load the adapter alone, without its head for classes.
+        model, _ = load_model(base, task=task, classes=classes, dtype=dtype, device=device)
+        return load_adapter(model, Path(source)), load_tokenizer(source)
     tokenizer = load_tokenizer(source, gguf_file=gguf_file)
     options: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
-    _refuse_other_task(Path(source))
+    refuse_other_task(Path(source), task)
     try:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        options |= class_options(source, task, classes)
+        loaded: Any = model_class(task).from_pretrained(
             source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
         )
+    except InputError:
+        raise
     except Exception as error:
         raise _not_loaded(f"model {source!r}", source, error) from error
     model, loading = loaded
-    _refuse_missing_weights(source, loading)
+    begin_missing(model, source, task, loading["missing_keys"])
     check_vocabulary(model, tokenizer)
+    if task == "classification" and model.config.pad_token_id is None:
+        # Decoders find the end of a text by it.
+        model.config.pad_token_id = tokenizer.pad_token_id
     _remember(model, Path(source))
     if lora is not None:
-        model = add_lora(model, lora)
+        model = add_lora(model, lora, task=task)
     return _move(model, device), tokenizer
 
 
@@ -96,8 +112,8 @@ def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
     return tokenizer
 
 
-def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
-    """The model with trainable adapters. Everything else is frozen."""
+def add_lora(model: nn.Module, lora: Lora, *, task: TaskName = "causal") -> nn.Module:
+    """The model with trainable adapters. Everything else is frozen, but for a head for classes."""
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     settings = peft.LoraConfig(
         r=lora.rank,
@@ -108,7 +124,7 @@ def add_lora(model: nn.Module, lora: Lora) -> nn.Module:
         fan_in_fan_out=any(
             isinstance(module, transformers.pytorch_utils.Conv1D) for module in model.modules()
         ),
-        task_type="CAUSAL_LM",
+        task_type=lora_task(task),
     )
     try:
         return peft.get_peft_model(model, settings)  # pyright: ignore[reportArgumentType]
@@ -167,6 +183,11 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
             f"the tokenizer has {len(tokenizer):,} tokens and the model embeddings for "
             f"{embeddings:,}: they do not belong together. Use the model's own tokenizer."
         )
+
+
+def classes_of(model: nn.Module) -> tuple[str, ...]:
+    """The names of the classes that a Hugging Face model knows."""
+    return class_names(getattr(model, "config", None))
 
 
 def save_model(model: nn.Module, tokenizer: Any, out: Path) -> None:
@@ -242,34 +263,6 @@ def _not_loaded(what: str, source: str, error: Exception) -> Exception:
         return error
     asked = "" if Path(source).exists() else "there is no such directory, and as a name on the hub "
     return InputError(f"{what}: {asked}it could not be loaded: {_first_line(error)}")
-
-
-def _refuse_other_task(source: Path) -> None:
-    """Refuse a checkpoint that was saved for another task: its head does not predict tokens."""
-    settings = source / "config.json"
-    if not settings.is_file():
-        return
-    try:
-        named = json.loads(settings.read_text()).get("architectures") or ()
-        other = next((name for name in map(str, named) if _OTHER_TASK.search(name)), None)
-    except (ValueError, AttributeError, TypeError, RecursionError):
-        # transformers reads the file next, and says what is wrong with it.
-        return
-    if other is not None:
-        raise InputError(
-            f"model {str(source)!r} is a {other}: its head does not predict the next token, and a "
-            "causal model made of it would begin with random weights. Use a causal language model."
-        )
-
-
-def _refuse_missing_weights(source: str, loading: Any) -> None:
-    """Refuse a checkpoint that lacks weights of the model: they would be random."""
-    missing = sorted(loading["missing_keys"])
-    if missing:
-        raise InputError(
-            f"model {source!r} lacks {len(missing):,} of its weights, such as {missing[0]!r}: they "
-            "would begin at random. Use a whole checkpoint of a causal language model."
-        )
 
 
 def _refuse_pickle(source: Path) -> None:

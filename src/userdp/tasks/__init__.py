@@ -2,5 +2,12 @@
 
 from __future__ import annotations
 
+from userdp.task_names import TaskName as TaskName
 from userdp.tasks.causal import CausalTask as CausalTask
+from userdp.tasks.chat import ChatTask as ChatTask
+from userdp.tasks.choose import task_named as task_named
+from userdp.tasks.choose import usual_task as usual_task
+from userdp.tasks.classification import ClassificationTask as ClassificationTask
 from userdp.tasks.contract import Task as Task
+from userdp.tasks.masked import MaskedTask as MaskedTask
+from userdp.tasks.own_loss import OwnLoss as OwnLoss

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
+from userdp.data.encoding import WHOLE_TEXT, Encoding
 from userdp.data.tokens import TokenRows
 from userdp.index import Rows
-from userdp.losses import Batch, RecordLoss, causal_lm_loss
+from userdp.losses import Batch, RecordLoss, at_least_float32, causal_lm_loss, logits_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,11 @@ class CausalTask:
 
     pad_token: int
     name: str = "causal"
+
+    @property
+    def encoding(self) -> Encoding:
+        """The whole text, cut into rows."""
+        return WHOLE_TEXT
 
     @property
     def record_loss(self) -> RecordLoss:
@@ -37,3 +44,8 @@ class CausalTask:
         """One row with the whole vocabulary: a model may not tell how large it is."""
         tokens = torch.arange(len(tokenizer))[None]
         return {"input_ids": tokens, "labels": tokens}
+
+    def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Each token predicts the next one."""
+        logits = at_least_float32(logits_of(model(input_ids=batch["input_ids"])))
+        return logits[:, :-1], batch["labels"][:, 1:]

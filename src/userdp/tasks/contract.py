@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor, nn
 
+from userdp.data.encoding import Encoding
 from userdp.data.tokens import TokenRows
 from userdp.index import Rows
 from userdp.losses import Batch, RecordLoss
@@ -24,6 +26,11 @@ class Task(Protocol):
         ...
 
     @property
+    def encoding(self) -> Encoding:
+        """How records become rows."""
+        ...
+
+    @property
     def record_loss(self) -> RecordLoss:
         """The loss of each record of a batch."""
         ...
@@ -34,4 +41,11 @@ class Task(Protocol):
 
     def example(self, tokenizer: Any) -> Batch:
         """A made-up batch for the probe, with every token that the tokenizer knows."""
+        ...
+
+    def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits of shape (rows, places, choices), and the right choices of shape (rows, places).
+
+        A place without a right choice has the label -100.
+        """
         ...

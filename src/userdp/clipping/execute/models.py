@@ -91,6 +91,14 @@ def most_positions(model: nn.Module) -> int | None:
     return next((value for value in said if isinstance(value, int) and value > 0), None)
 
 
+def num_classes_of(model: nn.Module) -> int | None:
+    """How many classes a Hugging Face model knows; None if it does not classify texts."""
+    inner = pretrained(model)
+    if inner is None or not type(inner).__name__.endswith("ForSequenceClassification"):
+        return None
+    return inner.config.num_labels
+
+
 def vocabulary_size(model: nn.Module) -> int:
     """Columns of the model's logits."""
     return len(_output_layer(model).weight)

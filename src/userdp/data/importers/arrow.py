@@ -21,12 +21,12 @@ from userdp.data.importers.columnar import has_nul
 from userdp.data.importers.columns import (
     Columns,
     chat_json,
+    content_of,
     is_template,
     names_in,
     no_column,
     owners_of,
     seconds_of,
-    text_of,
 )
 from userdp.data.record import NO_TIME, ImportBatch, Record, batches_of
 from userdp.errors import InputError
@@ -110,8 +110,7 @@ def _sliced(stream: Any, needed: list[str]) -> Iterator[pa.RecordBatch]:
 
 
 def _needed(columns: Columns) -> list[str]:
-    choices = [choice for choice in (columns.user, columns.text, columns.time) if choice]
-    return list(dict.fromkeys(name for choice in choices for name in names_in(choice)))
+    return list(dict.fromkeys(name for choice in columns.chosen for name in names_in(choice)))
 
 
 def _checked(columns: Columns, schema: pa.Schema, where: str) -> Columns:
@@ -135,8 +134,9 @@ def _row(where: str, start: int, row: int) -> str:
 
 
 def _pieces(piece: pa.RecordBatch, columns: Columns, where: Any) -> Iterator[ImportBatch]:
-    if any(is_template(choice) for choice in columns.named()):
-        yield from batches_of(_records(piece, columns, where))
+    kind = columns.text_kind
+    if kind != "plain" or any(is_template(choice) for choice in columns.named()):
+        yield from batches_of(_records(piece, columns, where), text_kind=kind)
     else:
         yield _batch(piece, columns, where)
 
@@ -151,20 +151,26 @@ def _batch(piece: pa.RecordBatch, columns: Columns, where: Any) -> ImportBatch:
         seconds = [seconds_of(cell, columns.time, where(i)) for i, cell in enumerate(cells)]
         times = np.asarray([NO_TIME if time is None else time for time in seconds], np.int64)
     return ImportBatch(
-        texts=texts, owners=owners, owner_counts=counts, where=where, times=times, is_chat=is_chat
+        texts=texts,
+        owners=owners,
+        owner_counts=counts,
+        where=where,
+        times=times,
+        text_kind="chat" if is_chat else "plain",
     )
 
 
 def _records(piece: pa.RecordBatch, columns: Columns, where: Any) -> Iterator[Record]:
-    """The rows one by one, with their templates filled in."""
-    user, text_choice = columns.named()
+    """The rows one by one, with templates filled in, and with completions and labels."""
+    user, text = columns.named()
     for i, fields in enumerate(piece.to_pylist()):
         owners = owners_of(fields, user, where(i))
         if not owners:
             raise InputError(f"{where(i)}: a column of {user!r} is null or empty.")
-        text = text_of(fields, text_choice, where(i))
+        chat = isinstance(fields.get(text), list)
+        kept = content_of(fields, columns, where(i), chat=chat)
         time = seconds_of(fields[columns.time], columns.time, where(i)) if columns.time else None
-        yield Record(text=text, owners=owners, where=where(i), time=time)
+        yield Record(text=kept, owners=owners, where=where(i), time=time)
 
 
 def _texts(cells: pa.Array, name: str, where: Any) -> tuple[pa.LargeStringArray, bool]:

@@ -4,6 +4,7 @@ The caller names a column, or builds it from several by a template such as
 `{title}\\n\\n{body}`. Otherwise the one well-known name that occurs is taken. Where two occur, no
 choice is made: otherwise one user's record could choose the column for everybody. Chats, which are
 lists of {role, content}, are kept as JSON, so that each model's own chat template can render them.
+So are prompts with their completions, and texts with their labels.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
+from userdp.data.contents import TextKind, labelled_json, pair_json
 from userdp.data.identity import trimmed
 from userdp.errors import InputError
 
 USER_COLUMNS = ("users", "user", "user_id", "author", "author_id", "owner", "speaker")
 TEXT_COLUMNS = ("text", "body", "content", "message", "messages", "conversations")
+# Where there is no column of text, these two together are one.
+PAIR_COLUMNS = ("prompt", "completion")
 
 MAX_SECONDS = 2**62
 
@@ -35,13 +39,33 @@ PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
 class Columns:
     """The caller's choice of columns: names or templates. None means well-known names.
 
-    `rivals` are the well-known names that were not taken. A record that has one is refused.
+    With `completion`, the text is the prompt that it completes. With `label`, every text has a
+    class. `rivals` are the well-known names that were not taken. A record that has one is refused.
     """
 
     user: str | None = None
     text: str | None = None
     time: str | None = None
+    completion: str | None = None
+    label: str | None = None
     rivals: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.completion is not None and self.label is not None:
+            raise InputError("--completion and --label exclude each other: leave one out.")
+
+    @property
+    def text_kind(self) -> TextKind:
+        """What records hold, unless their text column holds chats."""
+        if self.completion is not None:
+            return "pair"
+        return "plain" if self.label is None else "labelled"
+
+    @property
+    def chosen(self) -> list[str]:
+        """Every choice that was made."""
+        choices = (self.user, self.text, self.time, self.completion, self.label)
+        return [choice for choice in choices if choice is not None]
 
     def named(self) -> tuple[str, str]:
         """The user and the text column, once resolved."""
@@ -67,12 +91,14 @@ class Columns:
         """The same with each choice made for which a column is available."""
         user = _resolve(self.user, available, USER_COLUMNS, "user", where)
         text = _resolve(self.text, available, TEXT_COLUMNS, "text", where)
-        rivals = self.rivals
+        completion, rivals = self.completion, self.rivals
+        if text is None and completion is None and set(PAIR_COLUMNS) <= set(available):
+            text, completion = PAIR_COLUMNS
         if self.user is None and user is not None:
             rivals = rivals.union(USER_COLUMNS) - {user}
         if self.text is None and text is not None:
             rivals = rivals.union(TEXT_COLUMNS) - {text}
-        return replace(self, user=user, text=text, rivals=rivals)
+        return replace(self, user=user, text=text, completion=completion, rivals=rivals)
 
     def check_rivals(self, fields: dict[str, Any], where: str) -> None:
         """Refuse a record with a second column that could hold its owners or its text."""
@@ -174,6 +200,22 @@ def text_of(fields: dict[str, Any], choice: str, where: str, *, chat: bool = Fal
         kind = "a list of chat messages" if chat else "a string"
         raise InputError(f"{where}: field {choice!r} is missing or not {kind}.")
     return checked(value, choice, where)
+
+
+def content_of(fields: dict[str, Any], columns: Columns, where: str, *, chat: bool = False) -> str:
+    """What is kept of a record: its text, and its completion or its label if it has one."""
+    _, text = columns.named()
+    if chat and columns.text_kind != "plain":
+        raise InputError(
+            f"{where}: field {text!r} is a list of chat messages, so it takes no --completion and "
+            "no --label. Put the completion behind the other messages, as the assistant's."
+        )
+    found = text_of(fields, text, where, chat=chat)
+    if columns.completion is not None:
+        return pair_json(found, text_of(fields, columns.completion, where))
+    if columns.label is not None:
+        return labelled_json(found, _part(fields.get(columns.label), columns.label, where))
+    return found
 
 
 def _part(value: Any, name: str, where: str) -> str:

@@ -19,13 +19,13 @@ from userdp.data.importers.bounded import MAX_LINE_BYTES, check_compressed, line
 from userdp.data.importers.columns import (
     Columns,
     FromCells,
+    content_of,
     is_template,
     names_in,
     no_column,
     owners_of,
     parts_of,
     seconds_of,
-    text_of,
 )
 from userdp.data.record import ImportBatch, Record, batches_of
 from userdp.errors import InputError
@@ -47,8 +47,8 @@ def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[ImportBatch
     header = first[1]
     _refuse_other_delimiter(header, path)
     chosen = _checked(columns.resolved(header, f"{path.name}, line 1"), header, path)
-    if chosen.time is not None:
-        yield from batches_of(records(path, chosen))
+    if chosen.time is not None or chosen.text_kind != "plain":
+        yield from batches_of(records(path, chosen), text_kind=chosen.text_kind)
         return
     query = _query(path, header, chosen)
     fast = columnar.batches(query, path, scratch, partial(_place, chosen))
@@ -70,8 +70,8 @@ def _refuse_other_delimiter(header: list[str], path: Path) -> None:
 def _checked(columns: Columns, header: list[str], path: Path) -> Columns:
     if len(set(header)) < len(header):
         raise InputError(f"{path.name}, line 1: two columns have the same name.")
-    for choice in (columns.user, columns.text, columns.time):
-        for name in names_in(choice) if choice else ():
+    for choice in columns.chosen:
+        for name in names_in(choice):
             if name not in header:
                 raise no_column(name, header, f"{path.name}, line 1")
     return columns
@@ -131,14 +131,14 @@ def records(path: Path, columns: Columns) -> Iterator[Record]:
             raise InputError(
                 f"{where}: {len(row)} fields, but the header has {len(header)} columns."
             )
-        user, text = columns.named()
+        user, _ = columns.named()
         fields = dict(zip(header, row, strict=True))
         owners = _owners_of(fields, user, where)
         if not owners:
             ownerless.append(where)
             continue
         yield Record(
-            text=text_of(fields, text, where),
+            text=content_of(fields, columns, where),
             owners=owners,
             where=where,
             time=seconds_of(fields[columns.time], columns.time, where) if columns.time else None,

@@ -17,11 +17,13 @@ from typing import Any, cast
 from userdp.data.importers import columnar
 from userdp.data.importers.bounded import MAX_LINE_BYTES, check_compressed, lines
 from userdp.data.importers.columns import (
+    PAIR_COLUMNS,
     TEXT_COLUMNS,
     USER_COLUMNS,
     Columns,
     FromCells,
     checked,
+    content_of,
     id_of,
     is_blank,
     is_template,
@@ -43,8 +45,9 @@ def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[ImportBatch
     chosen, values = found
     user, text = chosen.named()
     chat = isinstance(values.get(text), list)
-    if chat or chosen.time is not None:
-        yield from batches_of(records(path, chosen, chat=chat), is_chat=chat)
+    if chat or chosen.time is not None or chosen.text_kind != "plain":
+        kind = "chat" if chat else chosen.text_kind
+        yield from batches_of(records(path, chosen, chat=chat), text_kind=kind)
         return
     check_compressed(path)
     query = _query(path, chosen, several=isinstance(values.get(user), list))
@@ -63,7 +66,7 @@ def _resolved(path: Path, columns: Columns) -> tuple[Columns, dict[str, Any]] | 
         names
         for names in (
             _candidates(columns.user, USER_COLUMNS),
-            _candidates(columns.text, TEXT_COLUMNS),
+            _candidates(columns.text, (*TEXT_COLUMNS, *PAIR_COLUMNS)),
         )
         if names
     ]
@@ -79,7 +82,8 @@ def _resolved(path: Path, columns: Columns) -> tuple[Columns, dict[str, Any]] | 
             if fields.get(name) is not None:
                 values.setdefault(name, fields[name])
         chosen = columns.resolved_if_found(values, where)
-        if all(any(name in values for name in names) for names in wanted):
+        is_resolved = chosen.user is not None and chosen.text is not None
+        if is_resolved and all(any(name in values for name in names) for names in wanted):
             return chosen, values
     if first is None:
         return None
@@ -160,7 +164,7 @@ def records(path: Path, columns: Columns | None = None, *, chat: bool = False) -
             continue
         _check_kind(fields.get(text), text, where, chat=chat)
         yield Record(
-            text=text_of(fields, text, where, chat=chat),
+            text=content_of(fields, chosen, where, chat=chat),
             owners=owners,
             where=where,
             time=seconds_of(fields.get(chosen.time), chosen.time, where) if chosen.time else None,

@@ -1,0 +1,50 @@
+"""The model, the tokenizer and the task that a configuration names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from userdp.config import Config
+from userdp.data.store import UserStore
+from userdp.models.heads import classes_at
+from userdp.models.load import Lora, classes_of, load_model, load_tokenizer
+from userdp.tasks import Task, TaskName, task_named, usual_task
+
+
+def load_configured_model(config: Config) -> tuple[nn.Module, Any]:
+    """The model to train, with adapters if the configuration asks for them, and its tokenizer."""
+    model, _ = load_model(
+        config.model.path,
+        task=config.data.task or "causal",
+        classes=config.data.classes,
+        lora=Lora(**config.model.lora.model_dump()) if config.model.lora else None,
+        gguf_file=config.model.gguf_file,
+        dtype=getattr(torch, config.model.dtype),
+        device=config.training.device,
+    )
+    return model, load_configured_tokenizer(config)
+
+
+def load_configured_tokenizer(config: Config) -> Any:
+    """The tokenizer of the model to train, with the configured chat template."""
+    tokenizer = load_tokenizer(config.model.path, gguf_file=config.model.gguf_file)
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = config.data.read_chat_template()
+    return tokenizer
+
+
+def configured_task(config: Config, tokenizer: Any, store: UserStore) -> Task:
+    """The task of a configuration; without a name, the usual one for such a store."""
+    name = config.data.task or usual_task(store.text_kind)
+    classes = config.data.classes or ()
+    if name == "classification" and not classes:
+        classes = classes_at(config.model.path)
+    return task_named(name, tokenizer, classes=classes)
+
+
+def named_task(name: TaskName | None, model: nn.Module, tokenizer: Any, store: UserStore) -> Task:
+    """The task of that name for this model; without a name, the usual one for such a store."""
+    return task_named(name or usual_task(store.text_kind), tokenizer, classes=classes_of(model))

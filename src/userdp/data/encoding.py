@@ -1,0 +1,145 @@
+"""How records become rows of tokens, and which tokens of a row carry loss.
+
+Each task has an encoding. Rows of a record depend on that record alone. A record that an encoding
+cannot read has no row, so it contributes nothing: one user's record must not end the run of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from userdp.data.contents import TextKind, text_of
+from userdp.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedRows:
+    """Rows of a batch of records, one after the other.
+
+    `records` says which record of the batch each row is from. `labelled` says of every token
+    whether it carries loss, and `classes` gives the class of each row. Either is empty if the
+    encoding has no such thing.
+    """
+
+    tokens: NDArray[np.int32]
+    lengths: NDArray[np.int64]
+    records: NDArray[np.int64]
+    labelled: NDArray[np.bool_]
+    classes: NDArray[np.int64]
+
+    def __repr__(self) -> str:
+        return "EncodedRows(<secret>)"
+
+
+class Encoding(Protocol):
+    """Turns the texts of a store into rows."""
+
+    @property
+    def name(self) -> str:
+        """What changes with anything that changes the rows, beside texts, tokenizer and length."""
+        ...
+
+    @property
+    def has_labelled(self) -> bool:
+        """Whether some tokens carry loss and others do not."""
+        ...
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether every row has a class."""
+        ...
+
+    def check(self, kind: TextKind, tokenizer: Any, sequence_length: int) -> None:
+        """Raise `InputError` if no record of this kind can be encoded. No record is looked at."""
+        ...
+
+    def encode(
+        self, texts: Sequence[str], kind: TextKind, tokenizer: Any, sequence_length: int
+    ) -> EncodedRows:
+        """The rows of the records, each of at most `sequence_length` tokens."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeText:
+    """Every token of the text carries loss, and the end-of-text token after it."""
+
+    name: str = ""
+    has_labelled: bool = False
+    has_classes: bool = False
+
+    def check(self, kind: TextKind, tokenizer: Any, sequence_length: int) -> None:
+        """Refuse a tokenizer that cannot end a text."""
+        if sequence_length < 2:
+            raise InputError(
+                f"sequence_length={sequence_length}: predicting takes at least 2 tokens."
+            )
+        if tokenizer.eos_token_id is None:
+            raise InputError("the tokenizer has no end-of-text token (eos_token): set one.")
+
+    def encode(
+        self, texts: Sequence[str], kind: TextKind, tokenizer: Any, sequence_length: int
+    ) -> EncodedRows:
+        """Text and end, cut into rows. A row of one token predicts nothing and is left out."""
+        rows = RowList()
+        end: int = tokenizer.eos_token_id
+        for record, ids in enumerate(ids_of(texts, kind, tokenizer)):
+            closed = [*ids, end]
+            for begin in range(0, len(closed), sequence_length):
+                row = closed[begin : begin + sequence_length]
+                if len(row) > 1:
+                    rows.add(record, row)
+        return rows.encoded()
+
+
+WHOLE_TEXT = WholeText()
+
+
+def ids_of(texts: Sequence[str], kind: TextKind, tokenizer: Any) -> list[list[int]]:
+    """The tokens of each record's words, without special tokens."""
+    words = list(texts) if kind == "plain" else [text_of(text, kind, tokenizer) for text in texts]
+    return tokenizer(words, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+        "input_ids"
+    ]
+
+
+class RowList:
+    """Collects rows."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._lengths: list[int] = []
+        self._records: list[int] = []
+        self._labelled: list[bool] = []
+        self._classes: list[int] = []
+
+    def add(
+        self,
+        record: int,
+        tokens: Sequence[int],
+        *,
+        labelled: Sequence[bool] = (),
+        of_class: int | None = None,
+    ) -> None:
+        """Add one row of a record."""
+        self._tokens += tokens
+        self._lengths.append(len(tokens))
+        self._records.append(record)
+        self._labelled += labelled
+        if of_class is not None:
+            self._classes.append(of_class)
+
+    def encoded(self) -> EncodedRows:
+        """All rows."""
+        return EncodedRows(
+            tokens=np.asarray(self._tokens, np.int32),
+            lengths=np.asarray(self._lengths, np.int64),
+            records=np.asarray(self._records, np.int64),
+            labelled=np.asarray(self._labelled, np.bool_),
+            classes=np.asarray(self._classes, np.int64),
+        )

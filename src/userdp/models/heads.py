@@ -1,0 +1,162 @@
+"""Which class of `transformers` a task needs, and what may be missing in a checkpoint for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from userdp.errors import InputError
+from userdp.task_names import TaskName
+
+_LOG = logging.getLogger(__name__)
+
+# Names of classes whose head is for something else than the next token.
+_NOT_CAUSAL = re.compile(
+    r"For(Masked|Next|Multiple|Pre[Tt]raining|Question|Sequence|Token|Image|Audio|Object|CTC)"
+    r"|MaskedLM$|Classif|Encoder(Model)?$|MultipleChoice$"
+)
+_MASKED = re.compile(r"MaskedLM$|ForPre[Tt]raining$")
+# Models with a head for classes, and those whose head is left out if classes are learned.
+_CLASSIFIER = re.compile(r"ForSequenceClassification$")
+_BASE = re.compile(r"ForSequenceClassification$|LM$|LMHeadModel$|ForPre[Tt]raining$|Model$")
+# The seed of a head that begins fresh. The initial weights are public.
+_HEAD_SEED = 0
+_USUAL_SPREAD = 0.02
+
+
+def model_class(task: TaskName) -> Any:
+    """The class that loads a model for the task."""
+    if task == "masked":
+        return transformers.AutoModelForMaskedLM
+    if task == "classification":
+        return transformers.AutoModelForSequenceClassification
+    return transformers.AutoModelForCausalLM
+
+
+def lora_task(task: TaskName) -> str | None:
+    """What `peft` calls the task. It has no name for masked language modelling."""
+    if task == "classification":
+        return "SEQ_CLS"
+    return None if task == "masked" else "CAUSAL_LM"
+
+
+def named_classes(source: Path) -> tuple[str, ...]:
+    """The class names in a checkpoint's configuration, as far as they can be read."""
+    settings = source / "config.json"
+    if not settings.is_file():
+        return ()
+    try:
+        return tuple(map(str, json.loads(settings.read_text()).get("architectures") or ()))
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        # transformers reads the file next, and says what is wrong with it.
+        return ()
+
+
+def refuse_other_task(source: Path, task: TaskName) -> None:
+    """Refuse a checkpoint that was saved for another task: its head would begin at random."""
+    for name in named_classes(source):
+        if task == "masked" and not _MASKED.search(name):
+            raise InputError(
+                f"model {str(source)!r} is a {name}: it has no head that fills gaps, and one made "
+                "for it would begin with random weights. Use a masked language model."
+            )
+        if task == "classification" and not _BASE.search(name):
+            raise InputError(
+                f"model {str(source)!r} is a {name}: its head is for another task. Use a model "
+                "that classifies texts, or a language model."
+            )
+        if task in ("causal", "chat") and _NOT_CAUSAL.search(name):
+            raise InputError(
+                f"model {str(source)!r} is a {name}: its head does not predict the next token, and "
+                "a causal model made of it would begin with random weights. Use a causal language "
+                "model, or [data] task = 'masked' or 'classification' if that is what it is for."
+            )
+
+
+def class_options(source: str, task: TaskName, classes: Sequence[str] | None) -> dict[str, Any]:
+    """What to tell `transformers` about the classes: their names, if the model has none yet."""
+    if task != "classification":
+        if classes is not None:
+            raise InputError(f"classes have no meaning with task = {task!r}: leave them out.")
+        return {}
+    config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    if any(_CLASSIFIER.search(name) for name in config.architectures or ()):
+        own = class_names(config)
+        if classes is not None and tuple(classes) != own:
+            raise InputError(
+                f"model {source!r} knows the classes {list(own)}, and [data] classes are "
+                f"{list(classes)}. Leave them out, or use a model without classes."
+            )
+        return {}
+    if not classes:
+        raise InputError(
+            f"model {source!r} has no classes yet: name them, [data] classes = ['one', 'other']. "
+            "They are public; do not collect them from the records."
+        )
+    return {
+        "num_labels": len(classes),
+        "id2label": dict(enumerate(classes)),
+        "label2id": {name: number for number, name in enumerate(classes)},
+    }
+
+
+def classes_at(source: str) -> tuple[str, ...]:
+    """The names of the classes that the model at this place knows; the weights are not read."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise InputError(f"model {source!r}: its config.json cannot be read.") from error
+    return class_names(config)
+
+
+def class_names(config: Any) -> tuple[str, ...]:
+    """The names of a model's classes, in the order of their numbers."""
+    names: dict[int, str] = getattr(config, "id2label", None) or {}
+    return tuple(names[number] for number in sorted(names))
+
+
+def begin_missing(model: nn.Module, source: str, task: TaskName, missing: Iterable[str]) -> None:
+    """Give the head for classes its first weights, where the checkpoint has none.
+
+    They come from a fixed seed, so that they are the same for everyone. Whatever else is missing is
+    refused, because it would begin at random.
+    """
+    begins = task == "classification" and not _is_classifier(source)
+    base = getattr(model, "base_model_prefix", "") + "."
+    # The pooler belongs to the head: a model that predicts tokens has none.
+    head = sorted(
+        name for name in missing if begins and (not name.startswith(base) or ".pooler." in name)
+    )
+    lost = sorted(set(missing) - set(head))
+    if lost:
+        kind = "model that classifies" if task == "classification" else f"{task} language model"
+        raise InputError(
+            f"model {source!r} lacks {len(lost):,} of its weights, such as {lost[0]!r}: they would "
+            f"begin at random. Use a whole checkpoint of a {kind}."
+        )
+    if not head:
+        return
+    generator = torch.Generator().manual_seed(_HEAD_SEED)
+    config: Any = getattr(model, "config", None)
+    spread = getattr(config, "initializer_range", None) or _USUAL_SPREAD
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in head:
+            weight = parameters[name]
+            if weight.dim() > 1:
+                weight.copy_(spread * torch.randn(weight.shape, generator=generator))
+            else:
+                weight.fill_(1.0 if name.endswith("weight") else 0.0)
+    _LOG.warning("the head for classes begins fresh, from a fixed seed: %s", ", ".join(head))
+
+
+def _is_classifier(source: str) -> bool:
+    return any(_CLASSIFIER.search(name) for name in named_classes(Path(source)))

@@ -1,0 +1,149 @@
+"""The tokens of a chat, and which of them the assistant wrote.
+
+A chat template may mark the assistant's words with `{% generation %}`; `transformers` then says
+which tokens they are. Without marks, the template writes the chat up to each of the assistant's
+turns: once as a prompt for that turn, and once with the turn. If the first text is the beginning of
+the second, and the second that of the whole chat, what lies between is the turn. A template for
+which this fails is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from userdp.data.contents import Messages
+from userdp.errors import InputError
+
+ASSISTANT = "assistant"
+# What other programs call the roles that chat templates know.
+_ROLES = {"human": "user", "gpt": ASSISTANT}
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Every template takes such a chat.
+_MADE_UP: Messages = [
+    {"role": role, "content": content}
+    for role, content in (("user", "a"), (ASSISTANT, "b"), ("user", "c"), (ASSISTANT, "d"))
+]
+
+Tokens = tuple[list[int], list[bool]]
+
+
+class RefusedChatError(ValueError):
+    """The template does not write this chat, or does not show whose words are whose."""
+
+
+def check_template(tokenizer: Any) -> None:
+    """Raise `InputError` if the tokenizer cannot say which words are the assistant's."""
+    template = _template(tokenizer)
+    if not template:
+        raise InputError(
+            "task = 'chat': the tokenizer has no chat template. Give one in a file, [data] "
+            "chat_template = FILE (Python: tokenizer.chat_template), or a tokenizer that has one; "
+            "or task = 'causal', where every word carries loss."
+        )
+    if not getattr(tokenizer, "is_fast", False):
+        raise InputError(
+            "task = 'chat' needs a fast tokenizer (tokenizer.json): others do not say where in the "
+            "text a token lies. Save the tokenizer as a fast one."
+        )
+    try:
+        _, labelled = chat_tokens(_MADE_UP, tokenizer)
+    except RefusedChatError as error:
+        raise InputError(
+            f"the chat template does not show which words are the assistant's ({error}). Put them "
+            "between {% generation %} and {% endgeneration %}, and give the template as [data] "
+            "chat_template = FILE."
+        ) from error
+    if not any(labelled):
+        raise InputError(
+            "the chat template gives the assistant no word in a made-up chat. Put its words "
+            "between {% generation %} and {% endgeneration %} in the template."
+        )
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Whether the tokenizer can write out a chat."""
+    return bool(_template(tokenizer))
+
+
+def _template(tokenizer: Any) -> str:
+    """The template for chats without tools; empty if there is none."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError:
+        # Several named templates, and none of them is the default.
+        return ""
+
+
+def chat_tokens(messages: Messages, tokenizer: Any) -> Tokens:
+    """The tokens of a chat, and for each whether it is part of what the assistant wrote.
+
+    Raises `RefusedChatError` if the template refuses the chat.
+    """
+    known = [{**one, "role": _ROLES.get(one["role"], one["role"])} for one in messages]
+    try:
+        if _MARK.search(_template(tokenizer)):
+            return _marked(known, tokenizer)
+        return _by_prefixes(known, tokenizer)
+    except (RefusedChatError, MemoryError):
+        raise
+    except Exception as error:
+        # A template is a program, so anything can go wrong in it. Its message may quote the chat.
+        raise RefusedChatError("the template refuses the chat") from error
+
+
+def _marked(messages: Messages, tokenizer: Any) -> Tokens:
+    found = tokenizer.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]]
+
+
+def _by_prefixes(messages: Messages, tokenizer: Any) -> Tokens:
+    def written(number: int, *, prompt: bool = False) -> str:
+        return tokenizer.apply_chat_template(
+            messages[:number], tokenize=False, add_generation_prompt=prompt
+        )
+
+    whole = written(len(messages))
+    turns: list[tuple[int, int]] = []
+    for place, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        before, after = written(place, prompt=True), written(place + 1)
+        if not (after.startswith(before) and whole.startswith(after)):
+            raise RefusedChatError("the beginning of a chat is written otherwise than in the whole")
+        turns.append((len(before), len(after)))
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    places: Sequence[tuple[int, int]] = encoded["offset_mapping"]
+    # A token that begins in the template's prompt and ends in the turn counts, as in
+    # `transformers`.
+    labelled = [
+        any(start < turn_end and end > turn_start for turn_start, turn_end in turns)
+        for start, end in places
+    ]
+    return list(encoded["input_ids"]), labelled
+
+
+def pair_tokens(prompt: str, completion: str, tokenizer: Any) -> Tokens:
+    """The tokens of a prompt with its completion, which ends the text and alone carries loss.
+
+    With a chat template they are a chat of two messages. Without one they are one text, and the
+    completion begins where its tokens part from those of the prompt alone, as in TRL.
+    """
+    if has_template(tokenizer):
+        messages = [("user", prompt), (ASSISTANT, completion)]
+        return chat_tokens(
+            [{"role": role, "content": content} for role, content in messages], tokenizer
+        )
+    end: str = tokenizer.eos_token
+    closed = completion if completion.endswith(end) else completion + end
+    tokens: list[int] = tokenizer(prompt + closed, verbose=False)["input_ids"]
+    alone: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
+    shared = 0
+    while shared < min(len(alone), len(tokens)) and alone[shared] == tokens[shared]:
+        shared += 1
+    return tokens, [place >= shared for place in range(len(tokens))]

@@ -1,0 +1,47 @@
+"""A task with a loss of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from userdp.data.encoding import Encoding
+from userdp.data.tokens import TokenRows
+from userdp.index import Rows
+from userdp.losses import Batch, RecordLoss
+from userdp.tasks.contract import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLoss:
+    """A task with another loss per record. What goes into a batch stays the same."""
+
+    task: Task
+    record_loss: RecordLoss
+
+    @property
+    def name(self) -> str:
+        """The task's name, and that of the loss."""
+        loss: Any = self.record_loss
+        own = getattr(loss, "__qualname__", type(loss).__qualname__)
+        return f"{self.task.name}, loss {own}"
+
+    @property
+    def encoding(self) -> Encoding:
+        """That of the task."""
+        return self.task.encoding
+
+    def batch(self, rows: TokenRows, group: Rows, rng: np.random.Generator) -> Batch:
+        """That of the task."""
+        return self.task.batch(rows, group, rng)
+
+    def example(self, tokenizer: Any) -> Batch:
+        """That of the task."""
+        return self.task.example(tokenizer)
+
+    def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Those of the task."""
+        return self.task.predictions(model, batch)
