@@ -33,6 +33,17 @@ class DataSettings(Section):
         None, description="From `userdp bound`: needed where records have several owners."
     )
     sequence_length: int = Field(128, ge=2, description="Longer records are cut into rows.")
+    select: Literal[
+        "random",
+        "longest",
+        "shortest",
+        "highest-perplexity",
+        "lowest-perplexity",
+        "random-chunk",
+    ] = Field("random", description="Which of a user's rows take part, up to group_size.")
+    resample: bool = Field(
+        False, description="A user of fewer rows than group_size gives so many, drawn again."
+    )
 
 
 class LoraSettings(Section):

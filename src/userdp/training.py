@@ -26,6 +26,7 @@ from userdp.clipping.kernels.running import same_every_time
 from userdp.clipping.settings import StepSettings
 from userdp.config import Config
 from userdp.continuing import move_parent, start
+from userdp.data.choose import Choice
 from userdp.data.store import UserStore
 from userdp.data.tokens import tokenizer_digest
 from userdp.debits import check_budget, counted, released_about, settle_parent
@@ -49,8 +50,8 @@ from userdp.same_run import NOISE_KEY, check_same_config
 from userdp.statement import Statement
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
-from userdp.tasks import CausalTask, Task
-from userdp.training_rows import cohort_batches, rows_of, selection_name
+from userdp.tasks import CausalTask, Task, cohort_batches
+from userdp.training_rows import check_choice, contributions_of, rows_of, selection_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,8 @@ def train(
     sequence_length: int = 128,
     task: Task | None = None,
     selection: Selection | None = None,
+    select: str = "random",
+    resample: bool = False,
     settings: StepSettings | None = None,
     out: str | Path | None = None,
     config: Path | None = None,
@@ -98,6 +101,10 @@ def train(
 
     Records of several owners need a `selection` that bounds what each owner contributes. A long
     record is then cut to one row, so the bound on records is also a bound on rows.
+
+    `select` says which of a user's rows take part, and `resample` whether a user of few rows gives
+    as many as others (`data.choose`). The perplexity criteria score records by `model` as it is
+    given, which must be public.
 
     `settings` say how sums are computed: in batches of many users, or one user at a time. The sums
     are the same.
@@ -122,6 +129,7 @@ def train(
     path = Path(out) if out is not None else None
     settings = settings or StepSettings()
     task = task or CausalTask(pad_token=tokenizer.pad_token_id)
+    choice = Choice.of(select, resample=resample)
     if optimizer is None:
         optimizer = make_optimizer(model, "adamw", learning_rate)
     if dry_run and (resume or fork):
@@ -144,6 +152,7 @@ def train(
     homes = history_of(model).homes
     cautions = (*store.cautions, *_check_declared((*homes, *parents), store, before))
     check_positions(model, sequence_length)
+    check_choice(choice, model, plan, selection)
     people = Population.of(store)
     # What the runs before this one did not use is free for it.
     if started.given_up is not None and people.counts(started.given_up):
@@ -157,6 +166,7 @@ def train(
     bound_to = {
         "data": store.fingerprint,
         "selection": selection_name(store, selection),
+        "select": choice.name,
         "sequence_length": str(sequence_length),
         "task": task.name,
         "tokenizer": tokenizer_digest(tokenizer),
@@ -218,11 +228,21 @@ def train(
         # Dropout is off: the noise regularises enough, and a group's update then depends only on
         # its rows.
         model.eval()
+        chosen = contributions_of(
+            rows,
+            choice,
+            plan,
+            model,
+            tokenizer,
+            selection=selection,
+            sequence_length=sequence_length,
+            streams=record.streams("choose rows"),
+        )
         step = PrivateStep(
             model,
             optimizer,
             plan,
-            rows.index(),
+            chosen.index(),
             record_loss=task.record_loss,
             settings=settings,
             sequence_length=sequence_length,
@@ -236,7 +256,7 @@ def train(
         for cohort in step.cohorts():
             step.apply(
                 cohort_batches(
-                    rows, cohort, task, step=record.steps, streams=record.streams("rows")
+                    chosen, cohort, task, step=record.steps, streams=record.streams("rows")
                 )
             )
             if scheduler is not None:
@@ -320,6 +340,8 @@ def train_from_config(
         scheduler=make_schedule(optimizer, settings.schedule, settings.steps),
         sequence_length=config.data.sequence_length,
         selection=config.load_selection(),
+        select=config.data.select,
+        resample=config.data.resample,
         settings=step_settings(config),
         out=out,
         config=config_path,

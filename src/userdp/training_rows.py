@@ -1,20 +1,20 @@
-"""The rows that a run trains on: the store's records as tokens, bounded as the plan says."""
+"""The rows that a run trains on: the store's records as tokens, bounded and chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
+
+from torch import nn
 
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
+from userdp.data.choose import Choice, Contributions, contributions
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows, tokenise, tokenise_selected
 from userdp.errors import InputError
-from userdp.losses import Batch
+from userdp.evaluation import check_public, mean_losses
 from userdp.plan import Plan
-from userdp.sampling import Cohort
 from userdp.streams import Streams
-from userdp.tasks import Task
 
 
 def rows_of(
@@ -56,13 +56,45 @@ def rows_of(
     )
 
 
-def cohort_batches(
-    rows: TokenRows, cohort: Cohort, task: Task, *, step: int, streams: Streams
-) -> Iterator[Batch]:
-    """One batch per group, as the task makes it. Each group of each step has its own randomness."""
-    for group in cohort:
-        piece = int(group[0]) + 1 if len(group) else 0
-        yield task.batch(rows, group, streams.rng(step, piece))
+def check_choice(choice: Choice, model: nn.Module, plan: Plan, selection: Selection | None) -> None:
+    """Refuse a choice of rows that has no guarantee here, before anything is written."""
+    choice.check(has_selection=selection is not None, fixed_graph=plan.adjacency.fixed_graph)
+    if choice.needs_losses:
+        check_public(model)
+
+
+def contributions_of(
+    rows: TokenRows,
+    choice: Choice,
+    plan: Plan,
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    selection: Selection | None,
+    sequence_length: int,
+    streams: Streams,
+) -> Contributions:
+    """What each user may give. The model is as it was before training: it scores the records."""
+    losses = None
+    if choice.needs_losses:
+        assert rows.records is not None
+        losses = mean_losses(
+            model,
+            rows,
+            rows.records,
+            num_records=int(rows.records.max(initial=-1)) + 1,
+            pad_token=tokenizer.pad_token_id,
+        )
+    return contributions(
+        rows,
+        choice,
+        unit=plan.sampler.unit,
+        group_size=plan.sampler.group_size,
+        sequence_length=sequence_length,
+        streams=streams,
+        losses=losses,
+        is_selected=selection is not None,
+    )
 
 
 def selection_name(store: UserStore, selection: Selection | None) -> str:

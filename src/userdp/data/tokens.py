@@ -15,17 +15,19 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from userdp.data.files import ArrayWriter, file_digest
-from userdp.data.store import UserStore
+from userdp.data.array_files import ArrayWriter, file_digest
 from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
 from userdp.errors import InputError
 from userdp.index import IGNORED_LABEL, Rows, UserIndex
+
+if TYPE_CHECKING:
+    from userdp.data.store import UserStore
 
 ENCODE_BATCH = 2048
 DIGESTS = "digests.json"
@@ -33,12 +35,16 @@ DIGESTS = "digests.json"
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows:
-    """Tokens of row i are `tokens[indptr[i]:indptr[i + 1]]`, all written by user `owners[i]`."""
+    """Tokens of row i are `tokens[indptr[i]:indptr[i + 1]]`, all written by user `owners[i]`.
+
+    `records[i]` is the number of the record that row i is from, where that is known.
+    """
 
     tokens: NDArray[np.int32]
     indptr: NDArray[np.int64]
     owners: NDArray[np.int64]
     num_users: int
+    records: NDArray[np.int64] | None = None
 
     def __repr__(self) -> str:
         return "TokenRows(<secret>)"
@@ -49,6 +55,10 @@ class TokenRows:
     def index(self) -> UserIndex:
         """Whose rows are whose."""
         return UserIndex.from_owner_numbers(np.asarray(self.owners), num_users=self.num_users)
+
+    def read(self, group: Rows, rng: np.random.Generator) -> tuple[TokenRows, Rows]:
+        """What a group of rows reads when it is drawn (`choose.Contributions`): its rows."""
+        return self, group
 
     def padded(self, rows: Rows, *, pad_token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Input ids and labels of the rows, padded on the right. Padding has no label.
@@ -96,7 +106,11 @@ def tokenise(
     owners = store.sole_owners()
     tokens, indptr, record_of_row = _cached_rows(store, tokenizer, sequence_length, verify=verify)
     return TokenRows(
-        tokens=tokens, indptr=indptr, owners=owners[record_of_row], num_users=store.num_users
+        tokens=tokens,
+        indptr=indptr,
+        owners=owners[record_of_row],
+        num_users=store.num_users,
+        records=record_of_row,
     )
 
 
@@ -117,26 +131,37 @@ def tokenise_selected(
     owners: NDArray[np.int64] | None = None,
     verify: bool = False,
 ) -> TokenRows:
-    """One row for each entry of `records`: the first tokens of that record.
+    """The rows of each entry of `records`.
 
-    The bound of a selection counts records, so a record is one row. `owners` gives the one owner of
-    each record of the store, and rows belong to them. Without it, records may have several owners.
-    The selection bounded all their contributions, so every row is its own owner: row i has owner i.
+    `owners` gives the one owner of each record of the store. Then a record gives all its rows, and
+    they belong to that owner: the sampler counts a user's rows, whatever was selected.
+
+    Without it, records may have several owners, and a record gives its first row only, because the
+    bound of the selection counts records. Every row is its own owner: row i has owner i.
     """
     tokens, indptr, record_of_row = _cached_rows(store, tokenizer, sequence_length, verify=verify)
     first_row = np.searchsorted(record_of_row, records)
     # A record without a token to predict has no row. It could only contribute zero.
-    has_row = np.append(record_of_row, -1)[first_row] == records
-    starts, stops = indptr[first_row[has_row]], indptr[first_row[has_row] + 1]
+    count = np.searchsorted(record_of_row, records, side="right") - first_row
+    if owners is None:
+        count = np.minimum(count, 1)
+    chosen = _ranges(first_row, count)
+    starts, stops = indptr[chosen], indptr[chosen + 1]
     lengths = stops - starts
     new_indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    positions = np.arange(new_indptr[-1]) + np.repeat(starts - new_indptr[:-1], lengths)
     return TokenRows(
-        tokens=tokens[positions],
+        tokens=tokens[_ranges(starts, lengths)],
         indptr=new_indptr,
-        owners=np.arange(len(lengths)) if owners is None else owners[records[has_row]],
+        owners=np.arange(len(lengths)) if owners is None else owners[record_of_row[chosen]],
         num_users=len(lengths) if owners is None else store.num_users,
+        records=record_of_row[chosen],
     )
+
+
+def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The numbers from each start on, as many as its length says, one range after another."""
+    before = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
 
 
 def _cached_rows(

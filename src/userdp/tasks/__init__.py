@@ -2,5 +2,6 @@
 
 from __future__ import annotations
 
+from userdp.tasks.batches import cohort_batches as cohort_batches
 from userdp.tasks.causal import CausalTask as CausalTask
 from userdp.tasks.contract import Task as Task
