@@ -88,7 +88,7 @@ ABOVE = {
     | {"same_run"},
     "run_state": GROUND
     | {"checkpoints", "continuing", "ledger", "losses", "models", "run_record", "step"},
-    "training_rows": GROUND | {"bounding", "data", "evaluation", "plan"},
+    "training_rows": GROUND | {"bounding", "data", "evaluation", "plan", "tasks"},
     "optimizers": GROUND | {"models"},
     "training": GROUND
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}

@@ -152,7 +152,7 @@ def train(
     homes = history_of(model).homes
     cautions = (*store.cautions, *_check_declared((*homes, *parents), store, before))
     check_positions(model, sequence_length)
-    check_choice(choice, model, plan, selection)
+    check_choice(choice, model, plan, selection, task)
     people = Population.of(store)
     # What the runs before this one did not use is free for it.
     if started.given_up is not None and people.counts(started.given_up):

@@ -15,6 +15,7 @@ from userdp.errors import InputError
 from userdp.evaluation import check_public, mean_losses
 from userdp.plan import Plan
 from userdp.streams import Streams
+from userdp.tasks import Task
 
 
 def rows_of(
@@ -56,9 +57,15 @@ def rows_of(
     )
 
 
-def check_choice(choice: Choice, model: nn.Module, plan: Plan, selection: Selection | None) -> None:
-    """Refuse a choice of rows that has no guarantee here, before anything is written."""
-    choice.check(has_selection=selection is not None, fixed_graph=plan.adjacency.fixed_graph)
+def check_choice(
+    choice: Choice, model: nn.Module, plan: Plan, selection: Selection | None, task: Task
+) -> None:
+    """Refuse a choice of rows that has no guarantee or no meaning here, before a step is taken."""
+    choice.check(
+        has_selection=selection is not None,
+        fixed_graph=plan.adjacency.fixed_graph,
+        task=task.name,
+    )
     if choice.needs_losses:
         check_public(model)
 

@@ -51,6 +51,13 @@ class Select(StrEnum):
 
 
 BY_PERPLEXITY = frozenset({Select.HIGHEST_PERPLEXITY, Select.LOWEST_PERPLEXITY})
+# A chunk may begin and end anywhere, and records are compared by the loss of their tokens. Not
+# every task can say what that means.
+_TASKS = {
+    Select.RANDOM_CHUNK: ("causal",),
+    Select.HIGHEST_PERPLEXITY: ("causal", "chat"),
+    Select.LOWEST_PERPLEXITY: ("causal", "chat"),
+}
 _LOW_FIRST = frozenset({Select.SHORTEST, Select.LOWEST_PERPLEXITY})
 
 
@@ -82,8 +89,8 @@ class Choice:
         """Whether records are scored by a public model."""
         return self.select in BY_PERPLEXITY
 
-    def check(self, *, has_selection: bool, fixed_graph: bool) -> None:
-        """Refuse a choice that does not go with a selection that was made before."""
+    def check(self, *, has_selection: bool, fixed_graph: bool, task: str) -> None:
+        """Refuse a choice that does not go with a selection made before, or with the task."""
         if fixed_graph and self != Choice():
             raise InputError(
                 f"[data] select = {self.name!r} is for records of one owner each: one owner's text "
@@ -94,6 +101,13 @@ class Choice:
             raise InputError(
                 f"[data] selection and select = {self.select.value!r} both choose the records: "
                 "leave one of them out."
+            )
+        # What a task's name adds behind a comma says nothing about its rows.
+        kind = task.split(",")[0]
+        if kind not in _TASKS.get(self.select, (kind,)):
+            raise InputError(
+                f"[data] select = {self.select.value!r} reads running text, and the task is "
+                f"{kind!r}: choose rows by length or at random."
             )
 
 
