@@ -210,11 +210,12 @@ def train(root: Path, out: Path, *, resume: bool = False, stop: bool = False, **
 def test_a_stopped_run_goes_on_with_the_same_choice_and_with_no_other(
     select: str, root: Path, tmp_path: Path
 ) -> None:
-    choice = {"select": select, "resample": True}
+    choice: dict[str, Any] = {"select": select, "resample": True}
     whole = train(root, tmp_path / "whole", **choice)
     with pytest.raises(KeyboardInterrupt):
         train(root, tmp_path / "run", stop=True, **choice)
-    for other in ({"select": "longest", "resample": True}, {"select": select}):
+    others: list[dict[str, Any]] = [{"select": "longest", "resample": True}, {"select": select}]
+    for other in others:
         with pytest.raises(InputError, match="begun with another choice of each user's rows"):
             train(root, tmp_path / "run", resume=True, **other)
     resumed = train(root, tmp_path / "run", resume=True, **choice)

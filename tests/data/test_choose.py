@@ -196,10 +196,12 @@ def test_without_a_user_the_others_give_the_same(
     losses = losses_of(records)
     rest = [i for i, (owner, _) in enumerate(records) if owner != 0]
     whole = cut(records)
+    assert whole.records is not None
+    records_of_rows = whole.records
 
     def chosen(of: list[int]) -> Contributions:
         """The same rows, with the same tokens, of these records only."""
-        keep = np.isin(whole.records, of)
+        keep = np.isin(records_of_rows, of)
         lengths = np.diff(whole.indptr)[keep]
         return contributions(
             TokenRows(
@@ -207,7 +209,7 @@ def test_without_a_user_the_others_give_the_same(
                 indptr=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
                 owners=whole.owners[keep],
                 num_users=4,
-                records=np.searchsorted(of, whole.records[keep]),  # type: ignore[index]
+                records=np.searchsorted(of, records_of_rows[keep]),
             ),
             choice,
             unit=unit,

@@ -274,9 +274,9 @@ def best_rows(rows: TokenRows, scores: NDArray[np.float64], *, at_most: int) -> 
 
 def record_lengths(rows: TokenRows) -> NDArray[np.float64]:
     """How many tokens each record has in its rows."""
-    return np.bincount(
-        _records_of(rows), weights=np.diff(rows.indptr), minlength=_num_records(rows)
-    )
+    lengths = np.zeros(_num_records(rows))
+    np.add.at(lengths, _records_of(rows), np.diff(rows.indptr))
+    return lengths
 
 
 def _records_of(rows: TokenRows) -> NDArray[np.int64]:
