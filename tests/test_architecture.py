@@ -88,13 +88,14 @@ ABOVE = {
     | {"same_run"},
     "run_state": GROUND
     | {"checkpoints", "continuing", "ledger", "losses", "models", "run_record", "step"},
-    "training_rows": GROUND | {"bounding", "data", "evaluation", "plan", "tasks"},
+    "training_rows": GROUND | {"bounding", "data", "plan"},
+    "training_choice": GROUND | {"data", "digests", "evaluation", "plan"},
     "optimizers": GROUND | {"models"},
     "training": GROUND
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
-    | {"continuing", "run_state", "same_run", "statement", "step", "training_rows"}
-    | {"debits", "optimizers", "population", "tasks"},
+    | {"continuing", "run_state", "same_run", "statement", "step", "training_choice"}
+    | {"debits", "optimizers", "population", "tasks", "training_rows"},
     "saved_run": GROUND | {"config", "digests", "ledger", "models"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }

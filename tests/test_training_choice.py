@@ -21,7 +21,7 @@ from userdp.data.choose import Choice, Select, contributions
 from userdp.data.store import UserStore
 from userdp.data.tokens import tokenise
 from userdp.errors import InputError
-from userdp.evaluation import record_losses
+from userdp.evaluation import mean_losses, record_losses
 from userdp.losses import causal_lm_loss
 from userdp.sampling import PoissonUsers
 from userdp.streams import RunSecret
@@ -221,7 +221,19 @@ def test_a_stopped_run_goes_on_with_the_same_choice_and_with_no_other(
     resumed = train(root, tmp_path / "run", resume=True, **choice)
     for one, two in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, two)
-    assert resumed.ledger.bound_to["select"] == f"{select}, resampled"
+    assert resumed.ledger.bound_to["select"].startswith(f"{select}, resampled")
+
+
+def test_a_run_is_held_to_the_rows_that_its_losses_chose(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(root, tmp_path / "run", stop=True, select="lowest-perplexity")
+    # As if this machine rounded so that another record came first.
+    other = lambda *args, **options: -mean_losses(*args, **options)  # noqa: E731
+    monkeypatch.setattr("userdp.training_choice.mean_losses", other)
+    with pytest.raises(InputError, match="begun with another choice of each user's rows"):
+        train(root, tmp_path / "run", resume=True, select="lowest-perplexity")
 
 
 def test_perplexity_is_not_scored_by_a_model_of_a_private_run(root: Path, tmp_path: Path) -> None:

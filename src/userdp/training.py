@@ -51,7 +51,8 @@ from userdp.statement import Statement
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
 from userdp.tasks import CausalTask, Task, cohort_batches
-from userdp.training_rows import check_choice, contributions_of, rows_of, selection_name
+from userdp.training_choice import RowChoice
+from userdp.training_rows import rows_of, selection_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +130,6 @@ def train(
     path = Path(out) if out is not None else None
     settings = settings or StepSettings()
     task = task or CausalTask(pad_token=tokenizer.pad_token_id)
-    choice = Choice.of(select, resample=resample)
     if optimizer is None:
         optimizer = make_optimizer(model, "adamw", learning_rate)
     if dry_run and (resume or fork):
@@ -152,7 +152,6 @@ def train(
     homes = history_of(model).homes
     cautions = (*store.cautions, *_check_declared((*homes, *parents), store, before))
     check_positions(model, sequence_length)
-    check_choice(choice, model, plan, selection, task)
     people = Population.of(store)
     # What the runs before this one did not use is free for it.
     if started.given_up is not None and people.counts(started.given_up):
@@ -162,11 +161,22 @@ def train(
     if not started.goes_on:
         check_budget(people, plan, paid, before)
     rows = rows_of(store, tokenizer, plan, selection, sequence_length)
+    row_choice = RowChoice.of(
+        rows,
+        Choice.of(select, resample=resample),
+        plan,
+        model,
+        tokenizer,
+        task=task.name,
+        is_selected=selection is not None,
+        sequence_length=sequence_length,
+        dry_run=dry_run,
+    )
     device = next(model.parameters()).device
     bound_to = {
         "data": store.fingerprint,
         "selection": selection_name(store, selection),
-        "select": choice.name,
+        "select": row_choice.name(store),
         "sequence_length": str(sequence_length),
         "task": task.name,
         "tokenizer": tokenizer_digest(tokenizer),
@@ -228,16 +238,7 @@ def train(
         # Dropout is off: the noise regularises enough, and a group's update then depends only on
         # its rows.
         model.eval()
-        chosen = contributions_of(
-            rows,
-            choice,
-            plan,
-            model,
-            tokenizer,
-            selection=selection,
-            sequence_length=sequence_length,
-            streams=record.streams("choose rows"),
-        )
+        chosen = row_choice.contributions(record.streams("choose rows"))
         step = PrivateStep(
             model,
             optimizer,

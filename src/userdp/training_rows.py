@@ -1,21 +1,15 @@
-"""The rows that a run trains on: the store's records as tokens, bounded and chosen."""
+"""The rows that a run trains on: the store's records as tokens, bounded as the plan says."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
-from userdp.data.choose import Choice, Contributions, contributions
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows, tokenise, tokenise_selected
 from userdp.errors import InputError
-from userdp.evaluation import check_public, mean_losses
 from userdp.plan import Plan
-from userdp.streams import Streams
-from userdp.tasks import Task
 
 
 def rows_of(
@@ -54,53 +48,6 @@ def rows_of(
         )
     return tokenise_selected(
         store, tokenizer, selection.records(), sequence_length=sequence_length, verify=True
-    )
-
-
-def check_choice(
-    choice: Choice, model: nn.Module, plan: Plan, selection: Selection | None, task: Task
-) -> None:
-    """Refuse a choice of rows that has no guarantee or no meaning here, before a step is taken."""
-    choice.check(
-        has_selection=selection is not None,
-        fixed_graph=plan.adjacency.fixed_graph,
-        task=task.name,
-    )
-    if choice.needs_losses:
-        check_public(model)
-
-
-def contributions_of(
-    rows: TokenRows,
-    choice: Choice,
-    plan: Plan,
-    model: nn.Module,
-    tokenizer: Any,
-    *,
-    selection: Selection | None,
-    sequence_length: int,
-    streams: Streams,
-) -> Contributions:
-    """What each user may give. The model is as it was before training: it scores the records."""
-    losses = None
-    if choice.needs_losses:
-        assert rows.records is not None
-        losses = mean_losses(
-            model,
-            rows,
-            rows.records,
-            num_records=int(rows.records.max(initial=-1)) + 1,
-            pad_token=tokenizer.pad_token_id,
-        )
-    return contributions(
-        rows,
-        choice,
-        unit=plan.sampler.unit,
-        group_size=plan.sampler.group_size,
-        sequence_length=sequence_length,
-        streams=streams,
-        losses=losses,
-        is_selected=selection is not None,
     )
 
 

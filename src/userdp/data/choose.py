@@ -151,14 +151,12 @@ def contributions(
             always_most=choice.resample,
             sequence_length=sequence_length,
         )
-    index = rows.index()
     if choice.select is not Select.RANDOM:
-        scores = record_lengths(rows) if losses is None else losses
-        assert (losses is not None) == choice.needs_losses
-        sign = -1.0 if choice.select in _LOW_FIRST else 1.0
-        index = best_rows(rows, sign * scores, at_most=group_size)
+        index = ranked_rows(rows, choice, group_size=group_size, losses=losses)
     elif is_selected and unit is SamplingUnit.RECORD:
         index = best_rows(rows, np.zeros(_num_records(rows)), at_most=group_size)
+    else:
+        index = rows.index()
     if not choice.resample:
         return ChosenRows(rows=rows, chosen=index)
     if unit is SamplingUnit.USER:
@@ -247,6 +245,20 @@ class Chunks:
             self.rows, own, count=len(group), sequence_length=self.sequence_length, rng=rng
         )
         return chunks, np.arange(len(group))
+
+
+def ranked_rows(
+    rows: TokenRows,
+    choice: Choice,
+    *,
+    group_size: int,
+    losses: NDArray[np.float64] | None = None,
+) -> UserIndex:
+    """Of each user the `group_size` first rows by a criterion: length, or the `losses` given."""
+    assert (losses is not None) == choice.needs_losses
+    scores = record_lengths(rows) if losses is None else losses
+    sign = -1.0 if choice.select in _LOW_FIRST else 1.0
+    return best_rows(rows, sign * scores, at_most=group_size)
 
 
 def best_rows(rows: TokenRows, scores: NDArray[np.float64], *, at_most: int) -> UserIndex:
