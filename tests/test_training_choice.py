@@ -17,6 +17,7 @@ from userdp import Plan, StepSettings, load_model
 from userdp.bounding.bound import bound
 from userdp.checkpoints import Saving
 from userdp.clipping.plain import PlainClipping
+from userdp.config import load_config
 from userdp.data.choose import Choice, Select, contributions
 from userdp.data.store import UserStore
 from userdp.data.tokens import tokenise
@@ -26,6 +27,7 @@ from userdp.losses import causal_lm_loss
 from userdp.sampling import PoissonUsers
 from userdp.streams import RunSecret
 from userdp.tasks import CausalTask, cohort_batches
+from userdp.training import train_from_config
 
 RECORDS_PER_USER = [1, 2, 5, 9]
 LENGTH = 4
@@ -293,3 +295,33 @@ def test_a_selected_record_of_one_owner_gives_all_its_rows(root: Path, tmp_path:
         torch.testing.assert_close(
             start - parameter.detach(), total / chosen.divisor, rtol=1e-4, atol=1e-6
         )
+
+
+def test_the_configuration_names_the_choice(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "store", tmp_path / "store")
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f"""[data]
+store = "{tmp_path / "store"}"
+sequence_length = {LENGTH}
+select = "random-chunk"
+resample = true
+[model]
+path = "{root / "base"}"
+[privacy]
+unit = "record"
+num_users = 4
+expected_batch_size = 6
+group_size = {K}
+clip_norm = 1.0
+epsilon = 8.0
+delta = 1e-2
+[training]
+steps = 2
+path = "plain"
+"""
+    )
+    config = load_config(path)
+    run = train_from_config(path, config, config.plan(), tmp_path / "run")
+    assert run.ledger.bound_to["select"] == "random-chunk, resampled"
+    assert run.statement.epsilon <= 8.0
