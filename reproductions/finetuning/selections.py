@@ -202,6 +202,8 @@ def describe(base: nn.Module, chosen: Contributions, settings: Settings) -> dict
         "rows": len(given),
         "mean_length": float(lengths.mean()),
         "mean_perplexity": float(np.exp(losses).mean()),
+        # A few short rows of rare tokens can decide the mean.
+        "median_perplexity": float(np.exp(np.median(losses))),
         "share_below_length": float((lengths < settings.length).mean()),
     }
 
