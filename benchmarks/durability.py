@@ -4,7 +4,7 @@
     memory   growth of the process over many tiny steps, after the first thousand
     resume   seconds to go on with a run, more than loading its model takes
 
-Run: python benchmarks/durability.py [--only resume] [--steps 20000] [--json FILE]     (CPU: a few minutes)
+Run: python benchmarks/durability.py [--only resume] [--steps 20000] [--json FILE]     (minutes)
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ from userdp.plan import Plan
 from userdp.run_record import RunRecord
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
-from userdp.tasks import CausalTask
-from userdp.training_rows import cohort_batches
+from userdp.tasks import CausalTask, cohort_batches
 
 
 def ragged_rows(

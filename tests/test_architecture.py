@@ -89,13 +89,14 @@ ABOVE = {
     | {"same_run"},
     "run_state": GROUND
     | {"checkpoints", "continuing", "ledger", "losses", "models", "run_record", "step"},
-    "training_rows": GROUND | {"bounding", "data", "losses", "plan", "sampling", "tasks"},
+    "training_rows": GROUND | {"bounding", "data", "plan"},
+    "training_choice": GROUND | {"data", "digests", "evaluation", "plan"},
     "optimizers": GROUND | {"models"},
     "training": GROUND
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
-    | {"continuing", "run_state", "same_run", "statement", "step", "training_rows"}
-    | {"configured", "debits", "losses", "optimizers", "population", "tasks"},
+    | {"continuing", "run_state", "same_run", "statement", "step", "training_choice"}
+    | {"configured", "debits", "losses", "optimizers", "population", "tasks", "training_rows"},
     "configured": GROUND | {"config", "data", "models", "tasks"},
     "saved_run": GROUND | {"config", "digests", "ledger", "models"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},

@@ -61,7 +61,16 @@ def test_ledger_is_bound_to_data_and_configuration(
     assert bound["data"] == UserStore.open(train_store).fingerprint
     assert bound["config"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert set(bound) == {
-        *("data", "selection", "sequence_length", "task", "tokenizer", "model", "initial_weights"),
+        *(
+            "data",
+            "selection",
+            "select",
+            "sequence_length",
+            "task",
+            "tokenizer",
+            "model",
+            "initial_weights",
+        ),
         *("optimizer", "schedule", "settings", "device", "hardware", "code", "config"),
     }
     assert first["fixed_seed"] is True

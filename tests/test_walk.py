@@ -15,9 +15,10 @@ import torch
 import tiny
 import userdp
 from userdp import Plan, PrivateStep, StepSettings
+from userdp.data.choose import Choice, contributions
 from userdp.data.tokens import tokenise
-from userdp.tasks import CausalTask
-from userdp.training_rows import cohort_batches
+from userdp.streams import RunSecret
+from userdp.tasks import CausalTask, cohort_batches
 
 SOURCE = Path(userdp.__file__).parent
 PAGE = (Path(__file__).parents[1] / "docs" / "walk.md").read_text()
@@ -72,12 +73,19 @@ def test_a_step_passes_the_listed_files_and_no_other(path: Any, tmp_path: Path) 
         delta=1e-2,
     )
     seen = traced(lambda: tokenise(store, tokenizer, sequence_length=16, verify=True))
-    rows = tokenise(store, tokenizer, sequence_length=16, verify=True)
+    chosen = contributions(
+        tokenise(store, tokenizer, sequence_length=16, verify=True),
+        Choice(),
+        unit=plan.sampler.unit,
+        group_size=4,
+        sequence_length=16,
+        streams=RunSecret.from_system().streams("choose rows"),
+    )
     step = PrivateStep(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         plan,
-        rows.index(),
+        chosen.index(),
         settings=StepSettings(path=path),
         sequence_length=16,
     )
@@ -86,7 +94,7 @@ def test_a_step_passes_the_listed_files_and_no_other(path: Any, tmp_path: Path) 
         cohort = step.draw()
         streams = step.record.streams("rows")
         task = CausalTask(pad_token=tokenizer.pad_token_id)
-        step.apply(cohort_batches(rows, cohort, task, step=step.record.steps, streams=streams))
+        step.apply(cohort_batches(chosen, cohort, task, step=step.record.steps, streams=streams))
 
     # The first steps also probe the model and compare new batch shapes.
     take()

@@ -1,5 +1,6 @@
 """Fine-tuning on real text: what user-level privacy costs, and which choices matter.
 
-python -m reproductions.finetuning.prepare TOKENIZER SET.jsonl.gz ... --out rows/     (any machine)
-python -m reproductions.finetuning.compare MODEL rows/SET.npz --table epsilon --json FILE  (a GPU)
+prepare, compare     sets of text to rows; many runs of one model on a GPU, from a table
+selections           which of a user's records take part (Chua et al. 2024, Table 7)
+defaults             the evidence behind the default learning rates
 """

@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from userdp.chain import canonical
-from userdp.data.files import file_digest
+from userdp.data.array_files import file_digest
 from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE, new_directory
 from userdp.errors import InputError, LedgerError
 from userdp.remembered import checkpoint_places, mark

@@ -56,6 +56,18 @@ class DataSettings(Section):
                 f"[data] chat_template: {self.chat_template} is no text file that can be read."
             ) from None
 
+    select: Literal[
+        "random",
+        "longest",
+        "shortest",
+        "highest-perplexity",
+        "lowest-perplexity",
+        "random-chunk",
+    ] = Field("random", description="Which of a user's rows take part, up to group_size.")
+    resample: bool = Field(
+        False, description="A user of fewer rows than group_size gives so many, drawn again."
+    )
+
 
 class LoraSettings(Section):
     """Train low-rank adapters instead of the whole model."""

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows, tokenise_with_records
 from userdp.errors import InputError
+from userdp.history import history_of
 from userdp.index import IGNORED_LABEL
 from userdp.tasks import CausalTask, Task
+
+if TYPE_CHECKING:
+    from userdp.data.store import UserStore
 
 # Tokens in a row when records are scored, as `train` and `evaluate` cut them by default.
 ROW_TOKENS = 128
@@ -78,16 +81,36 @@ def evaluate(
     )
 
 
-def record_losses(model: nn.Module, tokenizer: Any, store: UserStore) -> np.ndarray:
+def check_public(model: nn.Module) -> None:
+    """Refuse to score records by a model that carries a private run, as far as it says so."""
+    if history_of(model).all_entries():
+        raise InputError(
+            "records are to be scored by a model that was trained on private data: its scores are "
+            "not public, and what a user keeps would depend on other users. Score by a public "
+            "model, or choose records by length or at random."
+        )
+
+
+def record_losses(
+    model: nn.Module, tokenizer: Any, store: UserStore, *, sequence_length: int | None = None
+) -> np.ndarray:
     """Return the mean loss of each record of a store: the logarithm of its perplexity.
+
+    `sequence_length` is that of the training that the scores are for: longer records are cut into
+    rows, as they are there. By default it is 128, or the model's positions if they are fewer.
 
     The model must be public. One that was trained on these users carries their records into the
     scores of others.
     """
-    positions = getattr(model.config, "max_position_embeddings", None) or ROW_TOKENS
-    rows, record_of_row = tokenise_with_records(
-        store, tokenizer, sequence_length=min(ROW_TOKENS, positions)
-    )
+    check_public(model)
+    positions = getattr(model.config, "max_position_embeddings", None)
+    length = sequence_length or min(ROW_TOKENS, positions or ROW_TOKENS)
+    if positions is not None and length > positions:
+        raise InputError(
+            f"--sequence-length {length} is above the {positions} positions of the model: give "
+            f"{positions} or less."
+        )
+    rows, record_of_row = tokenise_with_records(store, tokenizer, sequence_length=length)
     return mean_losses(
         model,
         rows,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from userdp.data.files import file_digest
+from userdp.data.array_files import file_digest
 from userdp.errors import InputError
 from userdp.history import ANCESTRY_FILE, read_history
 from userdp.ledger import UNVERIFIED, Ledger

@@ -17,15 +17,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from userdp.chain import read_key, write_private
-from userdp.data.files import file_digest
-from userdp.data.identity import PSEUDONYM_BYTES
-from userdp.data.store import UserStore
+from userdp.data.array_files import PSEUDONYM_BYTES, file_digest
 from userdp.errors import LedgerError
 from userdp.history import home_of
 from userdp.ledger import UNVERIFIED, Ledger
 from userdp.statement import Statement
+
+if TYPE_CHECKING:
+    from userdp.data.store import UserStore
 
 # People write and edit these files. They change no weight.
 FREE_FILES = frozenset({"README.md"})

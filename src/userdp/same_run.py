@@ -36,6 +36,7 @@ MEANINGS = {
     "plan": "privacy settings or another number of steps",
     "data": "store or other data in it",
     "selection": "selection of records",
+    "select": "choice of each user's rows",
     "sequence_length": "sequence length",
     "tokenizer": "tokenizer",
     "model": "model",

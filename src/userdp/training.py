@@ -27,6 +27,7 @@ from userdp.clipping.settings import StepSettings
 from userdp.config import Config
 from userdp.configured import load_configured_model, named_task
 from userdp.continuing import move_parent, start
+from userdp.data.choose import Choice
 from userdp.data.store import UserStore
 from userdp.data.tokens import tokenizer_digest
 from userdp.debits import check_budget, counted, released_about, settle_parent
@@ -50,8 +51,9 @@ from userdp.same_run import NOISE_KEY, check_same_config
 from userdp.statement import Statement
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
-from userdp.tasks import OwnLoss, Task, TaskName
-from userdp.training_rows import cohort_batches, rows_of, selection_name
+from userdp.tasks import OwnLoss, Task, TaskName, cohort_batches
+from userdp.training_choice import RowChoice
+from userdp.training_rows import rows_of, selection_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,8 @@ def train(
     task: Task | TaskName | None = None,
     record_loss: RecordLoss | None = None,
     selection: Selection | None = None,
+    select: str = "random",
+    resample: bool = False,
     settings: StepSettings | None = None,
     out: str | Path | None = None,
     config: Path | None = None,
@@ -102,6 +106,10 @@ def train(
 
     Records of several owners need a `selection` that bounds what each owner contributes. A long
     record is then cut to one row, so the bound on records is also a bound on rows.
+
+    `select` says which of a user's rows take part, and `resample` whether a user of few rows gives
+    as many as others (`data.choose`). The perplexity criteria score records by `model` as it is
+    given, which must be public.
 
     `settings` say how sums are computed: in batches of many users, or one user at a time. The sums
     are the same.
@@ -160,10 +168,22 @@ def train(
     if not started.goes_on:
         check_budget(people, plan, paid, before)
     rows = rows_of(store, tokenizer, plan, selection, sequence_length, encoding=task.encoding)
+    row_choice = RowChoice.of(
+        rows,
+        Choice.of(select, resample=resample),
+        plan,
+        model,
+        tokenizer,
+        task=task.name,
+        is_selected=selection is not None,
+        sequence_length=sequence_length,
+        dry_run=dry_run,
+    )
     device = next(model.parameters()).device
     bound_to = {
         "data": store.fingerprint,
         "selection": selection_name(store, selection),
+        "select": row_choice.name(store),
         "sequence_length": str(sequence_length),
         "task": task.name,
         "tokenizer": tokenizer_digest(tokenizer),
@@ -225,11 +245,12 @@ def train(
         # Dropout is off: the noise regularises enough, and a group's update then depends only on
         # its rows.
         model.eval()
+        chosen = row_choice.contributions(record.streams("choose rows"))
         step = PrivateStep(
             model,
             optimizer,
             plan,
-            rows.index(),
+            chosen.index(),
             record_loss=task.record_loss,
             settings=settings,
             sequence_length=sequence_length,
@@ -243,7 +264,7 @@ def train(
         for cohort in step.cohorts():
             step.apply(
                 cohort_batches(
-                    rows, cohort, task, step=record.steps, streams=record.streams("rows")
+                    chosen, cohort, task, step=record.steps, streams=record.streams("rows")
                 )
             )
             if scheduler is not None:
@@ -328,6 +349,8 @@ def train_from_config(
         sequence_length=config.data.sequence_length,
         task=config.data.task,
         selection=config.load_selection(),
+        select=config.data.select,
+        resample=config.data.resample,
         settings=step_settings(config),
         out=out,
         config=config_path,

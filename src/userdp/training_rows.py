@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from userdp.bounding.edges import Edges
@@ -11,11 +10,7 @@ from userdp.data.encoding import WHOLE_TEXT, Encoding
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows, tokenise, tokenise_selected
 from userdp.errors import InputError
-from userdp.losses import Batch
 from userdp.plan import Plan
-from userdp.sampling import Cohort
-from userdp.streams import Streams
-from userdp.tasks import Task
 
 
 def rows_of(
@@ -65,15 +60,6 @@ def rows_of(
         encoding=encoding,
         verify=True,
     )
-
-
-def cohort_batches(
-    rows: TokenRows, cohort: Cohort, task: Task, *, step: int, streams: Streams
-) -> Iterator[Batch]:
-    """One batch per group, as the task makes it. Each group of each step has its own randomness."""
-    for group in cohort:
-        piece = int(group[0]) + 1 if len(group) else 0
-        yield task.batch(rows, group, streams.rng(step, piece))
 
 
 def selection_name(store: UserStore, selection: Selection | None) -> str:

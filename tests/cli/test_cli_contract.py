@@ -65,6 +65,7 @@ OPTIONS = {
         "--steps",
         "--batch-size",
         "--separation",
+        "--sequence-length",
         "--model",
         "--seed",
         "--json",

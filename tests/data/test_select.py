@@ -13,9 +13,8 @@ from letters import ITEMS, Letters, store_of
 from userdp.data.record import Record
 from userdp.data.select import best_records, random_chunks
 from userdp.data.store import UserStore, write_store
-from userdp.data.tokens import tokenise
+from userdp.data.tokens import TokenRows, tokenise
 from userdp.errors import InputError
-from userdp.index import IGNORED_LABEL
 
 KEY = bytes(range(32))
 
@@ -72,20 +71,21 @@ def test_records_of_several_owners_are_refused_with_the_reason(tmp_path: Path) -
 
 def test_random_chunks_cross_records_of_one_user_and_never_users(tmp_path: Path) -> None:
     rows = tokenise(store_of(tmp_path, ITEMS), Letters(), sequence_length=16)
-    ids, labels = random_chunks(
-        rows,
-        rows.index(),
-        np.array([0, 2]),
-        chunks_per_user=200,
-        sequence_length=4,
-        rng=np.random.default_rng(1),
-        pad_token=99,
-    )
+    rng = np.random.default_rng(1)
+
+    def drawn(user: int) -> tuple[list[str], TokenRows]:
+        chunks = random_chunks(
+            rows, rows.index().rows_of(user), count=200, sequence_length=4, rng=rng
+        )
+        texts = np.split(chunks.tokens, chunks.indptr[1:-1])
+        return ["".join(chr(t) if t else "." for t in text) for text in texts], chunks
+
     document = "abcdefg.hijk."
-    chunks = {"".join(chr(t) if t else "." for t in line) for line in ids[:200]}
+    texts, chunks = drawn(0)
     # All ten beginnings are seen: missing one of them has probability below 10 * 0.9^200 < 1e-8.
-    assert chunks == {document[i : i + 4] for i in range(10)}
-    assert "fg.h" in chunks
-    short = ids[200:].tolist()
-    assert short == [[ord("z"), 0, 99, 99]] * 200
-    assert (labels[200:, 2:] == IGNORED_LABEL).all()
+    assert set(texts) == {document[i : i + 4] for i in range(10)}
+    assert "fg.h" in texts
+    assert chunks.owners.tolist() == [0] * 200
+    texts, chunks = drawn(2)
+    assert texts == ["z."] * 200
+    assert chunks.owners.tolist() == [2] * 200

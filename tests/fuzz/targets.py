@@ -29,7 +29,7 @@ from userdp.bounding.selection import Selection
 from userdp.chain import canonical
 from userdp.checkpoints import Checkpoints, Moment
 from userdp.config import load_config
-from userdp.data.files import file_digest
+from userdp.data.array_files import file_digest
 from userdp.data.record import Record
 from userdp.data.sources import Reading
 from userdp.data.store import UserStore, write_store

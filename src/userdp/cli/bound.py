@@ -71,6 +71,10 @@ def bound(
             help="With perplexity methods: a public model's path or name, not of these users."
         ),
     ] = None,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(min=2, help="With perplexity methods: that of the training; by default 128."),
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(help="With random methods: fixes the draw, which is no secret.")
     ] = None,
@@ -99,7 +103,7 @@ def bound(
         steps=steps,
         batch_size=batch_size,
         separation=separation,
-        losses=None if model is None else partial(_losses, model),
+        losses=None if model is None else partial(_losses, model, sequence_length),
         seed=seed,
     )
     if out is not None:
@@ -107,11 +111,11 @@ def bound(
     common.emit(json, bounded.to_json() | {"out": str(out) if out else None}, str(bounded))
 
 
-def _losses(model: str, store: UserStore) -> NDArray[np.float64]:
+def _losses(model: str, sequence_length: int | None, store: UserStore) -> NDArray[np.float64]:
     """The mean loss of each record under a model: the logarithm of its perplexity."""
     common.quiet_transformers()
     from userdp.evaluation import record_losses
     from userdp.models.load import load_model
 
     scorer, tokenizer = load_model(model)
-    return record_losses(scorer, tokenizer, store)
+    return record_losses(scorer, tokenizer, store, sequence_length=sequence_length)

@@ -26,11 +26,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from userdp.data.array_files import PSEUDONYM_BYTES
 from userdp.data.files import pc
 from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
 from userdp.errors import InputError
-
-PSEUDONYM_BYTES = 16
 
 # To be raised with every change of what `normalise` returns: pseudonyms then differ.
 NORMALISER = 2

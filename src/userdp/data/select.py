@@ -13,13 +13,17 @@ has several owners, because one owner's text would decide which records of the o
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
-from userdp.data.store import UserStore
-from userdp.data.tokens import TokenRows, padded
+from userdp.data.tokens import TokenRows
 from userdp.errors import InputError
-from userdp.index import UserIndex
+from userdp.index import Rows
+
+if TYPE_CHECKING:
+    from userdp.data.store import UserStore
 
 
 def best_records(
@@ -59,35 +63,31 @@ def check_single_owners(store: UserStore) -> None:
 
 def random_chunks(
     rows: TokenRows,
-    index: UserIndex,
-    users: NDArray[np.int64],
+    own: Rows,
     *,
-    chunks_per_user: int,
+    count: int,
     sequence_length: int,
     rng: np.random.Generator,
-    pad_token: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Input ids and labels: `chunks_per_user` lines for each of `users`, in their order.
+) -> TokenRows:
+    """`count` chunks of one user's document, which is the rows `own`, one after another.
 
-    A chunk holds the tokens of one user only. If a user has fewer tokens than `sequence_length`,
-    the chunk is the whole document, padded. Chunks of one user are independent and may overlap.
+    Chunks are independent and may overlap. If the user has no more than `sequence_length` tokens,
+    each chunk is the whole document.
     """
-    if chunks_per_user < 1 or sequence_length < 2:
+    if count < 1 or sequence_length < 2:
         raise InputError("give at least one chunk a user, of at least two tokens.")
-    lines: list[NDArray[np.int32]] = []
-    for user in users.tolist():
-        own = index.rows_of(user)
-        starts, ends = rows.indptr[own], rows.indptr[own + 1]
-        # The user's rows, one after another, form the document. Row i begins at borders[i].
-        lengths_of_rows = ends - starts
-        borders = np.cumsum(lengths_of_rows) - lengths_of_rows
-        total = int(lengths_of_rows.sum())
-        last = max(0, total - sequence_length)
-        for begin in rng.integers(0, last, size=chunks_per_user, endpoint=True).tolist():
-            place = np.arange(begin, min(begin + sequence_length, total))
-            row = np.searchsorted(borders, place, side="right") - 1
-            lines.append(rows.tokens[starts[row] + place - borders[row]])
-    lengths = np.asarray([len(line) for line in lines], np.int64)
-    begins = np.cumsum(lengths) - lengths
-    tokens = np.concatenate(lines) if lines else np.zeros(0, np.int32)
-    return padded(tokens, begins, lengths, pad_token=pad_token)
+    starts = rows.indptr[own]
+    lengths = rows.indptr[own + 1] - starts
+    # Row i begins at borders[i] of the document.
+    borders = np.cumsum(lengths) - lengths
+    total = int(lengths.sum())
+    width = min(sequence_length, total)
+    begins = rng.integers(0, total - width, size=count, endpoint=True)
+    place = (begins[:, None] + np.arange(width)).reshape(-1)
+    row = np.searchsorted(borders, place, side="right") - 1
+    return TokenRows(
+        tokens=rows.tokens[starts[row] + place - borders[row]],
+        indptr=np.arange(count + 1, dtype=np.int64) * width,
+        owners=np.repeat(np.asarray(rows.owners)[own[:1]], count),
+        num_users=rows.num_users,
+    )

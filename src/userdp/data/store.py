@@ -28,11 +28,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from userdp.data.array_files import array_digest, file_digest
 from userdp.data.contents import TEXT_KINDS, TextKind
 from userdp.data.files import (
     TextDigest,
-    array_digest,
-    file_digest,
     fingerprint,
     keyed_digest,
     pc,

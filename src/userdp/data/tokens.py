@@ -15,17 +15,19 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from userdp.data.array_files import ArrayWriter, file_digest
 from userdp.data.encoding import WHOLE_TEXT, Encoding, ids_of
-from userdp.data.files import ArrayWriter, file_digest
-from userdp.data.store import UserStore
 from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
 from userdp.errors import InputError
 from userdp.index import IGNORED_LABEL, Rows, UserIndex
+
+if TYPE_CHECKING:
+    from userdp.data.store import UserStore
 
 ENCODE_BATCH = 2048
 DIGESTS = "digests.json"
@@ -37,6 +39,7 @@ class TokenRows:
 
     `labelled` says of each token whether it carries loss; None means that all do. `classes` gives
     the class of each row, where rows are classified.
+    `records[i]` is the number of the record that row i is from, where that is known.
     """
 
     tokens: NDArray[np.int32]
@@ -45,6 +48,7 @@ class TokenRows:
     num_users: int
     labelled: NDArray[np.bool_] | None = None
     classes: NDArray[np.int64] | None = None
+    records: NDArray[np.int64] | None = None
 
     def __repr__(self) -> str:
         return "TokenRows(<secret>)"
@@ -55,6 +59,10 @@ class TokenRows:
     def index(self) -> UserIndex:
         """Whose rows are whose."""
         return UserIndex.from_owner_numbers(np.asarray(self.owners), num_users=self.num_users)
+
+    def read(self, group: Rows, rng: np.random.Generator) -> tuple[TokenRows, Rows]:
+        """What a group of rows reads when it is drawn (`choose.Contributions`): its rows."""
+        return self, group
 
     def padded(self, rows: Rows, *, pad_token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Input ids and labels of the rows, padded on the right. Padding has no label.
@@ -131,6 +139,7 @@ def tokenise(
         num_users=store.num_users,
         labelled=found.labelled,
         classes=found.classes,
+        records=found.record_of_row,
     )
 
 
@@ -153,29 +162,40 @@ def tokenise_selected(
     owners: NDArray[np.int64] | None = None,
     verify: bool = False,
 ) -> TokenRows:
-    """One row for each entry of `records`: the first row of that record.
+    """The rows of each entry of `records`.
 
-    The bound of a selection counts records, so a record is one row. `owners` gives the one owner of
-    each record of the store, and rows belong to them. Without it, records may have several owners.
-    The selection bounded all their contributions, so every row is its own owner: row i has owner i.
+    `owners` gives the one owner of each record of the store. Then a record gives all its rows, and
+    they belong to that owner: the sampler counts a user's rows, whatever was selected.
+
+    Without it, records may have several owners, and a record gives its first row only, because the
+    bound of the selection counts records. Every row is its own owner: row i has owner i.
     """
     found = _cached_rows(store, tokenizer, sequence_length, encoding, verify=verify)
     first_row = np.searchsorted(found.record_of_row, records)
     # A record without a token to predict has no row. It could only contribute zero.
-    has_row = np.append(found.record_of_row, -1)[first_row] == records
-    kept = first_row[has_row]
-    starts, stops = found.indptr[kept], found.indptr[kept + 1]
+    count = np.searchsorted(found.record_of_row, records, side="right") - first_row
+    if owners is None:
+        count = np.minimum(count, 1)
+    chosen = _ranges(first_row, count)
+    starts, stops = found.indptr[chosen], found.indptr[chosen + 1]
     lengths = stops - starts
     new_indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    positions = np.arange(new_indptr[-1]) + np.repeat(starts - new_indptr[:-1], lengths)
+    positions = _ranges(starts, lengths)
     return TokenRows(
         tokens=found.tokens[positions],
         indptr=new_indptr,
-        owners=np.arange(len(lengths)) if owners is None else owners[records[has_row]],
+        owners=np.arange(len(lengths)) if owners is None else owners[found.record_of_row[chosen]],
         num_users=len(lengths) if owners is None else store.num_users,
         labelled=None if found.labelled is None else found.labelled[positions],
-        classes=None if found.classes is None else found.classes[kept],
+        classes=None if found.classes is None else found.classes[chosen],
+        records=found.record_of_row[chosen],
     )
+
+
+def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The numbers from each start on, as many as its length says, one range after another."""
+    before = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
 
 
 def _cached_rows(

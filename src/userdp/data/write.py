@@ -21,18 +21,17 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from userdp.data import relate
+from userdp.data.array_files import PSEUDONYM_BYTES, ArrayWriter, file_digest
 from userdp.data.contents import IN_WORDS, TextKind
 from userdp.data.engine import EngineName, engine_of
 from userdp.data.files import (
-    ArrayWriter,
     TextWriter,
-    file_digest,
     fingerprint,
     keyed_digest,
     pc,
     read_texts,
 )
-from userdp.data.identity import PSEUDONYM_BYTES, DropRule, IdRule, Pseudonyms, Spellings
+from userdp.data.identity import DropRule, IdRule, Pseudonyms, Spellings
 from userdp.data.prefetch import Prefetched
 from userdp.data.record import NO_TIME, ImportBatch, Record, Skipped, batches_of
 from userdp.durable import (
