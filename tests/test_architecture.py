@@ -62,7 +62,7 @@ ABOVE = {
     | {"accounting", "data", "earlier", "paid", "reservation", "spending", "statement"},
     "debits": GROUND
     | {"config", "data", "earlier", "ledger", "paid", "plan", "population", "rows_file"},
-    "config_sections": GROUND,
+    "config_sections": GROUND | {"optimizer_names"},
     "config": GROUND
     | {"config_problems", "config_sections"}
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
@@ -87,14 +87,18 @@ ABOVE = {
     | {"chain", "checkpoints", "ledger", "paid", "plan", "rows_file", "run_files", "run_record"}
     | {"same_run"},
     "run_state": GROUND
-    | {"checkpoints", "continuing", "ledger", "losses", "models", "run_record", "step"},
+    | {"checkpoints", "continuing", "ledger", "losses", "models", "run_record", "step"}
+    | {"averaging"},
     "training_rows": GROUND | {"bounding", "data", "losses", "plan", "sampling", "tasks"},
-    "optimizers": GROUND | {"models"},
+    "optimizer_names": GROUND,
+    "muon": GROUND,
+    "optimizers": GROUND | {"config_sections", "models", "muon", "optimizer_names"},
+    "averaging": GROUND | {"models"},
     "training": GROUND
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
     | {"continuing", "run_state", "same_run", "statement", "step", "training_rows"}
-    | {"debits", "optimizers", "population", "tasks"},
+    | {"averaging", "debits", "optimizers", "population", "tasks"},
     "saved_run": GROUND | {"config", "digests", "ledger", "models"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }

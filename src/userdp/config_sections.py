@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from userdp.optimizer_names import refuse_unusable
 from userdp.units import Adjacency, SamplingUnit
 
 
@@ -108,9 +109,23 @@ class TrainingSettings(WithParts):
     """How the noised gradients are used. This is post-processing, so every choice is free."""
 
     steps: int
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    optimizer: str = Field("adamw", description="One of torch's by name; muon, adafactor.")
+    optimizer_options: dict[str, bool | int | float | str | list[float]] = Field(
+        default_factory=dict[str, bool | int | float | str | list[float]],
+        description="The optimizer's own arguments, such as betas, eps or momentum.",
+    )
+    weight_decay: float | None = Field(
+        None, ge=0, description="Default: the optimizer's own, which for adamw is 0.01."
+    )
     learning_rate: float = Field(1e-3, gt=0)
-    schedule: Literal["constant", "linear"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises.")
+    schedule_hold: float = Field(
+        0.0, ge=0, lt=1, description="Share of the run before the rate falls (linear, cosine)."
+    )
+    ema: float | None = Field(
+        None, gt=0, lt=1, description="Release the average of the weights with this decay."
+    )
     update: str = Field("gradient", description="What each group gives: its mean gradient.")
     path: Literal["fast", "plain"] = Field(
         "fast", description="plain: one user at a time, slow; the fast path's oracle."
@@ -148,6 +163,12 @@ class TrainingSettings(WithParts):
     fixed_seed: int | None = Field(
         None, description="For tests only: whoever knows it can remove the noise."
     )
+
+    @field_validator("optimizer")
+    @classmethod
+    def _is_usable(cls, name: str) -> str:
+        refuse_unusable(name)
+        return name
 
     @property
     def on_cuda(self) -> bool:

@@ -42,6 +42,7 @@ MEANINGS = {
     "initial_weights": "set of initial weights",
     "schedule": "learning rate schedule",
     "optimizer": "optimizer or learning rate",
+    "ema": "average of the weights (ema)",
     "settings": "settings of the step",
     "device": "device",
     "code": "version of this package, torch, transformers or peft",

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from userdp.averaging import WeightAverage
 from userdp.bounding.selection import Selection
 from userdp.checkpoints import Moment, Saving, hardware_of
 from userdp.clipping.kernels.running import same_every_time
@@ -37,7 +38,7 @@ from userdp.interrupts import signals_wait_for_the_step
 from userdp.ledger import Ledger
 from userdp.lineage import earlier_runs
 from userdp.models.load import Lora, load_model
-from userdp.optimizers import make_optimizer, make_schedule
+from userdp.optimizers import make_optimizer, optimizer_of, schedule_of
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.population import Population
@@ -76,6 +77,7 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     learning_rate: float = 1e-3,
     scheduler: Any = None,
+    ema: float | None = None,
     sequence_length: int = 128,
     task: Task | None = None,
     selection: Selection | None = None,
@@ -98,6 +100,8 @@ def train(
 
     Records of several owners need a `selection` that bounds what each owner contributes. A long
     record is then cut to one row, so the bound on records is also a bound on rows.
+
+    With `ema`, the released weights are an average over the steps (`WeightAverage`).
 
     `settings` say how sums are computed: in batches of many users, or one user at a time. The sums
     are the same.
@@ -134,7 +138,8 @@ def train(
         restore_finished(path, started.finished, model)
         return Run(model=model, ledger=started.finished, path=path)
     plan, beginning = started.plan, started.beginning
-    restore_beginning(beginning, model, optimizer, scheduler)
+    average = None if ema is None else WeightAverage(model, decay=ema)
+    restore_beginning(beginning, model, optimizer, scheduler, average)
 
     # The ledger will name this data, so make sure that the data has not changed.
     store.verify()
@@ -165,7 +170,7 @@ def train(
         "settings": str(settings),
         "device": device.type,
         "hardware": hardware_of(device),
-    }
+    } | ({} if ema is None else {"ema": str(ema)})
     moment: Moment | None = None
     if path is not None and started.goes_on:
         moment = checkpoints_of(path).newest()
@@ -211,7 +216,8 @@ def train(
                 record.ledger.charge(item.event, what=item.what)
             if record.path is not None:
                 write_training_users(record.path, record.ledger.run_digest, store, homes)
-            record.keep_beginning(model, optimizer, before=beginning.before)
+            averaged = None if average is None else average.state_dict()
+            record.keep_beginning(model, optimizer, before=beginning.before, average=averaged)
         if dry_run:
             record.charge_all(released_about(people, record.ledger))
             return Run(model=model, ledger=record.ledger, path=record.path)
@@ -230,9 +236,11 @@ def train(
         )
         example = task.example(tokenizer)
         if moment is not None:
-            restore(moment, model, optimizer, scheduler, step, example)
+            restore(moment, model, optimizer, scheduler, step, example, average)
         step.check_model(example)
-        checkpoint = Checkpoint(record, model, optimizer, scheduler, step, beginning.before)
+        checkpoint = Checkpoint(
+            record, model, optimizer, scheduler, step, beginning.before, average
+        )
         for cohort in step.cohorts():
             step.apply(
                 cohort_batches(
@@ -241,11 +249,16 @@ def train(
             )
             if scheduler is not None:
                 scheduler.step()
+            if average is not None:
+                average.update()
             record.step_done()
             checkpoint.save_if_due()
             if stop and step.steps_left:
                 checkpoint.save_and_stop(stop.number)
         checkpoint.save()
+        if average is not None:
+            # The last checkpoint has the weights themselves: a longer run goes on from those.
+            average.put_into_model()
         record.finish(model, tokenizer, people=released_about(people, record.ledger))
     return Run(model=model, ledger=record.ledger, path=record.path)
 
@@ -309,7 +322,7 @@ def train_from_config(
     store = UserStore.open(config.data.store)
     settings = config.training
     model, tokenizer = load_configured_model(config)
-    optimizer = make_optimizer(model, settings.optimizer, settings.learning_rate)
+    optimizer = optimizer_of(model, settings)
     seed = settings.fixed_seed
     return train(
         model,
@@ -317,7 +330,8 @@ def train_from_config(
         store,
         plan,
         optimizer=optimizer,
-        scheduler=make_schedule(optimizer, settings.schedule, settings.steps),
+        scheduler=schedule_of(optimizer, settings),
+        ema=settings.ema,
         sequence_length=config.data.sequence_length,
         selection=config.load_selection(),
         settings=step_settings(config),
