@@ -41,8 +41,19 @@ ABOVE = {
     "composition": GROUND | {"accounting", "earlier", "paid", "statement"},
     "prices": GROUND | {"accounting", "earlier", "noise", "paid", "sampling", "statement"},
     "norms": GROUND,
+    "defaults": GROUND,
     "plan": GROUND
-    | {"accounting", "clipping", "earlier", "noise", "paid", "prices", "sampling", "statement"}
+    | {
+        "accounting",
+        "clipping",
+        "defaults",
+        "earlier",
+        "noise",
+        "paid",
+        "prices",
+        "sampling",
+        "statement",
+    }
     | {"composition", "updates", "wording"},
     "planner": GROUND
     | {"accounting", "statement", "sampling", "clipping", "noise", "plan"}
@@ -62,9 +73,9 @@ ABOVE = {
     | {"accounting", "data", "earlier", "paid", "reservation", "spending", "statement"},
     "debits": GROUND
     | {"config", "data", "earlier", "ledger", "paid", "plan", "population", "rows_file"},
-    "config_sections": GROUND | {"optimizer_names"},
+    "config_sections": GROUND | {"defaults", "optimizer_names"},
     "config": GROUND
-    | {"config_problems", "config_sections"}
+    | {"config_problems", "config_sections", "defaults"}
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
     | {"updates"},
     "report": GROUND
@@ -92,7 +103,7 @@ ABOVE = {
     "training_rows": GROUND | {"bounding", "data", "losses", "plan", "sampling", "tasks"},
     "optimizer_names": GROUND,
     "muon": GROUND,
-    "optimizers": GROUND | {"config_sections", "models", "muon", "optimizer_names"},
+    "optimizers": GROUND | {"config_sections", "defaults", "models", "muon", "optimizer_names"},
     "averaging": GROUND | {"models"},
     "training": GROUND
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
@@ -128,6 +139,8 @@ TORCH_FREE = [
     "norms",
     "plan",
     "planner",
+    "defaults",
+    "optimizer_names",
     "chain",
     "durable",
     "lock",

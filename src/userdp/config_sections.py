@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from userdp import defaults
 from userdp.optimizer_names import refuse_unusable
 from userdp.units import Adjacency, SamplingUnit
 
@@ -61,7 +62,7 @@ class PrivacySettings(WithParts):
     )
     num_users: int = Field(description="Public number of users the guarantee is stated for.")
     expected_cohort_size: float | None = Field(
-        None, description="unit = user: expected users a step."
+        None, description="unit = user: expected users a step; a twentieth, from 32 to 1,024."
     )
     expected_batch_size: float | None = Field(
         None, description="unit = record: expected records a step."
@@ -71,7 +72,7 @@ class PrivacySettings(WithParts):
     )
     group_size: int | None = Field(
         None,
-        description="Most records of a user: per step, or at all (record, selection).",
+        description="Most records of a user: per step (4), or at all (record, selection).",
     )
     clip_norm: float | None = Field(
         None, description="L2 bound on each update; automatic clipping has none to choose."
@@ -79,9 +80,9 @@ class PrivacySettings(WithParts):
     sampler: str = Field("poisson", description="How a step's users or records are drawn.")
     noise: str = Field("gaussian", description="What is added to the clipped sum.")
     clipping: str = Field(
-        "flat",
-        description="How updates are scaled to their bound: flat, per-layer, normalised, "
-        "automatic or adaptive.",
+        "automatic",
+        description="How updates are scaled to their bound: flat (the default where a clip_norm "
+        "is given), per-layer, normalised, automatic (otherwise) or adaptive.",
     )
     clip_count_noise: float | None = Field(
         None, description="clipping = adaptive: noise on the count of unclipped updates."
@@ -89,7 +90,7 @@ class PrivacySettings(WithParts):
     clip_quantile: float | None = Field(
         None, description="clipping = adaptive: share of updates to leave unclipped; 0.5."
     )
-    delta: float
+    delta: float | None = Field(None, description="Default: num_users to the power of -1.1.")
     epsilon: float | None = Field(
         None, description="Target of the steps and all that is paid; or give noise_multiplier."
     )
@@ -104,11 +105,18 @@ class PrivacySettings(WithParts):
     )
     non_private: bool = Field(False, description="Train without any guarantee, and say so.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_clip_norm_means_flat(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "clip_norm" in given:
+            return {"clipping": "flat"} | cast("dict[str, Any]", given)
+        return given
+
 
 class TrainingSettings(WithParts):
     """How the noised gradients are used. This is post-processing, so every choice is free."""
 
-    steps: int
+    steps: int = defaults.STEPS
     optimizer: str = Field("adamw", description="One of torch's by name; muon, adafactor.")
     optimizer_options: dict[str, bool | int | float | str | list[float]] = Field(
         default_factory=dict[str, bool | int | float | str | list[float]],
@@ -117,7 +125,9 @@ class TrainingSettings(WithParts):
     weight_decay: float | None = Field(
         None, ge=0, description="Default: the optimizer's own, which for adamw is 0.01."
     )
-    learning_rate: float = Field(1e-3, gt=0)
+    learning_rate: float | None = Field(
+        None, gt=0, description="Default for adam, adamw and muon: by the model's width."
+    )
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises.")
     schedule_hold: float = Field(

@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from userdp import defaults
 from userdp.config_sections import TrainingSettings
 from userdp.errors import InputError
 from userdp.models.checks import trainable_parameters
 from userdp.muon import MuonAndAdamW, is_hidden_matrix
 from userdp.optimizer_names import OPTIMIZERS, refuse_unusable
 
+# Optimizers whose step has the size of the learning rate, whatever the size of gradients.
+LIKE_ADAMW = ("adamw", "adam", "muon")
 # Settings that have a key of their own, or that change how torch computes and not what.
 NOT_OPTIONS = {"self", "params", "lr", "weight_decay", "foreach", "fused"}
 NOT_OPTIONS |= {"maximize", "capturable", "differentiable"}
@@ -52,13 +55,14 @@ def schedule_of(
 def make_optimizer(
     model: nn.Module,
     name: str,
-    learning_rate: float,
+    learning_rate: float | None = None,
     *,
     weight_decay: float | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> torch.optim.Optimizer:
     """The named torch optimizer over the trainable parameters. On CUDA it is fused if it can be.
 
+    The learning rate is by default that of `defaults.learning_rate`, for AdamW and its kin.
     `weight_decay` is by default the optimizer's own. `options` are further arguments of the
     optimizer, such as `betas` or `momentum`. `muon` is Muon for the matrices of hidden layers and
     AdamW for all other parameters; its options are those of Muon.
@@ -67,6 +71,8 @@ def make_optimizer(
     kind: type[torch.optim.Optimizer] = getattr(torch.optim, OPTIMIZERS[name])
     arguments = _checked_options(name, kind, weight_decay, options or {})
     parameters = trainable_parameters(model)
+    if learning_rate is None:
+        learning_rate = default_rate(model, name)
     try:
         if kind is torch.optim.Muon:
             return MuonAndAdamW(
@@ -80,6 +86,20 @@ def make_optimizer(
         return kind(list(parameters.values()), lr=learning_rate, **arguments)  # pyright: ignore
     except (TypeError, ValueError) as error:
         raise InputError(f"optimizer = {name!r} refuses its settings: {error}.") from None
+
+
+def default_rate(model: nn.Module, name: str) -> float:
+    """The learning rate for whoever gives none. It follows from the model's shape alone."""
+    width = getattr(getattr(model, "config", None), "hidden_size", None)
+    if name not in LIKE_ADAMW or not isinstance(width, int):
+        known = ", ".join(LIKE_ADAMW)
+        raise InputError(
+            f"learning_rate is missing: there is a default for {known} and a model whose "
+            f"configuration has a hidden_size, not for {type(model).__name__} with {name!r}. Give "
+            "one."
+        )
+    has_adapters = any("lora_" in key for key in trainable_parameters(model))
+    return defaults.learning_rate(adapters=has_adapters, width=width)
 
 
 def _accepted(kind: type) -> set[str]:

@@ -75,7 +75,7 @@ def train(
     plan: Plan,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    learning_rate: float = 1e-3,
+    learning_rate: float | None = None,
     scheduler: Any = None,
     ema: float | None = None,
     sequence_length: int = 128,
