@@ -105,11 +105,12 @@ ABOVE = {
     "muon": GROUND,
     "optimizers": GROUND | {"config_sections", "defaults", "models", "muon", "optimizer_names"},
     "averaging": GROUND | {"models"},
+    "public_gradient": GROUND | {"config_sections", "data", "models", "step", "tasks"},
     "training": GROUND
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
     | {"continuing", "run_state", "same_run", "statement", "step", "training_rows"}
-    | {"averaging", "debits", "optimizers", "population", "tasks"},
+    | {"averaging", "debits", "optimizers", "population", "public_gradient", "tasks"},
     "saved_run": GROUND | {"config", "digests", "ledger", "models"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }

@@ -45,6 +45,7 @@ from userdp.streams import RunSecret
 from userdp.tasks import CausalTask
 
 LENGTH = 64
+WIDTH = 96
 END = 256
 HELD_OUT = 60
 RECORDS_OF_HELD_OUT = 3
@@ -100,6 +101,14 @@ def arms() -> Iterator[Arm]:
             yield Arm(kind=kind, rate=best[kind], optimizer=optimizer, seed=seed)
 
 
+def arms_of_a_wider_model() -> Iterator[Arm]:
+    """Do the best rates depend on the model's width? Fewer records a user, to save time."""
+    for kind, rate in (("full", 1e-3), ("full", 3e-3), ("lora", 3e-3), ("lora", 1e-2)):
+        yield Arm(kind=kind, rate=rate, group=2)
+    for kind, rate in (("full", 3e-4), ("lora", 1e-3)):
+        yield Arm(kind=kind, rate=rate, group=2)
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """The records of a file."""
     with gzip.open(path, "rt") as lines:
@@ -141,13 +150,13 @@ def people(path: Path) -> tuple[TokenRows, TokenRows]:
     return rows_of(*zip(*kept, strict=True)), rows_of(*zip(*held_out, strict=True))
 
 
-def public_model(path: Path, steps: int) -> nn.Module:
+def public_model(path: Path, steps: int, *, width: int, layers: int) -> nn.Module:
     """A byte-level GPT-2 trained in the ordinary way on public text."""
     text = "".join(str(record["text"]) for record in read(path)[:20]).encode()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_layer=3, n_embd=96, n_head=4, vocab_size=257, n_positions=LENGTH,
+        n_layer=layers, n_embd=width, n_head=4, vocab_size=257, n_positions=LENGTH,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=END, eos_token_id=END,
     )  # fmt: skip
     model = transformers.GPT2LMHeadModel(config)
@@ -225,15 +234,20 @@ def main() -> None:
     parser.add_argument("public", type=Path)
     parser.add_argument("people", type=Path)
     parser.add_argument("--public-steps", type=int, default=1500)
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     done = options.out.read_text().splitlines() if options.out.is_file() else []
     found = [json.loads(line) for line in done]
-    base = public_model(options.public, options.public_steps)
+    base = public_model(
+        options.public, options.public_steps, width=options.width, layers=options.layers
+    )
+    chosen = arms() if options.width == WIDTH else arms_of_a_wider_model()
     train_rows, held_out = people(options.people)
     print(f"{train_rows.num_users} users, {len(held_out)} rows held out", flush=True)
     print(f"loss before {held_out_loss(base, held_out):.4f}", flush=True)
-    for arm in dict.fromkeys(arms()):
+    for arm in dict.fromkeys(chosen):
         settings = dataclasses.asdict(arm)
         if any(row["arm"] == settings for row in found):
             continue

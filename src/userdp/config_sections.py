@@ -34,6 +34,15 @@ class DataSettings(Section):
     selection: Path | None = Field(
         None, description="From `userdp bound`: needed where records have several owners."
     )
+    public: Path | None = Field(
+        None, description="Store of public records, NOT protected: gradients without noise."
+    )
+    public_weight: float | None = Field(
+        None, gt=0, lt=1, description="Share of the public gradient in a step; 0.5."
+    )
+    public_batch_size: int | None = Field(
+        None, ge=1, description="Public records in a step; 32."
+    )
     sequence_length: int = Field(128, ge=2, description="Longer records are cut into rows.")
 
 

@@ -63,7 +63,8 @@ def delta(num_users: int) -> float:
     """N^-1.1, rounded down to one digit; N = `num_users`.
 
     It is below 1 / N, as it must be: with delta = 1 / N, publishing one user's data would pass for
-    private. Reference: McMahan et al. 2018, Sec. 3; Charles et al. 2024, Sec. 4.
+    private. Reference: McMahan et al. 2018, Table 1, with N users. (Charles et al. 2024, Sec. 4, take
+    the number of records for N, and so a smaller delta.)
 
     >>> delta(5000), delta(763_430)
     (8e-05, 3e-07)

@@ -12,7 +12,7 @@ Nothing else leaves a run: no loss on its training users, no norm, no cohort.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.population import Population
 from userdp.probe import check_positions
+from userdp.public_gradient import PublicData, mixed_in, public_of
 from userdp.run_files import overlap, write_training_users
 from userdp.run_record import OnStep, RunRecord, checkpoints_of
 from userdp.run_state import Checkpoint, restore, restore_beginning, restore_finished
@@ -78,6 +79,7 @@ def train(
     learning_rate: float | None = None,
     scheduler: Any = None,
     ema: float | None = None,
+    public: PublicData | None = None,
     sequence_length: int = 128,
     task: Task | None = None,
     selection: Selection | None = None,
@@ -101,7 +103,8 @@ def train(
     Records of several owners need a `selection` that bounds what each owner contributes. A long
     record is then cut to one row, so the bound on records is also a bound on rows.
 
-    With `ema`, the released weights are an average over the steps (`WeightAverage`).
+    With `ema`, the released weights are an average over the steps (`WeightAverage`). With `public`,
+    gradients of public records are mixed in after the noise; those records are not protected.
 
     `settings` say how sums are computed: in batches of many users, or one user at a time. The sums
     are the same.
@@ -148,6 +151,7 @@ def train(
     parents = () if beginning.parent is None else (beginning.parent,)
     homes = history_of(model).homes
     cautions = (*store.cautions, *_check_declared((*homes, *parents), store, before))
+    cautions += () if public is None else tuple(public.cautions(store))
     check_positions(model, sequence_length)
     people = Population.of(store)
     # What the runs before this one did not use is free for it.
@@ -170,7 +174,9 @@ def train(
         "settings": str(settings),
         "device": device.type,
         "hardware": hardware_of(device),
-    } | ({} if ema is None else {"ema": str(ema)})
+    }
+    bound_to |= {} if ema is None else {"ema": str(ema)}
+    bound_to |= {} if public is None else {"public": public.digest}
     moment: Moment | None = None
     if path is not None and started.goes_on:
         moment = checkpoints_of(path).newest()
@@ -209,6 +215,7 @@ def train(
         counted(people, record.ledger, path, paid=paid, earlier=before),
         same_every_time(settings.deterministic),
         signals_wait_for_the_step() as stop,
+        ExitStack() as during,
     ):
         if not started.goes_on:
             record.ledger.inherit(before)
@@ -241,6 +248,7 @@ def train(
         checkpoint = Checkpoint(
             record, model, optimizer, scheduler, step, beginning.before, average
         )
+        during.enter_context(mixed_in(public, step, tokenizer, task, sequence_length))
         for cohort in step.cohorts():
             step.apply(
                 cohort_batches(
@@ -332,6 +340,7 @@ def train_from_config(
         optimizer=optimizer,
         scheduler=schedule_of(optimizer, settings),
         ema=settings.ema,
+        public=public_of(config.data),
         sequence_length=config.data.sequence_length,
         selection=config.load_selection(),
         settings=step_settings(config),
