@@ -48,7 +48,7 @@ def test_minimal_configuration_gives_its_plan(load: Callable[..., object]) -> No
 
 
 def test_what_is_left_out_is_chosen_from_public_numbers(load: Callable[..., object]) -> None:
-    lines = ("expected_cohort_size", "group_size", "clip_norm", "delta", "steps")
+    lines = ("expected_cohort_size", "group_size", "clip_norm", "delta", "[training]", "steps")
     kept = [line for line in GOOD.splitlines() if not line.startswith(lines)]
     plan = load("\n".join(kept)).plan()  # type: ignore[attr-defined]
     assert plan == Plan.sample_users(num_users=100, noise_multiplier=2.0)

@@ -120,7 +120,11 @@ def test_protected_users_cannot_be_public(
 ) -> None:
     with pytest.raises(InputError, match="20 users of the private store are in the public one"):
         trained(base_model, train_store, public=PublicData(store=UserStore.open(train_store)))
-    write_store(sentences(users=2, records_per_user=2, seed=5, prefix="p"), tmp_path / "other", key=KEY[::-1])
+    write_store(
+        sentences(users=2, records_per_user=2, seed=5, prefix="p"),
+        tmp_path / "other",
+        key=KEY[::-1],
+    )
     other = PublicData(store=UserStore.open(tmp_path / "other"))
     assert other.cautions(UserStore.open(train_store)) == [DECLARED, UNCHECKED]
 

@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from userdp import defaults
 from userdp.clipping.rules import CLIP_RULES, ClipRule
@@ -43,7 +43,7 @@ class Config(Section):
     data: DataSettings
     model: ModelSettings
     privacy: PrivacySettings
-    training: TrainingSettings
+    training: TrainingSettings = Field(default_factory=TrainingSettings)
 
     def plan(self) -> Plan:
         """The plan that these settings describe, with the noise calibrated if epsilon is given.

@@ -40,9 +40,7 @@ class DataSettings(Section):
     public_weight: float | None = Field(
         None, gt=0, lt=1, description="Share of the public gradient in a step; 0.5."
     )
-    public_batch_size: int | None = Field(
-        None, ge=1, description="Public records in a step; 32."
-    )
+    public_batch_size: int | None = Field(None, ge=1, description="Public records in a step; 32.")
     sequence_length: int = Field(128, ge=2, description="Longer records are cut into rows.")
 
 
