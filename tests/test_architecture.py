@@ -110,7 +110,7 @@ ABOVE = {
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
     | {"continuing", "run_state", "same_run", "statement", "step", "training_rows"}
-    | {"averaging", "debits", "optimizers", "population", "public_gradient", "tasks"},
+    | {"averaging", "debits", "defaults", "optimizers", "population", "public_gradient", "tasks"},
     "saved_run": GROUND | {"config", "digests", "ledger", "models"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }

@@ -135,7 +135,7 @@ class TrainingSettings(WithParts):
     learning_rate: float | None = Field(
         None, gt=0, description="Default for adam, adamw and muon: by the model's width."
     )
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = defaults.SCHEDULE
     warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises.")
     schedule_hold: float = Field(
         0.0, ge=0, lt=1, description="Share of the run before the rate falls (linear, cosine)."

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from userdp import defaults
 from userdp.averaging import WeightAverage
 from userdp.bounding.selection import Selection
 from userdp.checkpoints import Moment, Saving, hardware_of
@@ -38,7 +39,7 @@ from userdp.interrupts import signals_wait_for_the_step
 from userdp.ledger import Ledger
 from userdp.lineage import earlier_runs
 from userdp.models.load import Lora, load_model
-from userdp.optimizers import make_optimizer, optimizer_of, schedule_of
+from userdp.optimizers import make_optimizer, make_schedule, optimizer_of, schedule_of
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.population import Population
@@ -98,6 +99,7 @@ def train(
 ) -> Run:
     """Train `model` on the store's users as `plan` says. The model is changed in place.
 
+    Without an `optimizer`, AdamW trains under a linear schedule, at the rate of `defaults.py`.
     `task` says what is learned from a record; by default the next token, everywhere in it.
 
     Records of several owners need a `selection` that bounds what each owner contributes. A long
@@ -131,6 +133,7 @@ def train(
     task = task or CausalTask(pad_token=tokenizer.pad_token_id)
     if optimizer is None:
         optimizer = make_optimizer(model, "adamw", learning_rate)
+        scheduler = scheduler or make_schedule(optimizer, defaults.SCHEDULE, plan.steps)
     if dry_run and (resume or fork):
         raise InputError("dry_run begins a run of its own: leave out resume and fork.")
     started = start(
