@@ -42,8 +42,19 @@ ABOVE = {
     "composition": GROUND | {"accounting", "earlier", "paid", "statement"},
     "prices": GROUND | {"accounting", "earlier", "noise", "paid", "sampling", "statement"},
     "norms": GROUND,
+    "defaults": GROUND,
     "plan": GROUND
-    | {"accounting", "clipping", "earlier", "noise", "paid", "prices", "sampling", "statement"}
+    | {
+        "accounting",
+        "clipping",
+        "defaults",
+        "earlier",
+        "noise",
+        "paid",
+        "prices",
+        "sampling",
+        "statement",
+    }
     | {"composition", "updates", "wording"},
     "planner": GROUND
     | {"accounting", "statement", "sampling", "clipping", "noise", "plan"}
@@ -63,9 +74,9 @@ ABOVE = {
     | {"accounting", "data", "earlier", "paid", "reservation", "spending", "statement"},
     "debits": GROUND
     | {"config", "data", "earlier", "ledger", "paid", "plan", "population", "rows_file"},
-    "config_sections": GROUND,
+    "config_sections": GROUND | {"defaults", "optimizer_names"},
     "config": GROUND
-    | {"config_problems", "config_sections"}
+    | {"config_problems", "config_sections", "defaults"}
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
     | {"updates"},
     "report": GROUND
@@ -88,15 +99,21 @@ ABOVE = {
     | {"chain", "checkpoints", "ledger", "paid", "plan", "rows_file", "run_files", "run_record"}
     | {"same_run"},
     "run_state": GROUND
-    | {"checkpoints", "continuing", "ledger", "losses", "models", "run_record", "step"},
+    | {"checkpoints", "continuing", "ledger", "losses", "models", "run_record", "step"}
+    | {"averaging"},
     "training_rows": GROUND | {"bounding", "data", "plan"},
     "training_choice": GROUND | {"data", "digests", "evaluation", "plan"},
-    "optimizers": GROUND | {"models"},
+    "optimizer_names": GROUND,
+    "muon": GROUND,
+    "optimizers": GROUND | {"config_sections", "defaults", "models", "muon", "optimizer_names"},
+    "averaging": GROUND | {"models"},
+    "public_gradient": GROUND | {"config_sections", "data", "models", "step", "tasks"},
     "training": GROUND
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
     | {"continuing", "run_state", "same_run", "statement", "step", "training_choice"}
-    | {"configured", "debits", "losses", "optimizers", "population", "tasks", "training_rows"},
+    | {"configured", "debits", "losses", "optimizers", "population", "tasks", "training_rows"}
+    | {"averaging", "defaults", "public_gradient"},
     "configured": GROUND | {"config", "data", "models", "tasks"},
     "saved_run": GROUND | {"config", "digests", "ledger", "models"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
@@ -127,6 +144,8 @@ TORCH_FREE = [
     "norms",
     "plan",
     "planner",
+    "defaults",
+    "optimizer_names",
     "chain",
     "durable",
     "lock",

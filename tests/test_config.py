@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from userdp.clipping.rules import AutomaticClip, FlatClip
 from userdp.config import load_config
 from userdp.errors import InputError
+from userdp.plan import Plan
 from userdp.sampling import PoissonRecords, PoissonUsers
 
 GOOD = """
@@ -43,6 +45,16 @@ def test_minimal_configuration_gives_its_plan(load: Callable[..., object]) -> No
     assert plan.sampler == PoissonUsers(user_sampling_prob=0.1, group_size=4)
     assert plan.steps == 7
     assert plan.divisor == 10
+
+
+def test_what_is_left_out_is_chosen_from_public_numbers(load: Callable[..., object]) -> None:
+    lines = ("expected_cohort_size", "group_size", "clip_norm", "delta", "[training]", "steps")
+    kept = [line for line in GOOD.splitlines() if not line.startswith(lines)]
+    plan = load("\n".join(kept)).plan()  # type: ignore[attr-defined]
+    assert plan == Plan.sample_users(num_users=100, noise_multiplier=2.0)
+    assert plan.clip == AutomaticClip()
+    # A clip norm alone still means flat clipping.
+    assert load(GOOD).plan().clip == FlatClip(clip_norm=1.0)  # type: ignore[attr-defined]
 
 
 def test_record_sampling_configuration_gives_its_plan(load: Callable[..., object]) -> None:
@@ -117,10 +129,11 @@ PROBLEMS: dict[str, tuple[str, str]] = {
         "key 'privacy.num_users' is missing; did you mean it by 'num_user'",
     ),
     "missing num_users": (_without("num_users"), "key 'privacy.num_users' is missing"),
-    "missing delta": (_without("delta"), "key 'privacy.delta' is missing"),
-    "missing steps": (_without("steps"), "key 'training.steps' is missing"),
     "missing store": (_without("store"), "key 'data.store' is missing"),
-    "missing clip norm": (_without("clip_norm"), "[privacy] clip_norm is missing"),
+    "missing clip norm": (
+        GOOD.replace("clip_norm = 1.0", 'clipping = "normalised"'),
+        "[privacy] clip_norm is missing",
+    ),
     "steps in words": (GOOD.replace("steps = 7", 'steps = "many"'), "training.steps = 'many'"),
     "half a step": (GOOD.replace("steps = 7", "steps = 7.5"), "training.steps = 7.5"),
     "unit unknown": (_add("privacy", 'unit = "group"'), "privacy.unit = 'group'"),
@@ -166,13 +179,18 @@ PLAN_PROBLEMS: dict[str, tuple[str, str]] = {
         "expected_cohort_size=0.5 of 100 users",
     ),
     "one user": (GOOD.replace("num_users = 100", "num_users = 1"), "num_users=1"),
-    "no cohort size": (_without("expected_cohort_size"), "expected_cohort_size is missing"),
     "batch size of users": (_add("privacy", "expected_batch_size = 4"), "has no meaning"),
     "records of users": (_add("privacy", "num_records = 4"), "has no meaning"),
     "cohort size of records": (_add("privacy", 'unit = "record"'), "has no meaning"),
     "no batch size": (
         _without("expected_cohort_size").replace("[privacy]\n", '[privacy]\nunit = "record"\n'),
         "expected_batch_size is missing",
+    ),
+    "no group size of records": (
+        GOOD.replace(
+            "expected_cohort_size = 10", 'unit = "record"\nexpected_batch_size = 8'
+        ).replace("group_size = 4", ""),
+        "group_size is missing",
     ),
     "group of nobody": (GOOD.replace("group_size = 4", "group_size = 0"), "group_size=0"),
     "no steps": (GOOD.replace("steps = 7", "steps = 0"), "steps=0"),

@@ -16,11 +16,15 @@ from userdp import Lora, Plan, load_model
 from userdp.checkpoints import Saving
 from userdp.clipping.rules import AdaptiveClip
 from userdp.data.store import UserStore
+from userdp.digests import trained_digest
 from userdp.errors import BudgetExhaustedError, InputError, LedgerError
 from userdp.interrupts import InterruptedRunError
 from userdp.ledger import Ledger
 from userdp.noise import draw
+from userdp.optimizer_names import OPTIMIZERS
 from userdp.optimizers import make_optimizer, make_schedule
+from userdp.run_check import check_run
+from userdp.run_record import checkpoints_of
 from userdp.streams import RunSecret
 from userdp.training import Run
 
@@ -72,14 +76,18 @@ def run(
     seed: int | None = 3,
     every: int | None = 2,
     schedule: str = "linear",
+    optimizer: str = "adamw",
+    seen: list[dict[str, torch.Tensor]] | None = None,
     **options: Any,
 ) -> Run:
     torch.manual_seed(0 if lora is None else int.from_bytes(out.name.encode()) % 1000)
     model, tokenizer = load_model(root / "base", lora=lora)
-    optimizer = make_optimizer(model, "adamw", lr)
+    made = make_optimizer(model, optimizer, lr)
     wanted = chosen or plan()
 
     def on_step(done: int) -> None:
+        if seen is not None:
+            seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
         if stop_after is not None and done == stop_after:
             raise Stopped
 
@@ -88,8 +96,8 @@ def run(
         tokenizer,
         store_of(root, out, store),
         wanted,
-        optimizer=optimizer,
-        scheduler=make_schedule(optimizer, schedule, wanted.steps),
+        optimizer=made,
+        scheduler=make_schedule(made, schedule, wanted.steps),
         sequence_length=16,
         # Faster to set up; the fast path goes on in tests of its own.
         settings=options.pop("settings", userdp.StepSettings(path="plain")),
@@ -152,6 +160,68 @@ def test_adaptive_clipping_and_the_plain_path_go_on(root: Path, tmp_path: Path, 
     with pytest.raises(Stopped):
         run(root, tmp_path / "b", stop_after=5, **options)
     assert_same(run(root, tmp_path / "b", resume=True, **options), whole)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
+def test_every_optimizer_goes_on(root: Path, tmp_path: Path, name: str) -> None:
+    options: dict[str, Any] = {"chosen": plan(steps=3), "optimizer": name, "every": 1, "lr": 1e-3}
+    whole = run(root, tmp_path / "a", **options)
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "b", stop_after=2, **options)
+    # The checkpoint after step 2 was being written when the run was stopped.
+    assert_same(run(root, tmp_path / "b", resume=True, **options), whole)
+
+
+def test_released_is_the_average_of_the_weights_after_each_step(root: Path, tmp_path: Path) -> None:
+    seen: list[dict[str, torch.Tensor]] = []
+    found = run(root, tmp_path / "r", ema=0.6, seen=seen)
+    shares = [0.6 ** (STEPS - 1 - step) for step in range(STEPS)]
+    for name, weight in weights(found).items():
+        together = zip(shares, seen, strict=True)
+        expected = sum(share * after[name].double() for share, after in together) / sum(shares)
+        torch.testing.assert_close(weight.double(), expected, rtol=1e-5, atol=1e-7)
+    loaded, _ = load_model(tmp_path / "r" / "model")
+    assert all(torch.equal(p, weights(found)[name]) for name, p in loaded.named_parameters())
+    assert found.ledger.end is not None
+    assert found.ledger.end["digests"]["final_weights"] == trained_digest(found.model)
+    assert check_run(tmp_path / "r").ok
+    # A finished run gives what it released, not the weights that a longer run goes on from.
+    assert_same(run(root, tmp_path / "r", ema=0.6, resume=True), found)
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, STEPS])
+def test_an_average_goes_on(root: Path, tmp_path: Path, stop_after: int) -> None:
+    whole = run(root, tmp_path / "a", ema=0.9)
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "b", stop_after=stop_after, ema=0.9)
+    with pytest.raises(InputError, match=r"average of the weights \(ema\)"):
+        run(root, tmp_path / "b", resume=True)
+    assert_same(run(root, tmp_path / "b", resume=True, ema=0.9), whole)
+
+
+def test_a_longer_run_goes_on_from_the_weights_and_not_from_their_average(
+    root: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"ema": 0.9, "chosen": plan(steps=STEPS + 2)}
+    ended: list[Run] = []
+    for name, stop_after in (("a", None), ("b", 1)):
+        released = weights(run(root, tmp_path / name, ema=0.9))
+        last = checkpoints_of(tmp_path / name).newest()
+        if stop_after is not None:
+            with pytest.raises(Stopped):
+                run(root, tmp_path / name, resume=True, stop_after=stop_after, **options)
+        ended.append(run(root, tmp_path / name, resume=True, **options))
+        began, now = (
+            checkpoints_of(tmp_path / name).initial(),
+            checkpoints_of(tmp_path / name).newest(),
+        )
+        assert last is not None
+        assert began is not None
+        assert now is not None
+        assert all(torch.equal(value, last.weights[n]) for n, value in began.weights.items())
+        assert any(not torch.equal(value, released[n]) for n, value in began.weights.items())
+        assert now.state["average"]["updates"] == STEPS + 2
+    assert_same(*ended)
 
 
 def test_adapters_that_were_drawn_at_random_go_on(root: Path, tmp_path: Path) -> None:

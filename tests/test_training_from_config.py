@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import models_zoo
-from userdp import optimizers, saved_run, training
+from userdp import saved_run, training
 from userdp.clipping import summation
 from userdp.clipping.batches import cohort
 from userdp.clipping.settings import StepSettings
@@ -21,33 +20,6 @@ from userdp.config import load_config
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.ledger import Ledger
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)],
-)
-def test_named_optimizer_over_the_trainable_parameters(
-    name: str, kind: type[torch.optim.Optimizer]
-) -> None:
-    model = models_zoo.build("gpt2 + lora")
-    optimizer = optimizers.make_optimizer(model, name, 0.25)
-    assert type(optimizer) is kind
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert held == {id(p) for p in model.parameters() if p.requires_grad}
-    assert optimizer.param_groups[0]["lr"] == 0.25
-
-
-def test_linear_schedule_stays_for_half_and_then_falls_to_zero() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = optimizers.make_schedule(optimizer, "linear", 8)
-    rates = []
-    for _ in range(8):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert rates == pytest.approx([1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
-    assert optimizers.make_schedule(optimizer, "constant", 8) is None
 
 
 def test_ledger_is_bound_to_data_and_configuration(

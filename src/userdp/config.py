@@ -10,8 +10,9 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
+from userdp import defaults
 from userdp.clipping.rules import CLIP_RULES, ClipRule
 from userdp.config_problems import first_problem, keys_of_sections
 from userdp.config_sections import (
@@ -42,7 +43,7 @@ class Config(Section):
     data: DataSettings
     model: ModelSettings
     privacy: PrivacySettings
-    training: TrainingSettings
+    training: TrainingSettings = Field(default_factory=TrainingSettings)
 
     def plan(self) -> Plan:
         """The plan that these settings describe, with the noise calibrated if epsilon is given.
@@ -58,7 +59,13 @@ class Config(Section):
                 "owners: give [data] selection, made by `userdp bound`."
             )
         if privacy.group_size is None:
-            raise InputError("[privacy] group_size is missing.")
+            if privacy.unit is SamplingUnit.RECORD:
+                raise InputError(
+                    "[privacy] group_size is missing: it is the most records that a user keeps. "
+                    "`userdp plan` helps to choose it."
+                )
+            by_default = privacy.model_copy(update={"group_size": defaults.GROUP_SIZE})
+            return self.model_copy(update={"privacy": by_default}).plan()
         expected, num_records = self._expected_groups(), privacy.num_records
         sampler = SAMPLERS.named(privacy.sampler, unit=privacy.unit)
         public = PublicNumbers(
@@ -90,13 +97,11 @@ class Config(Section):
         privacy = self.privacy
         if privacy.unit is SamplingUnit.USER:
             self._refuse("expected_batch_size", "num_records", other=SamplingUnit.RECORD)
-            name, value = "expected_cohort_size", privacy.expected_cohort_size
-        else:
-            self._refuse("expected_cohort_size", other=SamplingUnit.USER)
-            name, value = "expected_batch_size", privacy.expected_batch_size
-        if value is None:
-            raise InputError(f"[privacy] {name} is missing: unit = '{privacy.unit}' needs it.")
-        return value
+            return defaults.expected_cohort_size(privacy.num_users, privacy.expected_cohort_size)
+        self._refuse("expected_cohort_size", other=SamplingUnit.USER)
+        if privacy.expected_batch_size is None:
+            raise InputError("[privacy] expected_batch_size is missing: unit = 'record' needs it.")
+        return privacy.expected_batch_size
 
     def clip_rule(self) -> ClipRule:
         """The clip rule these settings describe."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from userdp import defaults
 from userdp.errors import InputError
+from userdp.optimizer_names import refuse_unusable
 from userdp.task_names import TaskName
 from userdp.units import Adjacency, SamplingUnit
 
@@ -34,6 +36,13 @@ class DataSettings(Section):
     selection: Path | None = Field(
         None, description="From `userdp bound`: needed where records have several owners."
     )
+    public: Path | None = Field(
+        None, description="Store of public records, NOT protected: gradients without noise."
+    )
+    public_weight: float | None = Field(
+        None, gt=0, lt=1, description="Share of the public gradient in a step; 0.5."
+    )
+    public_batch_size: int | None = Field(None, ge=1, description="Public records in a step; 32.")
     sequence_length: int = Field(128, ge=2, description="Longer records are cut into rows.")
     task: TaskName | None = Field(
         None,
@@ -94,7 +103,7 @@ class PrivacySettings(WithParts):
     )
     num_users: int = Field(description="Public number of users the guarantee is stated for.")
     expected_cohort_size: float | None = Field(
-        None, description="unit = user: expected users a step."
+        None, description="unit = user: expected users a step; a twentieth, from 32 to 1,024."
     )
     expected_batch_size: float | None = Field(
         None, description="unit = record: expected records a step."
@@ -104,7 +113,7 @@ class PrivacySettings(WithParts):
     )
     group_size: int | None = Field(
         None,
-        description="Most records of a user: per step, or at all (record, selection).",
+        description="Most records of a user: per step (4), or at all (record, selection).",
     )
     clip_norm: float | None = Field(
         None, description="L2 bound on each update; automatic clipping has none to choose."
@@ -112,9 +121,9 @@ class PrivacySettings(WithParts):
     sampler: str = Field("poisson", description="How a step's users or records are drawn.")
     noise: str = Field("gaussian", description="What is added to the clipped sum.")
     clipping: str = Field(
-        "flat",
-        description="How updates are scaled to their bound: flat, per-layer, normalised, "
-        "automatic or adaptive.",
+        "automatic",
+        description="How updates are scaled to their bound: flat (the default where a clip_norm "
+        "is given), per-layer, normalised, automatic (otherwise) or adaptive.",
     )
     clip_count_noise: float | None = Field(
         None, description="clipping = adaptive: noise on the count of unclipped updates."
@@ -122,7 +131,7 @@ class PrivacySettings(WithParts):
     clip_quantile: float | None = Field(
         None, description="clipping = adaptive: share of updates to leave unclipped; 0.5."
     )
-    delta: float
+    delta: float | None = Field(None, description="Default: num_users to the power of -1.1.")
     epsilon: float | None = Field(
         None, description="Target of the steps and all that is paid; or give noise_multiplier."
     )
@@ -137,14 +146,37 @@ class PrivacySettings(WithParts):
     )
     non_private: bool = Field(False, description="Train without any guarantee, and say so.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_clip_norm_means_flat(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "clip_norm" in given:
+            return {"clipping": "flat"} | cast("dict[str, Any]", given)
+        return given
+
 
 class TrainingSettings(WithParts):
     """How the noised gradients are used. This is post-processing, so every choice is free."""
 
-    steps: int
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    learning_rate: float = Field(1e-3, gt=0)
-    schedule: Literal["constant", "linear"] = "constant"
+    steps: int = defaults.STEPS
+    optimizer: str = Field("adamw", description="One of torch's by name; muon, adafactor.")
+    optimizer_options: dict[str, bool | int | float | str | list[float]] = Field(
+        default_factory=dict[str, bool | int | float | str | list[float]],
+        description="The optimizer's own arguments, such as betas, eps or momentum.",
+    )
+    weight_decay: float | None = Field(
+        None, ge=0, description="Default: the optimizer's own, which for adamw is 0.01."
+    )
+    learning_rate: float | None = Field(
+        None, gt=0, description="Default for adam, adamw and muon: by the model's width."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = defaults.SCHEDULE
+    warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises.")
+    schedule_hold: float = Field(
+        0.0, ge=0, lt=1, description="Share of the run before the rate falls (linear, cosine)."
+    )
+    ema: float | None = Field(
+        None, gt=0, lt=1, description="Release the average of the weights with this decay."
+    )
     update: str = Field("gradient", description="What each group gives: its mean gradient.")
     path: Literal["fast", "plain"] = Field(
         "fast", description="plain: one user at a time, slow; the fast path's oracle."
@@ -182,6 +214,12 @@ class TrainingSettings(WithParts):
     fixed_seed: int | None = Field(
         None, description="For tests only: whoever knows it can remove the noise."
     )
+
+    @field_validator("optimizer")
+    @classmethod
+    def _is_usable(cls, name: str) -> str:
+        refuse_unusable(name)
+        return name
 
     @property
     def on_cuda(self) -> bool:

@@ -1,27 +1,166 @@
-"""Optimizers and schedules of the learning rate. They see noised gradients only."""
+"""Optimizers and schedules of the learning rate, by name. They see noised gradients only.
+
+Whatever is done with a noised gradient is post-processing, so every choice here is free of charge.
+"""
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from userdp import defaults
+from userdp.config_sections import TrainingSettings
+from userdp.errors import InputError
 from userdp.models.checks import trainable_parameters
+from userdp.muon import MuonAndAdamW, is_hidden_matrix
+from userdp.optimizer_names import OPTIMIZERS, refuse_unusable
+
+# Optimizers whose step has the size of the learning rate, whatever the size of gradients.
+LIKE_ADAMW = ("adamw", "adam", "muon")
+# Settings that have a key of their own, or that change how torch computes and not what.
+NOT_OPTIONS = {"self", "params", "lr", "weight_decay", "foreach", "fused"}
+NOT_OPTIONS |= {"maximize", "capturable", "differentiable"}
 
 
-def make_optimizer(model: nn.Module, name: str, learning_rate: float) -> torch.optim.Optimizer:
-    """The named torch optimizer over the trainable parameters. On CUDA it is fused."""
-    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-    parameters = list(trainable_parameters(model).values())
-    fused = all(parameter.is_cuda for parameter in parameters)
-    return kinds[name](parameters, lr=learning_rate, fused=fused)
-
-
-def make_schedule(optimizer: torch.optim.Optimizer, name: str, steps: int) -> Any:
-    """None for a constant rate; else constant for half of the run, then linear to zero."""
-    if name == "constant":
-        return None
-    return torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, 2 * max(0, steps - step) / steps)
+def optimizer_of(model: nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
+    """The optimizer that a configuration names."""
+    return make_optimizer(
+        model,
+        settings.optimizer,
+        settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        options=settings.optimizer_options,
     )
+
+
+def schedule_of(
+    optimizer: torch.optim.Optimizer, settings: TrainingSettings
+) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """The schedule that a configuration names."""
+    return make_schedule(
+        optimizer,
+        settings.schedule,
+        settings.steps,
+        warmup_steps=settings.warmup_steps,
+        hold=settings.schedule_hold,
+    )
+
+
+def make_optimizer(
+    model: nn.Module,
+    name: str,
+    learning_rate: float | None = None,
+    *,
+    weight_decay: float | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> torch.optim.Optimizer:
+    """The named torch optimizer over the trainable parameters. On CUDA it is fused if it can be.
+
+    The learning rate is by default that of `defaults.learning_rate`, for AdamW and its kin.
+    `weight_decay` is by default the optimizer's own. `options` are further arguments of the
+    optimizer, such as `betas` or `momentum`. `muon` is Muon for the matrices of hidden layers and
+    AdamW for all other parameters; its options are those of Muon.
+    """
+    refuse_unusable(name)
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, OPTIMIZERS[name])
+    arguments = _checked_options(name, kind, weight_decay, options or {})
+    parameters = trainable_parameters(model)
+    if learning_rate is None:
+        learning_rate = default_rate(model, name)
+    try:
+        if kind is torch.optim.Muon:
+            return MuonAndAdamW(
+                [p for key, p in parameters.items() if is_hidden_matrix(model, key, p)],
+                [p for key, p in parameters.items() if not is_hidden_matrix(model, key, p)],
+                lr=learning_rate,
+                **arguments,
+            )
+        if "fused" in _accepted(kind):
+            arguments["fused"] = all(parameter.is_cuda for parameter in parameters.values())
+        return kind(list(parameters.values()), lr=learning_rate, **arguments)  # pyright: ignore
+    except (TypeError, ValueError) as error:
+        raise InputError(f"optimizer = {name!r} refuses its settings: {error}.") from None
+
+
+def default_rate(model: nn.Module, name: str) -> float:
+    """The learning rate for whoever gives none. It follows from the model's shape alone."""
+    width = getattr(getattr(model, "config", None), "hidden_size", None)
+    if name not in LIKE_ADAMW or not isinstance(width, int):
+        known = ", ".join(LIKE_ADAMW)
+        raise InputError(
+            f"learning_rate is missing: there is a default for {known} and a model whose "
+            f"configuration has a hidden_size, not for {type(model).__name__} with {name!r}. Give "
+            "one."
+        )
+    has_adapters = any("lora_" in key for key in trainable_parameters(model))
+    return defaults.learning_rate(adapters=has_adapters, width=width)
+
+
+def _accepted(kind: type) -> set[str]:
+    return set(inspect.signature(kind).parameters)
+
+
+def _checked_options(
+    name: str, kind: type, weight_decay: float | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of the optimizer, if it knows them all."""
+    known = sorted(_accepted(kind) - NOT_OPTIONS)
+    for option in options:
+        if option not in known:
+            close = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}."
+            raise InputError(f"optimizer = {name!r} has no option {option!r}; {hint}")
+    # Pairs are lists in TOML, and tuples in torch.
+    found = {o: tuple(v) if isinstance(v, list) else v for o, v in options.items()}
+    if weight_decay is not None:
+        if "weight_decay" not in _accepted(kind):
+            raise InputError(f"optimizer = {name!r} has no weight_decay: leave it out.")
+        found["weight_decay"] = weight_decay
+    return found
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer,
+    name: str,
+    steps: int,
+    *,
+    warmup_steps: int = 0,
+    hold: float = 0.0,
+) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """The rate of every step, as a share of the full rate; None if it is always the full rate.
+
+    The rate rises over `warmup_steps` steps, stays until the share `hold` of the run is over, and
+    falls to zero: along a line (`linear`) or half a wave (`cosine`). `constant` does not fall. No
+    step is taken at a rate of zero, because every step is paid for.
+    """
+    if not 0 <= warmup_steps < steps:
+        raise InputError(
+            f"warmup_steps={warmup_steps} of {steps} steps: warm up for 0 or more, and for fewer "
+            "than there are."
+        )
+    if not 0 <= hold < 1:
+        raise InputError(f"schedule_hold={hold:g}: a share of the run, from 0 up to below 1.")
+    if name == "constant" and hold:
+        raise InputError("schedule_hold has no meaning with schedule = 'constant': remove it.")
+    if name == "constant" and not warmup_steps:
+        return None
+    begin = max(warmup_steps, hold * steps)
+    falls: Mapping[str, Callable[[float], float]] = {
+        "constant": lambda left: 1.0,
+        "linear": lambda left: left,
+        "cosine": lambda left: 0.5 * (1 - math.cos(math.pi * left)),
+    }
+    fall = falls[name]
+
+    def share(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        return fall(min(1.0, max(0, steps - step) / (steps - begin)))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, share)

@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Required, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
+from userdp import defaults
 from userdp.accounting import accountant, events, quantile
 from userdp.accounting.certificate import Evaluation
 from userdp.clipping.rules import CLIP_RULES, ClipRule, one_clip_rule
@@ -56,7 +57,7 @@ class Chosen(TypedDict, total=False):
     together: the steps, what was `paid` before them, and `earlier` runs.
     """
 
-    delta: Required[float]
+    delta: float | None
     epsilon: float | None
     noise_multiplier: float | None
     noise: Noise | None
@@ -126,9 +127,9 @@ class Plan:
     def sample_users(
         *,
         num_users: int,
-        expected_cohort_size: float,
-        group_size: int,
-        steps: int,
+        expected_cohort_size: float | None = None,
+        group_size: int = defaults.GROUP_SIZE,
+        steps: int = defaults.STEPS,
         clip_norm: float | None = None,
         clip: ClipRule | None = None,
         **chosen: Unpack[Chosen],
@@ -136,13 +137,13 @@ class Plan:
         """User-level sampling (ULS): one clipped mean gradient per sampled user.
 
         Each of `num_users` takes part with probability expected_cohort_size / num_users, with at
-        most `group_size` records.
+        most `group_size` records. What is not given is chosen from public numbers (`defaults.py`).
         Reference: Charles et al. 2024, Alg. 2.
         """
         public = PublicNumbers(
             num_users=num_users,
             num_records=num_users * group_size,
-            expected_groups=expected_cohort_size,
+            expected_groups=defaults.expected_cohort_size(num_users, expected_cohort_size),
             group_size=group_size,
             steps=steps,
         )
@@ -154,7 +155,7 @@ class Plan:
         num_users: int,
         expected_batch_size: float,
         group_size: int,
-        steps: int,
+        steps: int = defaults.STEPS,
         clip_norm: float | None = None,
         clip: ClipRule | None = None,
         num_records: int | None = None,
@@ -183,7 +184,7 @@ class Plan:
         *,
         own: Mapping[str, Any] | None = None,
         clip: ClipRule,
-        delta: float,
+        delta: float | None = None,
         noise: Noise | None = None,
         update: UpdateRule | None = None,
         epsilon: float | None = None,
@@ -199,6 +200,7 @@ class Plan:
         multiplier that is given or found.
         """
         public.check(kind.unit)
+        delta = defaults.delta(public.num_users) if delta is None else delta
         if (epsilon is None) == (noise_multiplier is None):
             raise InputError(
                 "give exactly one of epsilon and noise_multiplier: one follows from the other."

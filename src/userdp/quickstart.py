@@ -350,6 +350,7 @@ steps = {scenario.steps}
 optimizer = "adam"
 learning_rate = {scenario.learning_rate}
 schedule = "linear"
+schedule_hold = 0.5
 device = "{device}"
 """
     )

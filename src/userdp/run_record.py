@@ -182,7 +182,12 @@ class RunRecord:
         return record
 
     def keep_beginning(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, before: int
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        before: int,
+        average: Mapping[str, Any] | None = None,
     ) -> None:
         """Save what the run begins with, if a new process could not make it again.
 
@@ -192,7 +197,8 @@ class RunRecord:
         is_adapted = len(weights) < sum(1 for _ in model.parameters())
         if self.checkpoints is not None and (is_adapted or before):
             values = {"kind": type(optimizer).__name__, "values": optimizer.state_dict()}
-            self.checkpoints.save_initial(weights, {"before": before, "optimizer": values})
+            state = {"before": before, "optimizer": values, "average": average}
+            self.checkpoints.save_initial(weights, state)
 
     def moment(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> Moment:
         """The run as it is now, for a checkpoint."""

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from userdp.averaging import WeightAverage, restore_average
 from userdp.checkpoints import Moment, check_saveable
 from userdp.continuing import Beginning
 from userdp.errors import InputError
@@ -22,9 +23,13 @@ from userdp.step import PrivateStep
 
 
 def restore_beginning(
-    beginning: Beginning, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any
+    beginning: Beginning,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    average: WeightAverage | None = None,
 ) -> None:
-    """Put the model, the optimizer and the schedule where the run begins.
+    """Put the model, the optimizer, the schedule and the average where the run begins.
 
     The optimizer keeps its new settings, such as the learning rate. What it has gathered comes from
     the checkpoint, if that was saved by an optimizer of the same kind.
@@ -33,6 +38,7 @@ def restore_beginning(
     if moment is None:
         return
     restore_weights(model, moment)
+    restore_average(average, moment.state.get("average"))
     saved = moment.state.get("optimizer")
     if saved is not None and saved["kind"] == type(optimizer).__name__:
         settings = optimizer.state_dict()["param_groups"]
@@ -52,9 +58,11 @@ def restore(
     scheduler: Any,
     step: PrivateStep,
     example: Batch,
+    average: WeightAverage | None = None,
 ) -> None:
     """Put everything where it was when the checkpoint was saved."""
     restore_weights(model, moment)
+    restore_average(average, moment.state.get("average"))
     optimizer.load_state_dict(moment.state["optimizer"]["values"])
     if scheduler is not None:
         scheduler.load_state_dict(moment.state["schedule"])
@@ -72,6 +80,7 @@ class Checkpoint:
         scheduler: Any,
         step: PrivateStep,
         before: int,
+        average: WeightAverage | None = None,
     ) -> None:
         self._record = record
         self._model = model
@@ -79,6 +88,7 @@ class Checkpoint:
         self._scheduler = scheduler
         self._step = step
         self._before = before
+        self._average = average
         if record.path is not None:
             check_saveable(self._state())
 
@@ -88,6 +98,7 @@ class Checkpoint:
             "optimizer": optimizer_state(self._optimizer),
             "schedule": None if self._scheduler is None else _plain_state(self._scheduler),
             "step": self._step.state_dict(),
+            "average": None if self._average is None else self._average.state_dict(),
         }
 
     def save_if_due(self) -> None:
@@ -164,6 +175,11 @@ def restore_finished(run: Path, ledger: Ledger, model: nn.Module) -> None:
             f"{run / 'model'}."
         )
     restore_weights(model, moment)
+    if (saved := moment.state.get("average")) is not None:
+        # The checkpoint holds the weights that a longer run goes on from. Released is the average.
+        average = WeightAverage(model, decay=saved["decay"])
+        average.load_state_dict(saved)
+        average.put_into_model()
     # Whoever trains on with this model pays for what was spent on it.
     entries = tuple(item.to_json() for item in ledger.earlier)
     entry = ledger.as_entry()

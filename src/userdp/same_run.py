@@ -43,6 +43,8 @@ MEANINGS = {
     "initial_weights": "set of initial weights",
     "schedule": "learning rate schedule",
     "optimizer": "optimizer or learning rate",
+    "public": "set of public records",
+    "ema": "average of the weights (ema)",
     "settings": "settings of the step",
     "device": "device",
     "code": "version of this package, torch, transformers or peft",

@@ -12,7 +12,7 @@ Nothing else leaves a run: no loss on its training users, no norm, no cohort.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from userdp import defaults
+from userdp.averaging import WeightAverage
 from userdp.bounding.selection import Selection
 from userdp.checkpoints import Moment, Saving, hardware_of
 from userdp.clipping.kernels.running import same_every_time
@@ -39,11 +41,12 @@ from userdp.interrupts import signals_wait_for_the_step
 from userdp.ledger import Ledger
 from userdp.lineage import earlier_runs
 from userdp.losses import RecordLoss
-from userdp.optimizers import make_optimizer, make_schedule
+from userdp.optimizers import make_optimizer, make_schedule, optimizer_of, schedule_of
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.population import Population
 from userdp.probe import check_positions
+from userdp.public_gradient import PublicData, mixed_in, public_of
 from userdp.run_files import overlap, write_training_users
 from userdp.run_record import OnStep, RunRecord, checkpoints_of
 from userdp.run_state import Checkpoint, restore, restore_beginning, restore_finished
@@ -77,8 +80,10 @@ def train(
     plan: Plan,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    learning_rate: float = 1e-3,
+    learning_rate: float | None = None,
     scheduler: Any = None,
+    ema: float | None = None,
+    public: PublicData | None = None,
     sequence_length: int = 128,
     task: Task | TaskName | None = None,
     record_loss: RecordLoss | None = None,
@@ -104,12 +109,17 @@ def train(
     task of one's own. By default it is the next token, of chats in the assistant's turns only. With
     `record_loss`, a task's batches have a loss of one's own: one number per record.
 
+    Without an `optimizer`, AdamW trains under a linear schedule, at the rate of `defaults.py`.
+
     Records of several owners need a `selection` that bounds what each owner contributes. A long
     record is then cut to one row, so the bound on records is also a bound on rows.
 
     `select` says which of a user's rows take part, and `resample` whether a user of few rows gives
     as many as others (`data.choose`). The perplexity criteria score records by `model` as it is
     given, which must be public.
+
+    With `ema`, the released weights are an average over the steps (`WeightAverage`). With `public`,
+    gradients of public records are mixed in after the noise; those records are not protected.
 
     `settings` say how sums are computed: in batches of many users, or one user at a time. The sums
     are the same.
@@ -139,6 +149,7 @@ def train(
         task = OwnLoss(task=task, record_loss=record_loss)
     if optimizer is None:
         optimizer = make_optimizer(model, "adamw", learning_rate)
+        scheduler = scheduler or make_schedule(optimizer, defaults.SCHEDULE, plan.steps)
     if dry_run and (resume or fork):
         raise InputError("dry_run begins a run of its own: leave out resume and fork.")
     started = start(
@@ -149,7 +160,8 @@ def train(
         restore_finished(path, started.finished, model)
         return Run(model=model, ledger=started.finished, path=path)
     plan, beginning = started.plan, started.beginning
-    restore_beginning(beginning, model, optimizer, scheduler)
+    average = None if ema is None else WeightAverage(model, decay=ema)
+    restore_beginning(beginning, model, optimizer, scheduler, average)
 
     # The ledger will name this data, so make sure that the data has not changed.
     store.verify()
@@ -158,6 +170,7 @@ def train(
     parents = () if beginning.parent is None else (beginning.parent,)
     homes = history_of(model).homes
     cautions = (*store.cautions, *_check_declared((*homes, *parents), store, before))
+    cautions += () if public is None else tuple(public.cautions(store))
     check_positions(model, sequence_length)
     people = Population.of(store)
     # What the runs before this one did not use is free for it.
@@ -193,6 +206,8 @@ def train(
         "device": device.type,
         "hardware": hardware_of(device),
     }
+    bound_to |= {} if ema is None else {"ema": str(ema)}
+    bound_to |= {} if public is None else {"public": public.digest}
     moment: Moment | None = None
     if path is not None and started.goes_on:
         moment = checkpoints_of(path).newest()
@@ -231,6 +246,7 @@ def train(
         counted(people, record.ledger, path, paid=paid, earlier=before),
         same_every_time(settings.deterministic),
         signals_wait_for_the_step() as stop,
+        ExitStack() as during,
     ):
         if not started.goes_on:
             record.ledger.inherit(before)
@@ -238,7 +254,8 @@ def train(
                 record.ledger.charge(item.event, what=item.what)
             if record.path is not None:
                 write_training_users(record.path, record.ledger.run_digest, store, homes)
-            record.keep_beginning(model, optimizer, before=beginning.before)
+            averaged = None if average is None else average.state_dict()
+            record.keep_beginning(model, optimizer, before=beginning.before, average=averaged)
         if dry_run:
             record.charge_all(released_about(people, record.ledger))
             return Run(model=model, ledger=record.ledger, path=record.path)
@@ -258,9 +275,12 @@ def train(
         )
         example = task.example(tokenizer)
         if moment is not None:
-            restore(moment, model, optimizer, scheduler, step, example)
+            restore(moment, model, optimizer, scheduler, step, example, average)
         step.check_model(example)
-        checkpoint = Checkpoint(record, model, optimizer, scheduler, step, beginning.before)
+        checkpoint = Checkpoint(
+            record, model, optimizer, scheduler, step, beginning.before, average
+        )
+        during.enter_context(mixed_in(public, step, tokenizer, task, sequence_length))
         for cohort in step.cohorts():
             step.apply(
                 cohort_batches(
@@ -269,11 +289,16 @@ def train(
             )
             if scheduler is not None:
                 scheduler.step()
+            if average is not None:
+                average.update()
             record.step_done()
             checkpoint.save_if_due()
             if stop and step.steps_left:
                 checkpoint.save_and_stop(stop.number)
         checkpoint.save()
+        if average is not None:
+            # The last checkpoint has the weights themselves: a longer run goes on from those.
+            average.put_into_model()
         record.finish(model, tokenizer, people=released_about(people, record.ledger))
     return Run(model=model, ledger=record.ledger, path=record.path)
 
@@ -337,7 +362,7 @@ def train_from_config(
     store = UserStore.open(config.data.store)
     settings = config.training
     model, tokenizer = load_configured_model(config)
-    optimizer = make_optimizer(model, settings.optimizer, settings.learning_rate)
+    optimizer = optimizer_of(model, settings)
     seed = settings.fixed_seed
     return train(
         model,
@@ -345,7 +370,9 @@ def train_from_config(
         store,
         plan,
         optimizer=optimizer,
-        scheduler=make_schedule(optimizer, settings.schedule, settings.steps),
+        scheduler=schedule_of(optimizer, settings),
+        ema=settings.ema,
+        public=public_of(config.data),
         sequence_length=config.data.sequence_length,
         task=config.data.task,
         selection=config.load_selection(),

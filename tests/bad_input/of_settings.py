@@ -99,7 +99,11 @@ TABLE: list[Bad] = [
     trained("a clip norm of zero", "clip_norm=0", privacy="clip_norm = 0.0"),
     trained("a clip norm below zero", "clip_norm=-1", privacy="clip_norm = -1.0"),
     trained("a clip norm that is no number", "clip_norm=nan", privacy="clip_norm = nan"),
-    trained("no clip norm", "clip_norm is missing", privacy="clip_norm ="),
+    trained(
+        "no clip norm",
+        "clip_norm is missing",
+        privacy="clip_norm =\nclipping = 'normalised'",
+    ),
     trained(
         "a cohort of nobody", "at least 1 and at most all", privacy="expected_cohort_size = 0.5"
     ),

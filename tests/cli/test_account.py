@@ -111,6 +111,17 @@ def test_plan_has_the_keys_of_the_contract_and_a_certified_number():
     assert found["not_covered"] == []
 
 
+def test_plan_needs_the_users_and_epsilon_alone():
+    found = run("plan --users 1024 --records-per-user 8 --epsilon 4")
+    assert (found["delta"], found["steps"]) == (4e-4, 500)
+    # 51.2 users with 4 records each.
+    assert found["group_size"] * found["cohort_size"] == 128
+    assert found["clipping"] == "automatic"
+    assert found["learning_rate_full"] < found["learning_rate_lora"]
+    text = CliRunner().invoke(app, "plan --users 99 --records-per-user 2 --epsilon 4".split())
+    assert "automatic clipping" in text.stdout
+
+
 def test_plan_draws_and_takes_estimated_norms(tmp_path):
     norms = tmp_path / "norms.json"
     norms.write_text('{"1": 2.0, "4": 1.2}')

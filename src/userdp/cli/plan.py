@@ -11,10 +11,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from userdp import defaults, planner
 from userdp import norms as norm_models
-from userdp import planner
 from userdp.accounting import accountant, events
 from userdp.cli import charts, common
+from userdp.clipping.rules import AutomaticClip
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.planner import Candidate, Norms, Recommendation, Setting
@@ -31,9 +32,17 @@ class Assumed(StrEnum):
 
 def plan(
     epsilon: Annotated[float, typer.Option(help="Target epsilon.")],
-    delta: common.Delta,
-    steps: common.Steps,
-    compute: Annotated[int, typer.Option(help="Gradients a step may compute, B.")],
+    delta: Annotated[
+        float | None, typer.Option(help="Probability mass the guarantee may miss; N^-1.1.")
+    ] = None,
+    steps: common.Steps = defaults.STEPS,
+    compute: Annotated[
+        int | None,
+        typer.Option(
+            help="Gradients a step may compute, B; by default 4 of each of a twentieth of the "
+            "users, rounded down to a power of two."
+        ),
+    ] = None,
     store: Annotated[
         Path | None, typer.Argument(help="A user store; or give --users and --records-per-user.")
     ] = None,
@@ -80,6 +89,10 @@ def plan(
         )
     opened = UserStore.open(store) if store is not None else None
     num_users, typical, peeked = _counts(opened, users, records_per_user)
+    if delta is None:
+        delta = defaults.delta(num_users)
+    if compute is None:
+        compute = defaults.compute(num_users, typical)
     norms, source = _norms(gradient_norms, assume)
     found_norms: dict[int, float] | None = None
     if model is not None and opened is not None:
@@ -112,6 +125,7 @@ def plan(
     noise_multiplier, reached, by = _certified(setting, found.best)
     stddev = found.best.noise_stddev * noise_multiplier / found.best.noise_multiplier
     not_covered = _not_covered(peeked, gradient_norms)
+    rates = _rates(_width(model))
     if plot is not None:
         plot.write_text(charts.plan_svg(_by_compute(setting, norms), found), encoding="utf-8")
         common.say(f"wrote {plot}")
@@ -128,6 +142,10 @@ def plan(
             "delta": delta,
             "steps": steps,
             "certified_by": by,
+            "clipping": AutomaticClip.name,
+            "optimizer": "adamw",
+            "schedule": defaults.SCHEDULE,
+            **rates,
             "gradient_norms": source,
             "norms": found_norms,
             "reasons": list(found.reasons),
@@ -138,7 +156,9 @@ def plan(
             "peeked": peeked,
             "not_covered": not_covered,
         },
-        _in_words(setting, found, noise_multiplier, stddev, reached, by, source, not_covered),
+        _in_words(
+            setting, found, noise_multiplier, stddev, reached, by, source, rates, not_covered
+        ),
     )
 
 
@@ -226,6 +246,24 @@ def _certified(setting: Setting, best: Candidate) -> tuple[float, float, str]:
     return sigma, told.epsilon, told.certified_by
 
 
+def _width(model: str | None) -> int:
+    """The hidden size of the model; without one, that of GPT-2 small."""
+    if model is None:
+        return 768
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(model).hidden_size)
+
+
+def _rates(width: int) -> dict[str, float]:
+    """The learning rates for a model of this width, by the key that names them."""
+    return {
+        "width": width,
+        "learning_rate_lora": defaults.learning_rate(adapters=True, width=width),
+        "learning_rate_full": defaults.learning_rate(adapters=False, width=width),
+    }
+
+
 def _not_covered(peeked: list[str], norms: Path | None) -> list[str]:
     found = [f"looked at private data for free: {what}" for what in peeked]
     if norms is not None:
@@ -256,6 +294,7 @@ def _in_words(
     reached: float,
     by: str,
     source: str,
+    rates: dict[str, float],
     not_covered: list[str],
 ) -> str:
     best = found.best
@@ -269,6 +308,9 @@ def _in_words(
         f"{setting.adjacency.value}, {setting.steps:,} steps, {setting.num_users:,} users",
         f"certified by {by}",
         *(f"because {reason}" for reason in found.reasons),
+        f"train with automatic clipping, adamw, schedule {defaults.SCHEDULE}, and for a model of "
+        f"width {rates['width']} learning rate {rates['learning_rate_lora']:.2g} (LoRA) or "
+        f"{rates['learning_rate_full']:.2g} (all weights): the defaults",
         "",
         charts.candidate_table(found.candidates, best),
         "",

@@ -250,12 +250,10 @@ class AdaptiveClip(FlatClip):
 
 
 def one_clip_rule(clip_norm: float | None, clip: ClipRule | None) -> ClipRule:
-    """The rule that is given, or flat clipping to the norm that is given."""
-    if clip is not None and clip_norm is None:
-        return clip
-    if clip is None and clip_norm is not None:
-        return FlatClip(clip_norm=clip_norm)
-    raise InputError("give exactly one of clip_norm and clip: the first means FlatClip.")
+    """The rule that is given, or flat clipping to the norm that is given, or automatic clipping."""
+    if clip is not None and clip_norm is not None:
+        raise InputError("give at most one of clip_norm and clip: the first means FlatClip.")
+    return clip or (AutomaticClip() if clip_norm is None else FlatClip(clip_norm=clip_norm))
 
 
 def _check_size(name: str, value: float) -> None:

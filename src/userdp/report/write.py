@@ -103,6 +103,7 @@ def model_card(statement: Statement, config: Config, *, base: str, license: str 
         "license": license,
         "adapter": config.model.lora is not None,
         "sequence_length": config.data.sequence_length,
+        "ema": config.training.ema,
     }
     return _environment().get_template("card.md.jinja").render(values)
 

@@ -1,0 +1,39 @@
+"""The names of optimizers, and why some of torch's cannot be used. Needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+from userdp.errors import InputError
+
+# The name in a configuration -> the class in `torch.optim`.
+OPTIMIZERS: Mapping[str, str] = {
+    name.lower(): name
+    for name in (
+        *("AdamW", "Adam", "SGD", "Adafactor", "Muon", "NAdam", "RAdam", "Adamax", "RMSprop"),
+        *("Adagrad", "Adadelta", "ASGD", "Rprop"),
+    )
+}
+UNUSABLE: Mapping[str, str] = {
+    "lbfgs": "it computes the loss several times in a step, and each would have to be paid for",
+    "sparseadam": "it needs sparse gradients, and noise is added to every coordinate",
+}
+
+
+def refuse_unusable(name: str) -> None:
+    """Raise unless `name` is an optimizer that can be trained with.
+
+    >>> refuse_unusable("lbfgs")
+    Traceback (most recent call last):
+        ...
+    userdp.errors.InputError: optimizer = 'lbfgs' cannot be used: it computes ...
+    """
+    if name in UNUSABLE:
+        raise InputError(
+            f"optimizer = {name!r} cannot be used: {UNUSABLE[name]}. Use another, such as 'adamw'."
+        )
+    if name not in OPTIMIZERS:
+        close = difflib.get_close_matches(name, OPTIMIZERS, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(OPTIMIZERS)}."
+        raise InputError(f"optimizer = {name!r} is not known; {hint}")

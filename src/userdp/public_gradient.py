@@ -1,0 +1,130 @@
+"""Public records beside the private ones: their gradient is mixed in after the noise.
+
+The noised gradient is released as it is priced. What follows is post-processing: a gradient of
+public records, at weights that were released before, costs nothing. It has no noise, so it steadies
+the direction of a noisy step (Amid et al. 2022; Nasr et al. 2023).
+
+The public records are NOT protected. Whoever names a store here declares that nobody whom the
+guarantee protects has anything in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from userdp.config_sections import DataSettings
+from userdp.data.store import UserStore
+from userdp.data.tokens import TokenRows, tokenise
+from userdp.errors import InputError
+from userdp.models.checks import trainable_parameters
+from userdp.step import PrivateStep
+from userdp.tasks import Task
+
+DECLARED = (
+    "records that were declared public were trained on without noise: whoever has something in "
+    "them is not protected"
+)
+UNCHECKED = (
+    "that nobody protected is among the owners of the public records could not be checked: ids are "
+    "hidden under another key, or compared by another rule"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicData:
+    """Which public records are mixed in: `batch_size` of them a step, with a share of `weight`."""
+
+    store: UserStore
+    weight: float = 0.5
+    batch_size: int = 32
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < 1:
+            raise InputError(f"public_weight={self.weight:g}: a share between 0 and 1.")
+        if self.batch_size < 1:
+            raise InputError(f"public_batch_size={self.batch_size}: give at least 1.")
+
+    @property
+    def digest(self) -> str:
+        """What the run depends on."""
+        return f"{self.store.fingerprint} {self.weight!r} {self.batch_size}"
+
+    def cautions(self, private: UserStore) -> list[str]:
+        """What a reader must know. Raises if a user of the private store is in the public one."""
+        shared = private.shares_users_with(self.store)
+        if shared:
+            raise InputError(
+                f"{shared:,} users of the private store are in the public one: what is public has "
+                "no protection. Leave these users out of one of the stores (`userdp import "
+                "--drop-user`), or leave out [data] public."
+            )
+        return [DECLARED] if shared == 0 else [DECLARED, UNCHECKED]
+
+
+def public_of(settings: DataSettings) -> PublicData | None:
+    """The public records that a configuration names."""
+    given = {"weight": settings.public_weight, "batch_size": settings.public_batch_size}
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if settings.public is None:
+        for name in chosen:
+            raise InputError(f"[data] public_{name} has no meaning without public: remove it.")
+        return None
+    return PublicData(store=UserStore.open(settings.public), **chosen)
+
+
+@contextmanager
+def mixed_in(
+    public: PublicData | None, step: PrivateStep, tokenizer: Any, task: Task, sequence_length: int
+) -> Iterator[None]:
+    """Inside, every step of the optimizer takes the noised and the public gradient together."""
+    if public is None:
+        yield
+        return
+    rows = tokenise(
+        public.store,
+        tokenizer,
+        sequence_length=sequence_length,
+        encoding=task.encoding,
+        verify=True,
+    )
+    if not len(rows):
+        raise InputError(f"{public.store.path} has no record that can be trained on.")
+
+    def mix(*_: Any) -> None:
+        _mix(public, step, rows, task)
+
+    handle = step.optimizer.register_step_pre_hook(mix)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _mix(public: PublicData, step: PrivateStep, rows: TokenRows, task: Task) -> None:
+    """p.grad <- (1 - weight) p.grad + weight g, where g is the public gradient, clipped alike."""
+    parameters = list(trainable_parameters(step.model).values())
+    # The row of the step is written by now, and counted: steps begin with 1 here.
+    rng = step.record.streams("public").rng(step.record.steps, 0)
+    size = min(public.batch_size, len(rows))
+    chosen = rng.choice(len(rows), size=size, replace=False)
+    batch = task.batch(rows, chosen, rng)
+    device = parameters[0].device
+    batch = {name: values.to(device) for name, values in batch.items()}
+    with torch.enable_grad():
+        loss = task.record_loss(step.model, batch).mean()
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    gradients = [g for g in found if g is not None]
+    norm = torch.stack([g.float().norm() for g in gradients]).norm()
+    # The same rule as for a user's update: else the larger of the two would decide.
+    rule = step.plan.clip.at(step.clip_norm)
+    factor = rule.factor(norm.clamp(min=1e-12), rule.clip_norm, 1.0)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        assert parameter.grad is not None
+        parameter.grad.mul_(1 - public.weight)
+        if gradient is not None:
+            parameter.grad.add_((public.weight * factor * gradient).to(parameter.grad.dtype))
