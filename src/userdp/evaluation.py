@@ -1,4 +1,4 @@
-"""Held-out loss, perplexity and next-token accuracy of a causal language model.
+"""Held-out loss, perplexity and next-token accuracy of a causal language model, also by user.
 
 Measure on users who were not trained on. No guarantee covers these numbers: measured on training
 users, they would reveal more than the run's guarantee allows.
@@ -7,16 +7,19 @@ users, they would reveal more than the run's guarantee allows.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import nn
 
 from userdp.data.store import UserStore
-from userdp.data.tokens import TokenRows, tokenise_with_records
+from userdp.data.tokens import TokenRows, tokenise_by_record, tokenise_with_records
 from userdp.errors import InputError
 from userdp.index import IGNORED_LABEL
 from userdp.losses import at_least_float32
@@ -25,46 +28,180 @@ from userdp.losses import at_least_float32
 ROW_TOKENS = 128
 
 
+# The levels at which the distribution of users' losses is told.
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Means over all predicted tokens."""
+    """Means over all predicted tokens, and the mean loss of each user.
+
+    A token counts once in `loss`, `accuracy_top1` and `tokens`. A record of several owners counts
+    for each of them in `user_losses`.
+    """
 
     loss: float
     accuracy_top1: float
     tokens: int
-    users: int
+    user_losses: NDArray[np.float64] = field(repr=False)
+
+    @property
+    def users(self) -> int:
+        """How many users have a token to predict."""
+        return len(self.user_losses)
 
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
+    @property
+    def mean_user_loss(self) -> float:
+        """The mean over users of their mean loss: everybody counts the same."""
+        return float(self.user_losses.mean())
 
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, rows: TokenRows, *, pad_token: int, batch_tokens: int = 8192
-) -> Evaluation:
-    """Measure the model on all rows, in batches of rows of similar length."""
+    @property
+    def worst_decile_loss(self) -> float:
+        """The mean loss of the tenth of users with the highest loss."""
+        highest = -(-self.users // 10)
+        return float(np.sort(self.user_losses)[-highest:].mean())
+
+    @property
+    def user_loss_quantiles(self) -> dict[str, float]:
+        """Quantiles of the users' mean losses, by their level."""
+        found = np.quantile(self.user_losses, QUANTILES)
+        return {f"{level:g}": float(value) for level, value in zip(QUANTILES, found, strict=True)}
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers; one that is not finite is null."""
+        return {
+            "loss": _finite(self.loss),
+            "perplexity": _finite(self.perplexity),
+            "accuracy_top1": self.accuracy_top1,
+            "tokens": self.tokens,
+            "users": self.users,
+            "mean_user_loss": _finite(self.mean_user_loss),
+            "worst_decile_loss": _finite(self.worst_decile_loss),
+            "user_loss_quantiles": {
+                level: _finite(value) for level, value in self.user_loss_quantiles.items()
+            },
+        }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+@contextmanager
+def measuring(model: nn.Module) -> Iterator[None]:
+    """Forward passes inside leave nothing behind: no gradient, no other mode, no random number.
+
+    The mode of every module is put back by itself, because parts of a model may differ in it.
+    """
+    modes = [(module, module.training) for module in model.modules()]
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    total_loss, correct, tokens = 0.0, 0, 0
-    for chosen in _batches(np.diff(rows.indptr), batch_tokens):
-        logits, targets = _predict(model, rows, chosen, pad_token, device)
-        losses = F.cross_entropy(
-            logits.transpose(1, 2), targets, ignore_index=IGNORED_LABEL, reduction="sum"
-        )
-        total_loss += float(losses)
-        correct += int((logits.argmax(-1) == targets).sum())
-        tokens += int((targets != IGNORED_LABEL).sum())
-    model.train(was_training)
+    try:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        ):
+            model.eval()
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def evaluate(
+    model: nn.Module,
+    rows: TokenRows,
+    *,
+    pad_token: int,
+    batch_tokens: int = 8192,
+    compute_dtype: torch.dtype | None = None,
+) -> Evaluation:
+    """Measure the model on all rows, in batches of rows of similar length.
+
+    `compute_dtype` is the dtype of products, by autocast; None leaves that of the weights.
+    """
+    sums = _row_sums(model, rows, pad_token, batch_tokens, compute_dtype)
+    return _summary(sums, np.arange(len(rows)), np.asarray(rows.owners))
+
+
+def evaluate_store(
+    model: nn.Module,
+    tokenizer: Any,
+    store: UserStore,
+    *,
+    sequence_length: int = ROW_TOKENS,
+    batch_tokens: int = 8192,
+    compute_dtype: torch.dtype | None = None,
+) -> Evaluation:
+    """Measure the model on all records of a store, also where records have several owners."""
+    rows = tokenise_by_record(store, tokenizer, sequence_length=sequence_length)
+    sums = _row_sums(model, rows, tokenizer.pad_token_id, batch_tokens, compute_dtype)
+    records = np.asarray(rows.owners)
+    owners = store.users_per_record()[records]
+    row = np.repeat(np.arange(len(rows)), owners)
+    # The place of each owner in the list of its record's owners.
+    place = np.arange(len(row)) - np.repeat(np.cumsum(owners) - owners, owners)
+    user = np.asarray(store.record_users)[store.record_users_indptr[records[row]] + place]
+    return _summary(sums, row, user)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RowSums:
+    """What was found in each row: sum of losses, right predictions, predicted tokens."""
+
+    loss: NDArray[np.float64]
+    correct: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+
+
+def _row_sums(
+    model: nn.Module,
+    rows: TokenRows,
+    pad_token: int,
+    batch_tokens: int,
+    compute_dtype: torch.dtype | None,
+) -> _RowSums:
+    device = next(model.parameters()).device
+    order: list[np.ndarray] = []
+    found: list[torch.Tensor] = []
+    with measuring(model), _products_in(compute_dtype, device):
+        for chosen in _batches(np.diff(rows.indptr), batch_tokens):
+            logits, targets = _predict(model, rows, chosen, pad_token, device)
+            losses = F.cross_entropy(
+                logits.transpose(1, 2), targets, ignore_index=IGNORED_LABEL, reduction="none"
+            )
+            right = logits.argmax(-1) == targets
+            told = (losses, right, targets != IGNORED_LABEL)
+            order.append(chosen)
+            # The numbers stay on the device until the end, so that no batch waits for another.
+            found.append(torch.stack([one.double().sum(1) for one in told]))
+    sums = np.zeros((3, len(rows)))
+    if found:
+        sums[:, np.concatenate(order)] = torch.cat(found, dim=1).cpu().numpy()
+    return _RowSums(loss=sums[0], correct=sums[1].astype(np.int64), tokens=sums[2].astype(np.int64))
+
+
+def _products_in(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def _summary(sums: _RowSums, row: NDArray[np.int64], user: NDArray[np.int64]) -> Evaluation:
+    """The numbers of all rows; `row[i]` belongs to `user[i]`, and perhaps to others, too."""
+    tokens = int(sums.tokens.sum())
     if tokens == 0:
         raise InputError("there is no token to predict in the evaluation data.")
+    by_user = np.bincount(user, weights=sums.loss[row])
+    tokens_of_user = np.bincount(user, weights=sums.tokens[row])
+    present = tokens_of_user > 0
     return Evaluation(
-        loss=total_loss / tokens,
-        accuracy_top1=correct / tokens,
+        loss=float(sums.loss.sum()) / tokens,
+        accuracy_top1=int(sums.correct.sum()) / tokens,
         tokens=tokens,
-        users=len(np.unique(rows.owners)),
+        user_losses=by_user[present] / tokens_of_user[present],
     )
 
 
@@ -130,7 +267,9 @@ def _predict(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits and the tokens that they should predict, one line for each row."""
     input_ids, labels = rows.padded(chosen, pad_token=pad_token)
-    output = model(input_ids=torch.from_numpy(input_ids).to(device))
+    # A Hugging Face model would otherwise build a key-value cache that nobody reads.
+    options = {"use_cache": False} if hasattr(model, "generation_config") else {}
+    output = model(input_ids=torch.from_numpy(input_ids).to(device), **options)
     logits = at_least_float32(output if isinstance(output, torch.Tensor) else output.logits)
     return logits[:, :-1], torch.from_numpy(labels)[:, 1:].to(device)
 

@@ -3,7 +3,7 @@
 `train` is the loop. `train_from_config` is what the command calls. It makes everything that the
 configuration names, runs the loop, and leaves the run in a directory:
 
-    config.toml  ledger.jsonl  statement.json  model/  report.html  MODEL_CARD.md
+    config.toml  run.json  ledger.jsonl  statement.json  model/  report.html  MODEL_CARD.md
     secret/    for the owner alone, never to be published
 
 Nothing else leaves a run: no loss on its training users, no norm, no cohort.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.population import Population
 from userdp.probe import check_positions
+from userdp.run_facts import of_parts, write_facts
 from userdp.run_files import overlap, write_training_users
 from userdp.run_record import OnStep, RunRecord, checkpoints_of
 from userdp.run_state import Checkpoint, restore, restore_beginning, restore_finished
@@ -50,7 +52,11 @@ from userdp.statement import Statement
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
 from userdp.tasks import CausalTask, Task
+from userdp.trackers import check_trackers, open_trackers
 from userdp.training_rows import cohort_batches, rows_of, selection_name
+from userdp.validation import OnPoint, Validation, validator_of
+from userdp.validation_curve import Point
+from userdp.watching import Watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +66,7 @@ class Run:
     model: nn.Module
     ledger: Ledger
     path: Path | None
+    validation: tuple[Point, ...] = ()
 
     @property
     def statement(self) -> Statement:
@@ -83,6 +90,8 @@ def train(
     out: str | Path | None = None,
     config: Path | None = None,
     paid: Sequence[Paid] = (),
+    validation: Validation | None = None,
+    trackers: Sequence[str] = (),
     other_people: bool = False,
     secret: RunSecret | None = None,
     saving: Saving | None = None,
@@ -107,6 +116,8 @@ def train(
     run. Looks at the data that were `paid` for are charged before the first step. `on_step` is told
     how many steps are done, and nothing else: losses, norms and cohorts are secret.
 
+    `validation` measures the model on other people's records. `trackers` log public numbers.
+
     A model that was trained privately before carries what was spent on it, and that is composed
     with this run. `other_people` declares that nobody in this store was in those earlier runs. Then
     each person is in one run only, and the statement gives the largest epsilon. If the runs' lists
@@ -124,15 +135,21 @@ def train(
     task = task or CausalTask(pad_token=tokenizer.pad_token_id)
     if optimizer is None:
         optimizer = make_optimizer(model, "adamw", learning_rate)
+    check_trackers(trackers, path)
     if dry_run and (resume or fork):
         raise InputError("dry_run begins a run of its own: leave out resume and fork.")
+    make_validator = partial(
+        validator_of, validation, tokenizer, store, path, sequence_length, settings.compute_dtype
+    )
     started = start(
         path, model, plan, resume=resume, fork_of_it=fork, fork_step=fork_step, paid=paid
     )
     if path is not None and started.finished is not None:
         check_same_config(started.finished, config, path)
         restore_finished(path, started.finished, model)
-        return Run(model=model, ledger=started.finished, path=path)
+        validator = make_validator(started.finished.earlier, (path,), goes_on=True)
+        points = validator.after_last(model, started.finished.steps)
+        return Run(model=model, ledger=started.finished, path=path, validation=points)
     plan, beginning = started.plan, started.beginning
     restore_beginning(beginning, model, optimizer, scheduler)
 
@@ -144,6 +161,7 @@ def train(
     homes = history_of(model).homes
     cautions = (*store.cautions, *_check_declared((*homes, *parents), store, before))
     check_positions(model, sequence_length)
+    validator = make_validator(before, (*homes, *parents), goes_on=started.goes_on)
     people = Population.of(store)
     # What the runs before this one did not use is free for it.
     if started.given_up is not None and people.counts(started.given_up):
@@ -203,6 +221,7 @@ def train(
         _machine_may_fail(record),
         counted(people, record.ledger, path, paid=paid, earlier=before),
         same_every_time(settings.deterministic),
+        open_trackers(trackers, record.path) as opened,
         signals_wait_for_the_step() as stop,
     ):
         if not started.goes_on:
@@ -211,6 +230,8 @@ def train(
                 record.ledger.charge(item.event, what=item.what)
             if record.path is not None:
                 write_training_users(record.path, record.ledger.run_digest, store, homes)
+                facts = of_parts(model, optimizer, scheduler, store, task.name, sequence_length)
+                write_facts(record.path, facts)
             record.keep_beginning(model, optimizer, before=beginning.before)
         if dry_run:
             record.charge_all(released_about(people, record.ledger))
@@ -233,6 +254,8 @@ def train(
             restore(moment, model, optimizer, scheduler, step, example)
         step.check_model(example)
         checkpoint = Checkpoint(record, model, optimizer, scheduler, step, beginning.before)
+        watch = Watch(record, step, model, optimizer, validator, opened)
+        watch.begin()
         for cohort in step.cohorts():
             step.apply(
                 cohort_batches(
@@ -242,12 +265,14 @@ def train(
             if scheduler is not None:
                 scheduler.step()
             record.step_done()
+            # Before the checkpoint: a run that goes on from it has this step's point.
+            watch.after_step()
             checkpoint.save_if_due()
             if stop and step.steps_left:
                 checkpoint.save_and_stop(stop.number)
         checkpoint.save()
         record.finish(model, tokenizer, people=released_about(people, record.ledger))
-    return Run(model=model, ledger=record.ledger, path=record.path)
+    return Run(model=model, ledger=record.ledger, path=record.path, validation=validator.points)
 
 
 @contextmanager
@@ -301,6 +326,7 @@ def train_from_config(
     fork_step: int | None = None,
     dry_run: bool = False,
     on_step: OnStep | None = None,
+    on_point: OnPoint | None = None,
 ) -> Run:
     """Train as the configuration says and leave the run in `out`."""
     _check_out(out, goes_on=resume or fork)
@@ -324,6 +350,8 @@ def train_from_config(
         out=out,
         config=config_path,
         paid=paid,
+        validation=Validation.configured(config, on_point),
+        trackers=settings.trackers,
         other_people=config.privacy.other_people,
         secret=None if seed is None else RunSecret.fixed_for_tests(seed),
         saving=Saving(

@@ -22,6 +22,7 @@ WriteConfig = Callable[..., Path]
 
 # The allow-list: all that may leave a run.
 RUN_FILES = {"config.toml", "ledger.jsonl", "statement.json", "model", "secret", "checkpoints"}
+RUN_FILES |= {"run.json", "validation.jsonl"}
 REPORT_FILES = {"report.html", "MODEL_CARD.md"}
 MODEL_FILES = {
     "config.json",

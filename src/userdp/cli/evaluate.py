@@ -11,6 +11,7 @@ from userdp.cli import common
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.history import read_history
+from userdp.run_facts import has_facts
 from userdp.run_files import read_run, run_of, shared_users
 
 DEFAULT_LENGTH = 128
@@ -33,7 +34,7 @@ def evaluate(
     unfinished: common.Unfinished = False,
     json: common.Json = False,
 ) -> None:
-    """Measure loss, perplexity and next-token accuracy on a store."""
+    """Measure loss, perplexity and next-token accuracy on a store, over all tokens and by user."""
     if sequence_length is not None and sequence_length < 2:
         raise InputError(
             f"--sequence-length {sequence_length}: predicting takes at least 2 tokens. Give 2 or "
@@ -51,13 +52,12 @@ def evaluate(
     common.quiet_transformers()
     from userdp import evaluation, saved_run
     from userdp.clipping.execute.models import most_positions
-    from userdp.data.tokens import tokenise
     from userdp.models.load import load_model
     from userdp.probe import check_positions
 
-    if run is not None and (run / "config.toml").is_file():
-        loaded, tokenizer, config = saved_run.load_run(run)
-        length = config.data.sequence_length
+    if run is not None and has_facts(run):
+        loaded, tokenizer, facts = saved_run.load_run(run)
+        length = facts.sequence_length
     else:
         loaded, tokenizer = load_model(model if run is None else run / "model")
         # Nobody asked for this length, so it gives way to the model's.
@@ -72,16 +72,11 @@ def evaluate(
     if sequence_length is not None:
         length = sequence_length
     check_positions(loaded, length)
-    rows = tokenise(held_out, tokenizer, sequence_length=length)
-    result = evaluation.evaluate(loaded, rows, pad_token=tokenizer.pad_token_id)
+    result = evaluation.evaluate_store(loaded, tokenizer, held_out, sequence_length=length)
     common.emit(
         json,
         {
-            "loss": result.loss,
-            "perplexity": result.perplexity,
-            "accuracy_top1": result.accuracy_top1,
-            "tokens": result.tokens,
-            "users": result.users,
+            **result.to_json(),
             "overlap_checked": not allow_overlap,
             "unfinished": record is not None and (bool(record.problems) or base_checked is False),
             "base_checked": base_checked,
@@ -89,7 +84,11 @@ def evaluate(
         f"loss {result.loss:.4f}, perplexity {result.perplexity:.2f}, "
         f"next token right {result.accuracy_top1:.1%}\n"
         f"over {result.tokens:,} tokens of {result.users:,} users\n"
-        "these users' numbers are not covered by any privacy statement.",
+        f"by user: mean {result.mean_user_loss:.4f}, worst tenth {result.worst_decile_loss:.4f}, "
+        + ", ".join(
+            f"{float(level):.0%} {value:.4f}" for level, value in result.user_loss_quantiles.items()
+        )
+        + "\nthese users' numbers are not covered by any privacy statement.",
     )
 
 

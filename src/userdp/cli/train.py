@@ -18,6 +18,7 @@ from userdp.history import read_history
 from userdp.interrupts import InterruptedRunError
 from userdp.plan import Plan
 from userdp.run_files import Overlap, overlap, shared_users
+from userdp.validation_curve import Point
 
 OTHER_USERS = "Name a store of other users as [data] evaluation, or leave that setting out."
 
@@ -79,9 +80,12 @@ def train(
 
     # Import torch only now, so that a wrong configuration is refused at once.
     common.quiet_transformers()
-    from userdp import evaluation, saved_run, training
-    from userdp.data.tokens import tokenise
+    from userdp import training
+    from userdp.data.tokens import tokenise_by_record
     from userdp.models.load import load_tokenizer
+    from userdp.trackers import check_trackers
+
+    check_trackers(settings.training.trackers, out)
 
     held_out, unchecked = None, False
     if settings.data.evaluation is not None:
@@ -95,11 +99,11 @@ def train(
             common.say(f"note: {common.UNCHECKED_OVERLAP}")
         # A store that cannot be evaluated is refused now, not after the last step.
         tokenizer = load_tokenizer(settings.model.path, gguf_file=settings.model.gguf_file)
-        tokenise(held_out, tokenizer, sequence_length=settings.data.sequence_length)
+        tokenise_by_record(held_out, tokenizer, sequence_length=settings.data.sequence_length)
     if settings.training.on_cuda and settings.training.path == "fast":
         common.say("the first steps compile the model for its batches: a minute or two")
     with (
-        common.training_progress(plan, paid=paid, earlier=earlier) as on_step,
+        common.training_progress(plan, paid=paid, earlier=earlier) as progress,
         _saying_how_to_go_on(),
     ):
         run = training.train_from_config(
@@ -111,17 +115,17 @@ def train(
             fork=fork,
             fork_step=from_step,
             dry_run=dry_run,
-            on_step=on_step,
+            on_step=progress.on_step,
+            on_point=lambda point: progress.note(point.step, _told(point)),
         )
-    loss = None
+    points = {point.step: point for point in run.validation}
+    before, after = points.get(0), points.get(run.ledger.steps)
+    is_released = not unchecked and not settings.data.evaluation_private
     if held_out is not None and not dry_run:
         # Check again with the finished run's own lists, which name every run behind the model.
         shared = shared_users(out, held_out)
         common.refuse_overlap(shared, held_out, way_out=OTHER_USERS)
         unchecked = shared is None
-        model, tokenizer, _ = saved_run.load_run(out)
-        rows = tokenise(held_out, tokenizer, sequence_length=settings.data.sequence_length)
-        loss = evaluation.evaluate(model, rows, pad_token=tokenizer.pad_token_id).loss
     statement = run.statement
     common.emit(
         json,
@@ -130,13 +134,25 @@ def train(
             "steps": statement.steps,
             "earlier": list(statement.earlier),
             "overlap_checked": None if held_out is None else not unchecked,
-            "loss": loss,
+            "loss_before": None if before is None else before.loss,
+            "loss": None if after is None else after.loss,
+            "loss_may_be_released": is_released if after is not None else None,
             "run": str(out),
         },
-        f"{statement}\n"
-        + (f"held-out loss {loss:.4f}\n" if loss is not None else "")
-        + f"run: {out}",
+        f"{statement}\n{_held_out_line(before, after, is_released)}run: {out}",
     )
+
+
+def _told(point: Point) -> str:
+    return "held-out loss " + ("not finite" if point.loss is None else f"{point.loss:.4f}")
+
+
+def _held_out_line(before: Point | None, after: Point | None, is_released: bool) -> str:
+    if after is None:
+        return ""
+    began = "" if before is None or before.loss is None else f", {before.loss:.4f} before training"
+    kept = "" if is_released else " (not for release: kept in secret/validation.jsonl)"
+    return f"{_told(after)}{began}{kept}\n"
 
 
 @contextmanager

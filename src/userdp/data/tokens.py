@@ -108,6 +108,20 @@ def tokenise_with_records(
     return tokenise(store, tokenizer, sequence_length=sequence_length), np.asarray(record_of_row)
 
 
+def tokenise_by_record(store: UserStore, tokenizer: Any, *, sequence_length: int) -> TokenRows:
+    """All rows, each owned by the number of its record: for records of several owners.
+
+    Never for training: a bound on what an "owner" gives would here be one on records.
+    """
+    tokens, indptr, record_of_row = _cached_rows(store, tokenizer, sequence_length)
+    return TokenRows(
+        tokens=tokens,
+        indptr=indptr,
+        owners=np.asarray(record_of_row),
+        num_users=store.num_records,
+    )
+
+
 def tokenise_selected(
     store: UserStore,
     tokenizer: Any,

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 import userdp
-from userdp.config import Config, load_config
 from userdp.report import pictures
+from userdp.report.card import data_name, model_card
+from userdp.report.templates import environment
+from userdp.run_facts import read_facts
 from userdp.run_files import read_run, statement_file
-from userdp.statement import Statement, epsilon_text
+from userdp.statement import epsilon_text
+from userdp.validation_curve import released_curve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,10 @@ def write_report(
     """
     record = read_run(run, unfinished=unfinished)
     ledger = record.ledger
-    config = load_config(run / "config.toml")
+    facts = read_facts(run)
+    # A local directory's full path is not published, only its name.
+    base = Path(facts.model).name if Path(facts.model).is_dir() else facts.model
+    curve = released_curve(run)
     statement = record.statement()
     sections = list(story)
     spent: dict[str, Any] = {"paid": ledger.paid, "earlier": ledger.earlier}
@@ -84,33 +88,11 @@ def write_report(
         card=run / "MODEL_CARD.md",
         statement=run / "statement.json",
     )
-    files.html.write_text(_environment().get_template("page.html.jinja").render(values))
-    # A local directory's full path is not published, only its name.
-    configured = config.model.path
-    base = Path(configured).name if Path(configured).is_dir() else configured
-    files.card.write_text(model_card(statement, config, base=base))
+    files.html.write_text(environment().get_template("page.html.jinja").render(values))
+    card = model_card(statement, facts, base=base, curve=curve, data=data_name(ledger))
+    files.card.write_text(card)
+    if (run / "model").is_dir():
+        # Whoever uploads the directory uploads this card, and not an empty one.
+        (run / "model" / "README.md").write_text(card)
     files.statement.write_bytes(statement_file(statement))
     return files
-
-
-def model_card(statement: Statement, config: Config, *, base: str, license: str = "") -> str:
-    """The card of a model. Empty `base` and `license` are left out of it."""
-    values = {
-        "statement": statement.to_json(),
-        "epsilon": epsilon_text(statement.epsilon),
-        "version": userdp.__version__,
-        "base": base,
-        "license": license,
-        "adapter": config.model.lora is not None,
-        "sequence_length": config.data.sequence_length,
-    }
-    return _environment().get_template("card.md.jinja").render(values)
-
-
-def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("userdp", "report"),
-        autoescape=jinja2.select_autoescape(["html.jinja"]),
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-    )

@@ -1,0 +1,126 @@
+"""What a run was made of, for those who read it later: model, optimizer, data, date.
+
+A run from a configuration has it in `config.toml`. Every run, also one from Python, leaves
+`run.json`. Nothing in it is needed for the guarantee, which comes from the ledger. It names paths
+of this machine, so `userdp export` does not publish it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from userdp.config import Config, load_config
+from userdp.data.store import UserStore
+from userdp.durable import write_file
+from userdp.errors import InputError
+
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """The facts that are known; an empty text is one that is not.
+
+    `adapter_rank` is that of LoRA, and 0 for an adapter without a rank; None if the whole model was
+    trained. `began` is a date.
+    """
+
+    model: str
+    store: str
+    sequence_length: int
+    optimizer: str
+    learning_rate: float
+    schedule: str
+    task: str = "causal"
+    gguf_file: str | None = None
+    adapter_rank: int | None = None
+    began: str = ""
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the run left an adapter, and not a whole model."""
+        return self.adapter_rank is not None
+
+
+def read_facts(run: Path) -> RunFacts:
+    """The facts of the run in `run`. What its configuration says comes first."""
+    written = _written(run / RUN_FILE)
+    if (run / "config.toml").is_file():
+        return of_config(load_config(run / "config.toml"), began=written.began if written else "")
+    if written is None:
+        raise InputError(
+            f"{run} has neither config.toml nor {RUN_FILE}, so what it was made of is not known. "
+            "Restore one of them."
+        )
+    return written
+
+
+def has_facts(run: Path) -> bool:
+    """Whether a run says what it was made of. Older runs from Python do not."""
+    return (run / "config.toml").is_file() or (run / RUN_FILE).is_file()
+
+
+def of_config(config: Config, *, began: str = "") -> RunFacts:
+    """The facts that a configuration tells."""
+    lora = config.model.lora
+    return RunFacts(
+        model=config.model.path,
+        store=str(config.data.store),
+        sequence_length=config.data.sequence_length,
+        optimizer=config.training.optimizer,
+        learning_rate=config.training.learning_rate,
+        schedule=config.training.schedule,
+        gguf_file=config.model.gguf_file,
+        adapter_rank=None if lora is None else lora.rank,
+        began=began,
+    )
+
+
+def of_parts(
+    model: Any, optimizer: Any, scheduler: Any, store: UserStore, task: str, sequence_length: int
+) -> RunFacts:
+    """The facts that a model, its optimizer and the rest tell of themselves."""
+    adapters = getattr(model, "peft_config", None)
+    adapter = next(iter(adapters.values())) if adapters else None
+    base = getattr(adapter, "base_model_name_or_path", None)
+    named = base or getattr(getattr(model, "config", None), "name_or_path", "") or ""
+    # A path is read from elsewhere later; a name on the hub is the same everywhere.
+    path = Path(named)
+    return RunFacts(
+        model=str(path.resolve()) if named and path.is_dir() else str(named),
+        store=str(store.path.resolve()),
+        sequence_length=sequence_length,
+        optimizer=type(optimizer).__name__,
+        learning_rate=float(optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"])),
+        schedule="constant" if scheduler is None else type(scheduler).__name__,
+        task=task,
+        adapter_rank=None if adapter is None else int(getattr(adapter, "r", 0) or 0),
+        began=datetime.now(UTC).date().isoformat(),
+    )
+
+
+def write_facts(run: Path, facts: RunFacts) -> None:
+    """Leave the facts in the run's directory."""
+    content = json.dumps(dataclasses.asdict(facts), indent=1, allow_nan=False) + "\n"
+    write_file(run / RUN_FILE, content.encode())
+
+
+def _written(place: Path) -> RunFacts | None:
+    if not place.is_file():
+        return None
+    try:
+        found = RunFacts(**json.loads(place.read_text(encoding="utf-8")))
+        whole = (found.sequence_length, found.adapter_rank or 0)
+        words = (found.model, found.store, found.optimizer, found.schedule, found.began)
+        if not all(type(value) is int for value in whole) or not all(
+            isinstance(value, str) for value in words
+        ):
+            raise TypeError
+    except (ValueError, TypeError, RecursionError):
+        raise InputError(f"{place}: damaged. Restore it, or delete it.") from None
+    return found
