@@ -1,4 +1,4 @@
-"""Writes a run's report. Everything in it comes from the ledger and the configuration."""
+"""Writes a run's report, from its ledger, what it was made of, and what may be released."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import userdp
 from userdp.report import pictures
 from userdp.report.card import data_name, model_card
 from userdp.report.templates import environment
-from userdp.run_facts import read_facts
+from userdp.run_facts import RunFacts, read_facts
 from userdp.run_files import read_run, statement_file
-from userdp.statement import epsilon_text
-from userdp.validation_curve import released_curve
+from userdp.statement import Statement, epsilon_text
+from userdp.validation_curve import Point, released_curve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,29 @@ class Section:
     heading: str
     paragraphs: Sequence[str]
     picture: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strength:
+    """How strong a guarantee is, in words and as the colour of its bar."""
+
+    words: str
+    colour: str
+
+
+def strength(statement: Statement) -> Strength:
+    """The tier of epsilon: at most 1, at most 10, or above (Ponomareva et al. 2023).
+
+    The middle tier is wide, so its colour tells its ends apart.
+    """
+    if not statement.guarantee:
+        return Strength(words="no guarantee", colour="#b4472e")
+    if statement.epsilon <= 1:
+        return Strength(words="strong (epsilon at most 1)", colour="#1f6f5c")
+    if statement.epsilon <= 10:
+        colour = "#5d8a2f" if statement.epsilon <= 3 else "#b58a1f"
+        return Strength(words="reasonable (epsilon between 1 and 10)", colour=colour)
+    return Strength(words="weak (epsilon above 10)", colour="#c4622d")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +61,7 @@ class ReportFiles:
 def write_report(
     run: Path,
     *,
-    title: str = "Privacy report",
+    title: str = "",
     story: Sequence[Section] = (),
     html: Path | None = None,
     unfinished: bool = False,
@@ -56,6 +79,15 @@ def write_report(
     curve = released_curve(run)
     statement = record.statement()
     sections = list(story)
+    finite = [point for point in curve if point.loss is not None]
+    if len(finite) > 1:
+        sections.append(
+            Section(
+                heading="What it learned",
+                paragraphs=[_learned(finite)],
+                picture=pictures.validation_curve(finite),
+            )
+        )
     spent: dict[str, Any] = {"paid": ledger.paid, "earlier": ledger.earlier}
     if statement.guarantee and ledger.steps:
         sections.append(
@@ -77,7 +109,9 @@ def write_report(
             )
         )
     values = {
-        "title": title,
+        "title": title or f"Privacy report: {base or 'a model'}, run {run.resolve().name}",
+        "about": _about(facts, base, run, data_name(ledger)),
+        "strength": strength(statement),
         "statement": statement.to_json(),
         "epsilon": epsilon_text(statement.epsilon),
         "sections": sections,
@@ -96,3 +130,30 @@ def write_report(
         (run / "model" / "README.md").write_text(card)
     files.statement.write_bytes(statement_file(statement))
     return files
+
+
+def _about(facts: RunFacts, base: str, run: Path, data: str) -> list[tuple[str, str]]:
+    """What the page is about. Of a path on this machine only the last name is told."""
+    trained = "all weights"
+    if facts.is_adapter:
+        trained = f"LoRA, rank {facts.adapter_rank}" if facts.adapter_rank else "an adapter"
+    fingerprint = f", fingerprint {data}" if data else ""
+    told = [
+        ("model", f"{base or 'not known'}; {trained}"),
+        ("run", run.resolve().name),
+        ("begun", facts.began),
+        ("data", f"{Path(facts.store).name}{fingerprint}"),
+        ("optimizer", f"{facts.optimizer}, learning rate {facts.learning_rate:g}"),
+    ]
+    return [(name, value) for name, value in told if value]
+
+
+def _learned(curve: Sequence[Point]) -> str:
+    first, last = curve[0], curve[-1]
+    return (
+        f"Loss a token on {last.users:,} people who were not trained on: {first.loss:.4f} after "
+        f"{first.step:,} steps, {last.loss:.4f} after {last.step:,}. The next token is right for "
+        f"{last.accuracy_top1:.1%} of tokens, {first.accuracy_top1:.1%} before. No guarantee "
+        "covers these people: whoever trained the model declared that they agree to the release of "
+        "these numbers, or that their records are public."
+    )
