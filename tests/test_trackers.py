@@ -149,11 +149,11 @@ def test_a_missing_package_is_named_before_anything_is_written(
 def test_each_package_is_called_as_it_expects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called: list[tuple[str, Any]] = []
+    called: list[tuple[str, Any, Any]] = []
 
     def note(name: str) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:
-            called.append((name, given or named))
+            called.append((name, given or named, named))
             return fake
 
         return call
@@ -166,7 +166,6 @@ def test_each_package_is_called_as_it_expects(
         "wandb": types.SimpleNamespace(init=note("init"), Settings=dict),
         "trackio": types.SimpleNamespace(init=note("init"), log=note("log"), finish=note("finish")),
     }
-    monkeypatch.delenv("TRACKIO_DIR", raising=False)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     found: dict[str, list[Any]] = {}
@@ -176,8 +175,11 @@ def test_each_package_is_called_as_it_expects(
         tracker.log({"epsilon": 1.5}, 3)
         tracker.close()
         found[name] = list(called)
-    assert [name for name, _ in found["tensorboard"]] == ["SummaryWriter", "add_scalar", "close"]
+    assert [name for name, *_ in found["tensorboard"]] == ["SummaryWriter", "add_scalar", "close"]
     assert found["tensorboard"][1][1] == ("epsilon", 1.5, 3)
+    assert found["tensorboard"][1][2] == {"walltime": 3.0}, "how long a step took is secret"
     assert found["wandb"][0][1]["mode"] == "offline"
     assert found["wandb"][1][1] == ({"epsilon": 1.5},)
-    assert [name for name, _ in found["trackio"]] == ["init", "log", "finish"]
+    assert [name for name, *_ in found["trackio"]] == ["init", "log", "finish"]
+    assert found["trackio"][0][1]["auto_log_gpu"] is False
+    assert found["wandb"][0][1]["settings"]["x_disable_stats"] is True

@@ -4,13 +4,14 @@ A tracker gets what the run's statement and files release anyway: the step, the 
 learning rate, the clip norm (an adaptive one follows a noised count), and a validation curve that
 may be released. It never gets a loss on training users, a norm, or how many users took part.
 
-Everything is written below the run's directory, and nothing is sent anywhere.
+How long a step took tells how many users took part. TensorBoard is told no time. The other two note
+the time of each number by themselves, so what they keep is for the run's owner. Measurements of the
+machine are turned off, and nothing is sent anywhere by this package.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -44,7 +45,8 @@ class TensorBoard:
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Add one scalar for each number."""
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+            # The number of the step stands for its time.
+            self._writer.add_scalar(name, value, step, walltime=float(step))
 
     def close(self) -> None:
         """Write what is left."""
@@ -52,13 +54,11 @@ class TensorBoard:
 
 
 class Trackio:
-    """A local trackio database in RUN/trackers/trackio."""
+    """A project "userdp" in the database that trackio keeps for its owner."""
 
     def __init__(self, run: Path) -> None:
-        # The package reads this when it is imported.
-        os.environ.setdefault("TRACKIO_DIR", str((run / DIRECTORY / "trackio").resolve()))
         self._module = _imported("trackio")
-        self._module.init(project="userdp", name=run.name)
+        self._module.init(project="userdp", name=run.name, auto_log_gpu=False, auto_log_cpu=False)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         """Add the numbers to the database."""
@@ -82,7 +82,9 @@ class WeightsAndBiases:
             dir=str(directory),
             mode="offline",
             # No copy of the code, of what is printed, or of the repository's state.
-            settings=module.Settings(console="off", save_code=False, disable_git=True),
+            settings=module.Settings(
+                console="off", save_code=False, disable_git=True, x_disable_stats=True
+            ),
         )
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
@@ -122,19 +124,27 @@ def open_trackers(names: Sequence[str], run: Path | None) -> Iterator[list[Track
         return
     with contextlib.ExitStack() as stack:
         opened: list[Tracker] = []
-        # Some packages greet on stdout, which is for the result.
-        with contextlib.redirect_stdout(sys.stderr):
-            for name in names:
-                tracker = TRACKERS[name](run)
-                stack.callback(tracker.close)
-                opened.append(tracker)
+        for name in names:
+            with _talk_on_stderr():
+                opened.append(TRACKERS[name](run))
+            stack.callback(_close, opened[-1])
         yield opened
+
+
+def _close(tracker: Tracker) -> None:
+    with _talk_on_stderr():
+        tracker.close()
+
+
+def _talk_on_stderr() -> contextlib.redirect_stdout[Any]:
+    """Some packages greet on stdout, which is for the result."""
+    return contextlib.redirect_stdout(sys.stderr)
 
 
 def _imported(name: str) -> Any:
     try:
         return import_module(MODULES[name])
-    except ImportError:
+    except ImportError as error:
         raise InputError(
-            f"tracker {name!r} is not installed here: pip install {name}, or leave it out."
+            f"tracker {name!r} cannot be used here ({error}): pip install {name}, or leave it out."
         ) from None
