@@ -62,6 +62,8 @@ ABOVE = {
     "validation": GROUND
     | {"config", "data", "earlier", "evaluation", "run_files", "validation_curve"},
     "trackers": GROUND,
+    "stacked_lora": GROUND,
+    "personalization": GROUND | {"data", "evaluation", "losses", "models", "stacked_lora"},
     "watching": GROUND | {"ledger", "run_record", "step", "trackers", "validation"},
     "spending": GROUND | {"accounting", "paid", "statement"},
     "reservation": GROUND | {"accounting", "earlier", "paid", "spending"},
@@ -76,7 +78,7 @@ ABOVE = {
     | {"updates"},
     "report": GROUND
     | {"earlier", "ledger", "paid", "plan", "run_files", "statement", "accounting"}
-    | {"run_facts", "validation_curve"},
+    | {"run_facts", "validation_curve", "wording"},
     "digests": GROUND | {"models"},
     "lineage": GROUND | {"earlier", "ledger", "run_files"},
     "kept": GROUND | {"clipping", "losses", "models"},

@@ -13,7 +13,9 @@ from userdp.plan import Plan
 from userdp.report import pictures, svg
 from userdp.report.bars import bar, log2_histogram
 from userdp.report.write import Strength, strength
+from userdp.units import Adjacency
 from userdp.validation_curve import Point
+from userdp.wording import promise_in_words
 
 PLAN = Plan.sample_users(
     num_users=1000,
@@ -124,8 +126,11 @@ def test_the_bar_of_a_large_epsilon_has_another_colour_than_that_of_a_small_one(
     epsilons = (0.5, 1.2, 8.0, 20.0)
     colours = [told(epsilon).colour for epsilon in epsilons]
     assert len({*colours, told(0.5, guarantee=False).colour}) == 5
-    assert "weak" in told(20.0).words
-    assert "strong" in told(1.0).words
+    # The promise in words says the same.
+    assert "weak" in told(8.0).words
+    assert "weak" in promise_in_words(Adjacency.ADD_REMOVE, 8.0)
+    assert "moderate" in told(1.2).words
+    assert "moderate" in promise_in_words(Adjacency.ADD_REMOVE, 1.2)
 
 
 def test_best_attack_lies_between_guessing_and_certainty_and_rises() -> None:

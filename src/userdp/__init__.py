@@ -9,6 +9,7 @@
 
     PrivateStep                              the step alone, for a loop of your own
     Validation, evaluate_store               loss on other people, during a run or after it
+    personalize                              what each of them gains by a model of their own
     UserIndex                                whose rows are whose, for data of your own
     Population.of(store)                     what all runs and looks on these people cost together
     verify                                   does one user move your model's sum by at most C?
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from userdp.ledger import Ledger as Ledger
     from userdp.models.load import Lora as Lora
     from userdp.models.load import load_model as load_model
+    from userdp.personalization import personalize as personalize
     from userdp.plan import Plan as Plan
     from userdp.population import Population as Population
     from userdp.probe import Verified as Verified
@@ -84,6 +86,7 @@ _HOME = {
     "evaluate": "userdp.evaluation",
     "evaluate_store": "userdp.evaluation",
     "load_model": "userdp.models.load",
+    "personalize": "userdp.personalization",
     "train": "userdp.training",
     "verify": "userdp.probe",
 }

@@ -75,20 +75,21 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         """All numbers; one that is not finite is null."""
         return {
-            "loss": _finite(self.loss),
-            "perplexity": _finite(self.perplexity),
+            "loss": finite(self.loss),
+            "perplexity": finite(self.perplexity),
             "accuracy_top1": self.accuracy_top1,
             "tokens": self.tokens,
             "users": self.users,
-            "mean_user_loss": _finite(self.mean_user_loss),
-            "worst_decile_loss": _finite(self.worst_decile_loss),
+            "mean_user_loss": finite(self.mean_user_loss),
+            "worst_decile_loss": finite(self.worst_decile_loss),
             "user_loss_quantiles": {
-                level: _finite(value) for level, value in self.user_loss_quantiles.items()
+                level: finite(value) for level, value in self.user_loss_quantiles.items()
             },
         }
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """The number, or None if it is not finite: JSON has no other."""
     return value if math.isfinite(value) else None
 
 

@@ -37,6 +37,7 @@ Unfinished = Annotated[
     bool,
     typer.Option("--unfinished", help="Read a run that is not closed, or not of these weights."),
 ]
+Device = Annotated[str, typer.Option(help="Where the model runs: cpu, or cuda.")]
 Unit = Annotated[
     SamplingUnit,
     typer.Option(help="What is sampled: whole users (ULS), or single records (ELS)."),

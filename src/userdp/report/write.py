@@ -15,6 +15,7 @@ from userdp.run_facts import RunFacts, read_facts
 from userdp.run_files import read_run, statement_file
 from userdp.statement import Statement, epsilon_text
 from userdp.validation_curve import Point, released_curve
+from userdp.wording import degree_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +35,18 @@ class Strength:
     colour: str
 
 
-def strength(statement: Statement) -> Strength:
-    """The tier of epsilon: at most 1, at most 10, or above (Ponomareva et al. 2023).
+STRENGTHS = (
+    Strength(words="strong protection", colour="#1f6f5c"),
+    Strength(words="moderate protection", colour="#6d8f2a"),
+    Strength(words="weak protection", colour="#c08a1c"),
+    Strength(words="hardly any protection", colour="#c4622d"),
+)
+NO_STRENGTH = Strength(words="no guarantee", colour="#b4472e")
 
-    The middle tier is wide, so its colour tells its ends apart.
-    """
-    if not statement.guarantee:
-        return Strength(words="no guarantee", colour="#b4472e")
-    if statement.epsilon <= 1:
-        return Strength(words="strong (epsilon at most 1)", colour="#1f6f5c")
-    if statement.epsilon <= 10:
-        colour = "#5d8a2f" if statement.epsilon <= 3 else "#b58a1f"
-        return Strength(words="reasonable (epsilon between 1 and 10)", colour=colour)
-    return Strength(words="weak (epsilon above 10)", colour="#c4622d")
+
+def strength(statement: Statement) -> Strength:
+    """How strong the statement's guarantee is, by the degrees of its promise in words."""
+    return STRENGTHS[degree_of(statement.epsilon)] if statement.guarantee else NO_STRENGTH
 
 
 @dataclass(frozen=True, kw_only=True)
