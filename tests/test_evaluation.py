@@ -174,6 +174,28 @@ def test_the_worst_decile_is_the_mean_of_the_tenth_with_the_highest_loss() -> No
     assert found.worst_decile_loss == pytest.approx(np.mean(sorted(alone)[-3:]), rel=1e-6)
 
 
+class Crowded(torch.nn.Module):
+    """Has memory for two rows at a time."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if len(input_ids) > 2:
+            raise torch.OutOfMemoryError
+        return self.model(input_ids=input_ids).logits
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_halved() -> None:
+    model = models_zoo.build("gpt2 tied")
+    data = rows([5, 2, 11, 7, 2, 3, 4], [0, 0, 1, 3, 1, 0, 2])
+    whole, halved = (evaluate(one, data, pad_token=0) for one in (model, Crowded(model)))
+    assert halved.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert halved.tokens == whole.tokens
+    assert halved.user_losses == pytest.approx(whole.user_losses, rel=1e-12)
+
+
 def test_a_loss_that_is_not_finite_is_null_in_json() -> None:
     model = models_zoo.build("gpt2 tied")
     torch.nn.init.constant_(next(model.parameters()), math.nan)

@@ -167,23 +167,38 @@ def _row_sums(
     compute_dtype: torch.dtype | None,
 ) -> _RowSums:
     device = next(model.parameters()).device
+    waiting = _batches(np.diff(rows.indptr), batch_tokens)[::-1]
     order: list[np.ndarray] = []
     found: list[torch.Tensor] = []
     with measuring(model), _products_in(compute_dtype, device):
-        for chosen in _batches(np.diff(rows.indptr), batch_tokens):
-            logits, targets = _predict(model, rows, chosen, pad_token, device)
-            losses = F.cross_entropy(
-                logits.transpose(1, 2), targets, ignore_index=IGNORED_LABEL, reduction="none"
-            )
-            right = logits.argmax(-1) == targets
-            told = (losses, right, targets != IGNORED_LABEL)
-            order.append(chosen)
-            # The numbers stay on the device until the end, so that no batch waits for another.
-            found.append(torch.stack([one.double().sum(1) for one in told]))
+        while waiting:
+            chosen = waiting.pop()
+            try:
+                found.append(_batch_sums(*_predict(model, rows, chosen, pad_token, device)))
+            except torch.OutOfMemoryError:
+                # Training may have left little memory. A charged run must not end for that.
+                if len(chosen) == 1:
+                    raise
+                torch.cuda.empty_cache()
+                waiting += np.array_split(chosen, 2)[::-1]
+            else:
+                order.append(chosen)
     sums = np.zeros((3, len(rows)))
     if found:
         sums[:, np.concatenate(order)] = torch.cat(found, dim=1).cpu().numpy()
     return _RowSums(loss=sums[0], correct=sums[1].astype(np.int64), tokens=sums[2].astype(np.int64))
+
+
+def _batch_sums(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Losses, right predictions and predicted tokens, summed over each row.
+
+    They stay on the device until the end, so that no batch waits for another.
+    """
+    losses = F.cross_entropy(
+        logits.transpose(1, 2), targets, ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    told = (losses, logits.argmax(-1) == targets, targets != IGNORED_LABEL)
+    return torch.stack([one.double().sum(1) for one in told])
 
 
 def _products_in(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:

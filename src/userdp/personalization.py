@@ -144,7 +144,7 @@ class _Settings:
 def _halves(store: UserStore, rows: TokenRows) -> Iterator[_Half]:
     """The two halves of every user who has two records, the earlier records first."""
     record_of_row = np.asarray(rows.owners)
-    starts = np.searchsorted(record_of_row, np.arange(store.num_records + 1))
+    starts: list[int] = np.searchsorted(record_of_row, np.arange(store.num_records + 1)).tolist()
     number = 0
     for user in range(store.num_users):
         # A record without a token to predict has no row.
