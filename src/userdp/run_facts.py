@@ -117,9 +117,7 @@ def _written(place: Path) -> RunFacts | None:
         found = RunFacts(**json.loads(place.read_text(encoding="utf-8")))
         whole = (found.sequence_length, found.adapter_rank or 0)
         words = (found.model, found.store, found.optimizer, found.schedule, found.began)
-        if not all(type(value) is int for value in whole) or not all(
-            isinstance(value, str) for value in words
-        ):
+        if {type(one) for one in whole} != {int} or {type(one) for one in words} != {str}:
             raise TypeError
     except (ValueError, TypeError, RecursionError):
         raise InputError(f"{place}: damaged. Restore it, or delete it.") from None

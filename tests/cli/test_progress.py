@@ -57,3 +57,11 @@ def test_a_bar_is_updated_with_every_step(capsys: pytest.CaptureFixture[str]) ->
     assert [done for done, _ in shown] == [1, 2, 500]
     assert shown[0][1] == shown[1][1]
     assert capsys.readouterr().err == ""
+
+
+def test_no_epsilon_is_shown_where_the_plan_alone_does_not_tell_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress = TrainingProgress(PLAN, (), (), bar=None, is_composed=True, clock=lambda: 0.0)
+    progress.note(50, "held-out loss 3.0000")
+    assert "epsilon" not in capsys.readouterr().err

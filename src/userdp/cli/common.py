@@ -134,11 +134,13 @@ class TrainingProgress:
         paid: Sequence[Paid],
         earlier: Sequence[Earlier],
         bar: Callable[[int, str], None] | None,
+        is_composed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan = plan
         self._epsilon = partial(plan.epsilon, paid=paid, earlier=earlier)
         self._bar = bar
+        self._shows_epsilon = not plan.non_private and not is_composed
         self._clock = clock
         self._shown: dict[int, str] = {}
         self._began: tuple[int, float] | None = None
@@ -174,7 +176,7 @@ class TrainingProgress:
         return ", ".join(parts)
 
     def _spent(self, done: int) -> str:
-        if self._plan.non_private:
+        if not self._shows_epsilon:
             return ""
         part = max(1, -(-done * EPSILON_MILESTONES // self._plan.steps))
         milestone = -(-self._plan.steps * min(part, EPSILON_MILESTONES) // EPSILON_MILESTONES)
@@ -198,12 +200,17 @@ def training_progress(
     *,
     paid: Sequence[Paid] = (),
     earlier: Sequence[Earlier] = (),
+    is_composed: bool = False,
 ) -> Iterator[TrainingProgress]:
-    """The progress of a run on stderr, the epsilon of `paid` looks included."""
+    """The progress of a run on stderr, the epsilon of `paid` looks included.
+
+    Where a run `is_composed` with the one that it goes on from, the plan alone does not tell what
+    was spent so far. Then no epsilon is shown before the statement.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         say(title)
-        yield TrainingProgress(plan, paid, earlier, bar=None)
+        yield TrainingProgress(plan, paid, earlier, bar=None, is_composed=is_composed)
         return
     with Progress(
         TextColumn(title),
@@ -219,6 +226,7 @@ def training_progress(
             paid,
             earlier,
             bar=lambda done, spent: progress.update(task, completed=done, spent=spent),
+            is_composed=is_composed,
         )
 
 

@@ -59,9 +59,10 @@ def train(
     settings = load_config(config)
     if steps is not None:
         common.check_steps(steps)
-        longer = settings.training.model_copy(update={"steps": steps})
-        settings = settings.model_copy(update={"training": longer})
-    plan = (_going_on(out, steps) if resume and not fork else None) or settings.plan()
+        changed = settings.training.model_copy(update={"steps": steps})
+        settings = settings.model_copy(update={"training": changed})
+    longer = _going_on(out, steps) if resume and not fork else None
+    plan = longer or settings.plan()
     paid = settings.load_paid()
     earlier = settings.load_earlier()
     plan.check_paid(paid, earlier=earlier)
@@ -103,7 +104,9 @@ def train(
     if settings.training.on_cuda and settings.training.path == "fast":
         common.say("the first steps compile the model for its batches: a minute or two")
     with (
-        common.training_progress(plan, paid=paid, earlier=earlier) as progress,
+        common.training_progress(
+            plan, paid=paid, earlier=earlier, is_composed=fork or longer is not None
+        ) as progress,
         _saying_how_to_go_on(),
     ):
         run = training.train_from_config(
