@@ -18,7 +18,7 @@ from userdp.history import read_history
 from userdp.interrupts import InterruptedRunError
 from userdp.plan import Plan
 from userdp.run_files import Overlap, overlap, shared_users
-from userdp.validation_curve import Point
+from userdp.validation_curve import Point, released_curve
 
 OTHER_USERS = "Name a store of other users as [data] evaluation, or leave that setting out."
 
@@ -123,7 +123,7 @@ def train(
         )
     points = {point.step: point for point in run.validation}
     before, after = points.get(0), points.get(run.ledger.steps)
-    is_released = not unchecked and not settings.data.evaluation_private
+    is_released = after is not None and after in released_curve(out)
     if held_out is not None and not dry_run:
         # Check again with the finished run's own lists, which name every run behind the model.
         shared = shared_users(out, held_out)
