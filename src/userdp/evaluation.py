@@ -194,9 +194,10 @@ def _batch_sums(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
     They stay on the device until the end, so that no batch waits for another.
     """
+    # Flat, as the logits lie in memory: several times faster than with positions behind the words.
     losses = F.cross_entropy(
-        logits.transpose(1, 2), targets, ignore_index=IGNORED_LABEL, reduction="none"
-    )
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
+    ).view(targets.shape)
     told = (losses, logits.argmax(-1) == targets, targets != IGNORED_LABEL)
     return torch.stack([one.double().sum(1) for one in told])
 
@@ -287,7 +288,9 @@ def _predict(
     options = {"use_cache": False} if hasattr(model, "generation_config") else {}
     output = model(input_ids=torch.from_numpy(input_ids).to(device), **options)
     logits = at_least_float32(output if isinstance(output, torch.Tensor) else output.logits)
-    return logits[:, :-1], torch.from_numpy(labels)[:, 1:].to(device)
+    # The target of a position is the next token. The last position has none.
+    targets = F.pad(torch.from_numpy(labels)[:, 1:], (0, 1), value=IGNORED_LABEL)
+    return logits, targets.to(device)
 
 
 def _batches(lengths: np.ndarray, batch_tokens: int) -> list[np.ndarray]:
