@@ -67,20 +67,31 @@ ABOVE = {
     "run_files": GROUND | {"chain", "data", "ledger", "statement"},
     "run_check": GROUND | {"data", "ledger", "lock", "run_files"},
     "finalize": GROUND | {"ledger", "rows_file", "run_check", "run_files", "statement"},
-    "export": GROUND | {"config", "ledger", "report", "run_check", "run_files", "statement"},
+    "export": GROUND
+    | {"ledger", "report", "run_check", "run_facts", "run_files", "statement", "validation_curve"},
+    "run_facts": GROUND | {"config", "data", "optimizer_names"},
+    "validation_curve": GROUND,
+    "validation": GROUND
+    | {"config", "data", "earlier", "evaluation", "run_files", "validation_curve"}
+    | {"tasks"},
+    "trackers": GROUND,
+    "stacked_lora": GROUND,
+    "personalization": GROUND | {"data", "evaluation", "losses", "models", "stacked_lora"},
+    "watching": GROUND | {"averaging", "ledger", "run_record", "step", "trackers", "validation"},
     "spending": GROUND | {"accounting", "paid", "statement"},
     "reservation": GROUND | {"accounting", "earlier", "paid", "spending"},
     "population": GROUND
     | {"accounting", "data", "earlier", "paid", "reservation", "spending", "statement"},
     "debits": GROUND
-    | {"config", "data", "earlier", "ledger", "paid", "plan", "population", "rows_file"},
+    | {"data", "earlier", "ledger", "paid", "plan", "population", "rows_file", "run_facts"},
     "config_sections": GROUND | {"defaults", "optimizer_names"},
     "config": GROUND
     | {"config_problems", "config_sections", "defaults"}
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
     | {"updates"},
     "report": GROUND
-    | {"config", "earlier", "ledger", "paid", "plan", "run_files", "statement", "accounting"},
+    | {"earlier", "ledger", "paid", "plan", "run_files", "statement", "accounting"}
+    | {"run_facts", "validation_curve", "wording"},
     "digests": GROUND | {"models"},
     "lineage": GROUND | {"earlier", "ledger", "run_files"},
     "kept": GROUND | {"clipping", "losses", "models"},
@@ -113,9 +124,13 @@ ABOVE = {
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
     | {"continuing", "run_state", "same_run", "statement", "step", "training_choice"}
     | {"configured", "debits", "losses", "optimizers", "population", "tasks", "training_rows"}
-    | {"averaging", "defaults", "public_gradient"},
+    | {"averaging", "defaults", "public_gradient"}
+    | {"run_facts", "trackers", "validation", "validation_curve", "watching"},
     "configured": GROUND | {"config", "data", "models", "tasks"},
-    "saved_run": GROUND | {"config", "digests", "ledger", "models"},
+    "training_from_config": GROUND
+    | {"checkpoints", "clipping", "config", "configured", "data", "optimizers", "plan"}
+    | {"public_gradient", "run_record", "same_run", "training", "validation"},
+    "saved_run": GROUND | {"digests", "ledger", "models", "run_facts"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }
 TOP = {"cli", "quickstart"}
@@ -156,6 +171,8 @@ TORCH_FREE = [
     "population",
     "ledger",
     "run_files",
+    "run_facts",
+    "validation_curve",
     "run_check",
     "finalize",
     "export",

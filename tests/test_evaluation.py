@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 import models_zoo
+from userdp.data.record import Record
+from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows
 from userdp.errors import InputError
-from userdp.evaluation import evaluate, mean_losses
+from userdp.evaluation import evaluate, evaluate_store, mean_losses, measuring
 from userdp.tasks import ClassificationTask, MaskedTask
 
 
@@ -112,6 +115,114 @@ def test_records_of_two_users_are_never_in_one_batch() -> None:
     model = Watched()
     mean_losses(model, data, np.arange(6), num_records=6, pad_token=0)
     assert sorted(map(sorted, model.seen)) == [[1], [2], [3]]
+
+
+def token_losses(model: torch.nn.Module, tokens: list[int]) -> list[float]:
+    """The loss of each token after the first, one forward pass for each."""
+    found: list[float] = []
+    with torch.no_grad():
+        for position in range(1, len(tokens)):
+            logits = model(input_ids=torch.tensor([tokens[:position]])).logits[0, -1]
+            found.append(-torch.log_softmax(logits, dim=-1)[tokens[position]].item())
+    return found
+
+
+def test_each_owner_of_a_record_counts_it_and_each_token_counts_once(
+    make_store: Callable[[list[Record]], UserStore],
+) -> None:
+    model = models_zoo.build("gpt2 tied")
+    tokenizer = models_zoo.word_tokenizer()
+    texts = {
+        "w1 w2 w3 w4 w5 w6 w7": ("a", "b"),
+        "w3 w1": ("b",),
+        "w5 w5 w6": ("c",),
+        "w7 w1 w4 w2": ("c", "a", "d"),
+    }
+    store = make_store([Record(text, owners, text) for text, owners in texts.items()])
+    by_user: dict[str, list[float]] = {name: [] for name in "abcd"}
+    everything: list[float] = []
+    for text, owners in texts.items():
+        ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        # Rows of at most 4 tokens; the first token of a row is not predicted.
+        losses = [
+            loss for at in range(0, len(ids), 4) for loss in token_losses(model, ids[at:][:4])
+        ]
+        everything += losses
+        for owner in owners:
+            by_user[owner] += losses
+    found = evaluate_store(model, tokenizer, store, sequence_length=4)
+    expected = sorted(np.mean(losses) for losses in by_user.values())
+    assert found.tokens == len(everything)
+    assert found.loss == pytest.approx(np.mean(everything), rel=1e-6)
+    assert found.users == 4
+    assert sorted(found.user_losses) == pytest.approx(expected, rel=1e-6)
+    assert found.mean_user_loss == pytest.approx(np.mean(expected), rel=1e-6)
+    assert found.worst_decile_loss == pytest.approx(expected[-1], rel=1e-6)
+    assert found.user_loss_quantiles["0.5"] == pytest.approx(np.median(expected), rel=1e-6)
+
+
+def test_the_worst_decile_is_the_mean_of_the_tenth_with_the_highest_loss() -> None:
+    # 25 users: the three with the highest loss.
+    data = rows([4] * 25, list(range(25)))
+    found = evaluate(models_zoo.build("gpt2 tied"), data, pad_token=0)
+    alone = [
+        np.mean(
+            token_losses(
+                models_zoo.build("gpt2 tied"), data.tokens[4 * user : 4 * user + 4].tolist()
+            )
+        )
+        for user in range(25)
+    ]
+    assert found.worst_decile_loss == pytest.approx(np.mean(sorted(alone)[-3:]), rel=1e-6)
+
+
+class Crowded(torch.nn.Module):
+    """Has memory for two rows at a time."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if len(input_ids) > 2:
+            raise torch.OutOfMemoryError
+        return self.model(input_ids=input_ids).logits
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_halved() -> None:
+    model = models_zoo.build("gpt2 tied")
+    data = rows([5, 2, 11, 7, 2, 3, 4], [0, 0, 1, 3, 1, 0, 2])
+    whole, halved = (evaluate(one, data, pad_token=0) for one in (model, Crowded(model)))
+    assert halved.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert halved.tokens == whole.tokens
+    assert halved.user_losses == pytest.approx(whole.user_losses, rel=1e-12)
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json() -> None:
+    model = models_zoo.build("gpt2 tied")
+    torch.nn.init.constant_(next(model.parameters()), math.nan)
+    told = evaluate(model, rows([4, 3], [0, 1]), pad_token=0).to_json()
+    assert told["loss"] is None
+    assert told["perplexity"] is None
+    assert told["worst_decile_loss"] is None
+
+
+def test_measuring_puts_back_mode_and_random_numbers_of_a_model_that_draws_some() -> None:
+    model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Linear(2, 2))
+    model[0].eval()
+    before = torch.get_rng_state()
+
+    def fail() -> None:
+        with measuring(model):
+            assert not any(module.training for module in model.modules())
+            assert not torch.is_grad_enabled()
+            torch.rand(3)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert [module.training for module in model.modules()] == [True, False, True]
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_evaluation_leaves_the_model_as_it_was() -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from recorded_run import safetensors, write_run
-from userdp.config import load_config
 from userdp.errors import InputError
 from userdp.export import export
 from userdp.ledger import Ledger
-from userdp.report.write import model_card
+from userdp.report.card import model_card
 from userdp.run_check import check_run
+from userdp.run_facts import read_facts
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -29,7 +29,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 def made(run: Path, *, base: str, license: str) -> dict[str, bytes]:
     """What is made from the ledger and the options, here again."""
     statement = Ledger.read(run / "ledger.jsonl").statement()
-    card = model_card(statement, load_config(run / "config.toml"), base=base, license=license)
+    card = model_card(statement, read_facts(run), base=base, license=license)
     told = json.dumps(statement.to_json(), indent=1) + "\n"
     return {"README.md": card.encode(), "statement.json": told.encode()}
 

@@ -11,7 +11,7 @@ import torch
 
 import userdp
 from stores import KEY, sentences
-from userdp import FlatClip, Plan, load_model, training
+from userdp import FlatClip, Plan, load_model, training_from_config
 from userdp.config import load_config
 from userdp.data.store import UserStore, write_store
 from userdp.data.tokens import tokenise
@@ -20,6 +20,7 @@ from userdp.losses import causal_lm_loss
 from userdp.public_gradient import DECLARED, UNCHECKED, PublicData
 from userdp.streams import RunSecret
 from userdp.tasks import CausalTask
+from userdp.training import Run
 
 STEPS = 2
 
@@ -33,7 +34,7 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> UserStore:
 
 def trained(
     base: Path, store: Path, *, out: Path | None = None, lr: float = 0.5, **options: Any
-) -> tuple[training.Run, list[torch.Tensor]]:
+) -> tuple[Run, list[torch.Tensor]]:
     model, tokenizer = load_model(base)
     before = [p.detach().clone() for p in model.parameters()]
     plan = Plan.sample_users(
@@ -154,12 +155,12 @@ def test_configuration_names_public_records(
 ) -> None:
     path = config_file(data=f'public = "{public.path}"\npublic_weight = 0.1')
     config = load_config(path)
-    run = training.train_from_config(path, config, config.plan(), tmp_path / "run")
+    run = training_from_config.train_from_config(path, config, config.plan(), tmp_path / "run")
     assert run.ledger.bound_to["public"] == f"{public.fingerprint} 0.1 32"
     path = config_file(data="public_weight = 0.1", name="alone.toml")
     config = load_config(path)
     with pytest.raises(InputError, match="no meaning without public"):
-        training.train_from_config(path, config, config.plan(), tmp_path / "alone")
+        training_from_config.train_from_config(path, config, config.plan(), tmp_path / "alone")
     for change in ({"weight": 1.0}, {"batch_size": 0}):
         with pytest.raises(InputError, match="public_"):
             PublicData(store=public, **change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +12,10 @@ import pytest
 from userdp.plan import Plan
 from userdp.report import pictures, svg
 from userdp.report.bars import bar, log2_histogram
+from userdp.report.write import Strength, strength
+from userdp.units import Adjacency
+from userdp.validation_curve import Point
+from userdp.wording import promise_in_words
 
 PLAN = Plan.sample_users(
     num_users=1000,
@@ -63,6 +68,69 @@ def test_epsilon_curve_rises_to_the_epsilon_of_the_plan() -> None:
     heights = [-y for _, y in curve]
     assert heights == sorted(heights)
     assert [x for x, _ in curve] == sorted({x for x, _ in curve})
+
+
+def test_epsilon_curve_begins_with_the_first_step_and_not_at_zero() -> None:
+    picture = pictures.epsilon_spent(PLAN, 50)
+    ((first_x, first_y), *_), (last_x, last_y) = (curve := _points(picture)[0]), curve[-1]
+    (zero,) = re.findall(r'y="([\d.]+)" text-anchor="end"[^>]*>0<', picture)
+    height = float(zero) - 4 - last_y
+    assert (float(zero) - 4 - first_y) / height == pytest.approx(
+        PLAN.epsilon(1) / PLAN.epsilon(50), abs=2e-3
+    )
+    left = last_x - (last_x - first_x) / 49 * 50
+    assert left == pytest.approx(62, abs=0.2), "the first point is one step right of the axis"
+
+
+def test_steps_have_whole_ticks() -> None:
+    for steps in (1, 2, 3, 7, 12, 50, 333, 5000):
+        found = svg.ticks(0.0, float(steps), whole=True)
+        assert all(tick == int(tick) <= steps for tick in found)
+        assert 2 <= len(found) <= 7
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (2.31, 2.32), (0.0, 8.0), (3.0, 11.7)])
+def test_ticks_are_round_few_and_inside(low: float, high: float) -> None:
+    found = svg.ticks(low, high)
+    assert 3 <= len(found) <= 7
+    assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in found)
+    assert all(len(f"{tick:g}") <= 6 for tick in found)
+
+
+def test_the_validation_curve_shows_every_point_and_falls_with_the_loss() -> None:
+    curve = [
+        Point(
+            step=step,
+            data="x",
+            loss=3.0 - step / 100,
+            perplexity=1.0,
+            accuracy_top1=0.1,
+            mean_user_loss=3.0,
+            worst_decile_loss=None if step == 50 else 4.0,
+            tokens=10,
+            users=2,
+        )
+        for step in (0, 50, 100)
+    ]
+    loss, worst = _points(pictures.validation_curve(curve))
+    assert len(loss) == 3
+    assert [y for _, y in loss] == sorted(y for _, y in loss), "svg's y axis points down"
+    assert len(worst) == 2
+
+
+def test_the_bar_of_a_large_epsilon_has_another_colour_than_that_of_a_small_one() -> None:
+    def told(epsilon: float, *, guarantee: bool = True) -> Strength:
+        stated = types.SimpleNamespace(epsilon=epsilon, guarantee=guarantee)
+        return strength(stated)  # type: ignore[arg-type]
+
+    epsilons = (0.5, 1.2, 8.0, 20.0)
+    colours = [told(epsilon).colour for epsilon in epsilons]
+    assert len({*colours, told(0.5, guarantee=False).colour}) == 5
+    # The promise in words says the same.
+    assert "weak" in told(8.0).words
+    assert "weak" in promise_in_words(Adjacency.ADD_REMOVE, 8.0)
+    assert "moderate" in told(1.2).words
+    assert "moderate" in promise_in_words(Adjacency.ADD_REMOVE, 1.2)
 
 
 def test_best_attack_lies_between_guessing_and_certainty_and_rises() -> None:

@@ -27,7 +27,7 @@ from userdp.losses import causal_lm_loss
 from userdp.sampling import PoissonUsers
 from userdp.streams import RunSecret
 from userdp.tasks import CausalTask, cohort_batches
-from userdp.training import train_from_config
+from userdp.training_from_config import train_from_config
 
 RECORDS_PER_USER = [1, 2, 5, 9]
 LENGTH = 4

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from userdp import saved_run, training
+from userdp import saved_run
 from userdp.clipping import summation
 from userdp.clipping.batches import cohort
 from userdp.clipping.settings import StepSettings
@@ -20,6 +20,7 @@ from userdp.config import load_config
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.ledger import Ledger
+from userdp.training_from_config import train_from_config
 
 
 def test_ledger_is_bound_to_data_and_configuration(
@@ -27,7 +28,7 @@ def test_ledger_is_bound_to_data_and_configuration(
 ) -> None:
     path = config_file()
     config = load_config(path)
-    run = training.train_from_config(path, config, config.plan(), tmp_path / "run")
+    run = train_from_config(path, config, config.plan(), tmp_path / "run")
     first = json.loads((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()[0])
     bound = first["bound_to"]
     assert bound["data"] == UserStore.open(train_store).fingerprint
@@ -54,7 +55,7 @@ def test_loaded_run_is_the_trained_model(config_file: Callable[..., Path], tmp_p
     for name, more in (("full", ""), ("adapter", "[model.lora]\nrank = 2")):
         path = config_file(model=more, name=f"{name}.toml")
         config = load_config(path)
-        run = training.train_from_config(path, config, config.plan(), tmp_path / name)
+        run = train_from_config(path, config, config.plan(), tmp_path / name)
         again, _, _ = saved_run.load_run(tmp_path / name)
         ids = torch.tensor([[1, 2, 3, 4]])
         with torch.no_grad():
@@ -79,7 +80,7 @@ def test_checkpointed_blocks_train_the_same_model(
 
         monkeypatch.setattr(summation, "FastClipping", changed)
         out = tmp_path / f"run {checkpoint}"
-        run = training.train_from_config(path, config, config.plan(), out)
+        run = train_from_config(path, config, config.plan(), out)
         weights.append(run.model.state_dict())
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name])
@@ -94,7 +95,7 @@ def test_directory_with_something_in_it_is_refused(
     path = config_file()
     config = load_config(path)
     with pytest.raises(InputError, match="already holds something"):
-        training.train_from_config(path, config, config.plan(), out)
+        train_from_config(path, config, config.plan(), out)
     assert [p.name for p in out.iterdir()] == ["mine"]
 
 
@@ -105,7 +106,7 @@ def test_run_refused_before_its_first_step_leaves_nothing(
     config = load_config(path)
     monkeypatch.setattr(cohort, "can_join", lambda *args: False)
     with pytest.raises(InputError, match="does not keep records apart"):
-        training.train_from_config(path, config, config.plan(), tmp_path / "run")
+        train_from_config(path, config, config.plan(), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -119,5 +120,5 @@ def test_run_that_fails_after_a_step_keeps_its_ledger(
         raise InputError(f"stopped after {step}")
 
     with pytest.raises(InputError, match="stopped after 1"):
-        training.train_from_config(path, config, config.plan(), tmp_path / "run", on_step=refuse)
+        train_from_config(path, config, config.plan(), tmp_path / "run", on_step=refuse)
     assert Ledger.read(tmp_path / "run" / "ledger.jsonl").steps == 1

@@ -8,6 +8,8 @@
     run.statement                            what may be said about the model
 
     PrivateStep                              the step alone, for a loop of your own
+    Validation, evaluate_store               loss on other people, during a run or after it
+    personalize                              what each of them gains by a model of their own
     UserIndex                                whose rows are whose, for data of your own
     Population.of(store)                     what all runs and looks on these people cost together
     verify                                   does one user move your model's sum by at most C?
@@ -36,10 +38,12 @@ if TYPE_CHECKING:
     from userdp.errors import MixedExamplesError as MixedExamplesError
     from userdp.errors import UnaccountedPlanError as UnaccountedPlanError
     from userdp.evaluation import evaluate as evaluate
+    from userdp.evaluation import evaluate_store as evaluate_store
     from userdp.index import UserIndex as UserIndex
     from userdp.ledger import Ledger as Ledger
     from userdp.models.load import Lora as Lora
     from userdp.models.load import load_model as load_model
+    from userdp.personalization import personalize as personalize
     from userdp.plan import Plan as Plan
     from userdp.population import Population as Population
     from userdp.probe import Verified as Verified
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
     from userdp.step import PrivateStep as PrivateStep
     from userdp.training import train as train
     from userdp.units import Adjacency as Adjacency
+    from userdp.validation import Validation as Validation
 
 __version__ = "0.1.0"
 
@@ -75,10 +80,13 @@ _HOME = {
     "UnaccountedPlanError": "userdp.errors",
     "UserIndex": "userdp.index",
     "UserStore": "userdp.data.store",
+    "Validation": "userdp.validation",
     "Verified": "userdp.probe",
     "bound": "userdp.bounding.bound",
     "evaluate": "userdp.evaluation",
+    "evaluate_store": "userdp.evaluation",
     "load_model": "userdp.models.load",
+    "personalize": "userdp.personalization",
     "train": "userdp.training",
     "verify": "userdp.probe",
 }

@@ -7,6 +7,8 @@ that is averaged comes after the noise, so the average is post-processing and co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +54,18 @@ class WeightAverage:
         share = (1 - self.decay) / (1 - self.decay**self._updates)
         for name, value in self._values.items():
             value.lerp_(self._weights[name].to(value.dtype), share)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """The model has the average inside the `with` block, and its own weights after it."""
+        before = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        self.put_into_model()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, weight in self._weights.items():
+                    weight.copy_(before[name])
 
     @torch.no_grad()
     def put_into_model(self) -> None:

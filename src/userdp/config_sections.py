@@ -31,7 +31,12 @@ class DataSettings(Section):
 
     store: Path = Field(description="Directory of the user store to train on.")
     evaluation: Path | None = Field(
-        None, description="Store of other users, for a held-out loss at the end."
+        None,
+        description="Store of other users, to measure the model on. Naming it declares that they "
+        "agree to the release of these numbers, or that their records are public.",
+    )
+    evaluation_private: bool = Field(
+        False, description="Those users did not agree: their numbers stay in the run's secrets."
     )
     selection: Path | None = Field(
         None, description="From `userdp bound`: needed where records have several owners."
@@ -209,6 +214,13 @@ class TrainingSettings(WithParts):
     )
     checkpoint_minutes: float = Field(
         5.0, gt=0, description="Minutes from one checkpoint to the next."
+    )
+    evaluate_every: int | None = Field(
+        None, ge=1, description="Steps from one measurement on [data] evaluation to the next."
+    )
+    trackers: list[str] = Field(
+        default_factory=list[str],
+        description="Where public numbers are logged: tensorboard, trackio, wandb.",
     )
     keep_checkpoints: int = Field(2, ge=1, description="How many checkpoints are kept.")
     fixed_seed: int | None = Field(

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from userdp.config import load_config
 from userdp.data.store import UserStore
 from userdp.earlier import Earlier
 from userdp.errors import InputError
@@ -17,6 +16,7 @@ from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.population import Population
 from userdp.rows_file import RowsFile
+from userdp.run_facts import read_facts
 
 
 def check_budget(
@@ -97,12 +97,12 @@ def settle_parent(people: Population, parent: Path) -> None:
 def settle_given_up(run: Path) -> bool:
     """Count a run that was given up by the steps that it took.
 
-    False if its people cannot be found: the run was not made from a configuration, or the store
-    that this names is not there. Then all planned steps stay counted.
+    False if its people cannot be found: the run does not say which store it was trained on, or the
+    store is not there. Then all planned steps stay counted.
     """
     ledger = Ledger.read(run / "ledger.jsonl", without_torn_row=True)
     try:
-        people = Population.of(UserStore.open(load_config(run / "config.toml").data.store))
+        people = Population.of(UserStore.open(read_facts(run).store))
         if not people.counts(ledger.run_digest):
             return False
     except InputError:

@@ -1,4 +1,4 @@
-"""Held-out loss, perplexity and next-token accuracy of a causal language model.
+"""Held-out loss, perplexity and next-token accuracy of a causal language model, also by user.
 
 Measure on users who were not trained on. No guarantee covers these numbers: measured on training
 users, they would reveal more than the run's guarantee allows.
@@ -7,15 +7,18 @@ users, they would reveal more than the run's guarantee allows.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import nn
 
-from userdp.data.tokens import TokenRows, tokenise_with_records
+from userdp.data.tokens import TokenRows, tokenise_by_record, tokenise_with_records
 from userdp.errors import InputError
 from userdp.history import history_of
 from userdp.index import IGNORED_LABEL
@@ -30,22 +33,91 @@ ROW_TOKENS = 128
 _SEED = 0
 
 
+# The levels at which the distribution of users' losses is told.
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Means over all predicted tokens."""
+    """Means over all predicted tokens, and the mean loss of each user.
+
+    A token counts once in `loss`, `accuracy_top1` and `tokens`. A record of several owners counts
+    for each of them in `user_losses`.
+    """
 
     loss: float
     accuracy_top1: float
     tokens: int
-    users: int
+    user_losses: NDArray[np.float64] = field(repr=False)
+
+    @property
+    def users(self) -> int:
+        """How many users have a token to predict."""
+        return len(self.user_losses)
 
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
+    @property
+    def mean_user_loss(self) -> float:
+        """The mean over users of their mean loss: everybody counts the same."""
+        return float(self.user_losses.mean())
 
-@torch.no_grad()
+    @property
+    def worst_decile_loss(self) -> float:
+        """The mean loss of the tenth of users with the highest loss."""
+        highest = -(-self.users // 10)
+        return float(np.sort(self.user_losses)[-highest:].mean())
+
+    @property
+    def user_loss_quantiles(self) -> dict[str, float]:
+        """Quantiles of the users' mean losses, by their level."""
+        found = np.quantile(self.user_losses, QUANTILES)
+        return {f"{level:g}": float(value) for level, value in zip(QUANTILES, found, strict=True)}
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers; one that is not finite is null."""
+        return {
+            "loss": finite(self.loss),
+            "perplexity": finite(self.perplexity),
+            "accuracy_top1": self.accuracy_top1,
+            "tokens": self.tokens,
+            "users": self.users,
+            "mean_user_loss": finite(self.mean_user_loss),
+            "worst_decile_loss": finite(self.worst_decile_loss),
+            "user_loss_quantiles": {
+                level: finite(value) for level, value in self.user_loss_quantiles.items()
+            },
+        }
+
+
+def finite(value: float) -> float | None:
+    """The number, or None if it is not finite: JSON has no other."""
+    return value if math.isfinite(value) else None
+
+
+@contextmanager
+def measuring(model: nn.Module) -> Iterator[None]:
+    """Forward passes inside leave nothing behind: no gradient, no other mode, no random number.
+
+    The mode of every module is put back by itself, because parts of a model may differ in it.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    device = next(model.parameters()).device
+    try:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        ):
+            model.eval()
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def evaluate(
     model: nn.Module,
     rows: TokenRows,
@@ -53,31 +125,112 @@ def evaluate(
     pad_token: int,
     task: Task | None = None,
     batch_tokens: int = 8192,
+    compute_dtype: torch.dtype | None = None,
 ) -> Evaluation:
     """Measure the model on all rows, in batches of rows of similar length.
 
     `task` says what is predicted: by default the next token, where it carries loss.
+    `compute_dtype` is the dtype of products, by autocast; None leaves that of the weights.
     """
+    task = task or CausalTask(pad_token=pad_token)
+    sums = _row_sums(model, rows, task, batch_tokens, compute_dtype)
+    return _summary(sums, np.arange(len(rows)), np.asarray(rows.owners))
+
+
+def evaluate_store(
+    model: nn.Module,
+    tokenizer: Any,
+    store: UserStore,
+    *,
+    sequence_length: int = ROW_TOKENS,
+    task: Task | None = None,
+    batch_tokens: int = 8192,
+    compute_dtype: torch.dtype | None = None,
+) -> Evaluation:
+    """Measure the model on all records of a store, also where records have several owners."""
+    task = task or CausalTask(pad_token=tokenizer.pad_token_id)
+    rows = tokenise_by_record(
+        store, tokenizer, sequence_length=sequence_length, encoding=task.encoding
+    )
+    sums = _row_sums(model, rows, task, batch_tokens, compute_dtype)
+    records = np.asarray(rows.owners)
+    owners = store.users_per_record()[records]
+    row = np.repeat(np.arange(len(rows)), owners)
+    # The place of each owner in the list of its record's owners.
+    place = np.arange(len(row)) - np.repeat(np.cumsum(owners) - owners, owners)
+    user = np.asarray(store.record_users)[store.record_users_indptr[records[row]] + place]
+    return _summary(sums, row, user)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RowSums:
+    """What was found in each row: sum of losses, right predictions, predicted tokens."""
+
+    loss: NDArray[np.float64]
+    correct: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+
+
+def _row_sums(
+    model: nn.Module,
+    rows: TokenRows,
+    task: Task,
+    batch_tokens: int,
+    compute_dtype: torch.dtype | None,
+) -> _RowSums:
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    total_loss, correct, tokens = 0.0, 0, 0
-    for chosen in _batches(np.diff(rows.indptr), batch_tokens):
-        logits, targets = _predict(model, rows, chosen, pad_token, device, task)
-        losses = F.cross_entropy(
-            logits.transpose(1, 2), targets, ignore_index=IGNORED_LABEL, reduction="sum"
-        )
-        total_loss += float(losses)
-        correct += int((logits.argmax(-1) == targets).sum())
-        tokens += int((targets != IGNORED_LABEL).sum())
-    model.train(was_training)
+    waiting = _batches(np.diff(rows.indptr), batch_tokens)[::-1]
+    order: list[np.ndarray] = []
+    found: list[torch.Tensor] = []
+    with measuring(model), _products_in(compute_dtype, device):
+        while waiting:
+            chosen = waiting.pop()
+            try:
+                found.append(_batch_sums(*_predict(model, rows, chosen, device, task)))
+            except torch.OutOfMemoryError:
+                # Training may have left little memory. A charged run must not end for that.
+                if len(chosen) == 1:
+                    raise
+                torch.cuda.empty_cache()
+                waiting += np.array_split(chosen, 2)[::-1]
+            else:
+                order.append(chosen)
+    sums = np.zeros((3, len(rows)))
+    if found:
+        sums[:, np.concatenate(order)] = torch.cat(found, dim=1).cpu().numpy()
+    return _RowSums(loss=sums[0], correct=sums[1].astype(np.int64), tokens=sums[2].astype(np.int64))
+
+
+def _batch_sums(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Losses, right predictions and predicted tokens, summed over each row.
+
+    They stay on the device until the end, so that no batch waits for another.
+    """
+    # Flat, as the logits lie in memory: several times faster than with positions behind the words.
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
+    ).view(targets.shape)
+    told = (losses, logits.argmax(-1) == targets, targets != IGNORED_LABEL)
+    return torch.stack([one.double().sum(1) for one in told])
+
+
+def _products_in(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def _summary(sums: _RowSums, row: NDArray[np.int64], user: NDArray[np.int64]) -> Evaluation:
+    """The numbers of all rows; `row[i]` belongs to `user[i]`, and perhaps to others, too."""
+    tokens = int(sums.tokens.sum())
     if tokens == 0:
         raise InputError("there is no token to predict in the evaluation data.")
+    by_user = np.bincount(user, weights=sums.loss[row])
+    tokens_of_user = np.bincount(user, weights=sums.tokens[row])
+    present = tokens_of_user > 0
     return Evaluation(
-        loss=total_loss / tokens,
-        accuracy_top1=correct / tokens,
+        loss=float(sums.loss.sum()) / tokens,
+        accuracy_top1=int(sums.correct.sum()) / tokens,
         tokens=tokens,
-        users=len(np.unique(rows.owners)),
+        user_losses=by_user[present] / tokens_of_user[present],
     )
 
 
@@ -137,6 +290,7 @@ def mean_losses(
     are chosen, they must not depend on other users, not even in the last bit.
     """
     device = next(model.parameters()).device
+    task = CausalTask(pad_token=pad_token)
     was_training = model.training
     model.eval()
     loss = np.zeros(num_records)
@@ -147,7 +301,7 @@ def mean_losses(
         own = index.rows_of(user)
         for batch in _batches(lengths[own], batch_tokens):
             chosen = own[batch]
-            logits, targets = _predict(model, rows, chosen, pad_token, device)
+            logits, targets = _predict(model, rows, chosen, device, task)
             losses = F.cross_entropy(
                 logits.transpose(1, 2), targets, ignore_index=IGNORED_LABEL, reduction="none"
             )
@@ -162,12 +316,10 @@ def _predict(
     model: nn.Module,
     rows: TokenRows,
     chosen: np.ndarray,
-    pad_token: int,
     device: torch.device,
-    task: Task | None = None,
+    task: Task,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits and what they should predict, one line for each row."""
-    task = task or CausalTask(pad_token=pad_token)
     # What is hidden in a row is the same in every evaluation, so that numbers can be compared.
     rng = np.random.default_rng([_SEED, int(chosen[0])])
     batch = {name: tensor.to(device) for name, tensor in task.batch(rows, chosen, rng).items()}

@@ -16,15 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any, cast
 
-from userdp.config import Config, load_config
 from userdp.durable import new_directory
 from userdp.errors import InputError, LedgerError
 from userdp.history import ANCESTRY_FILE
 from userdp.ledger import Ledger
-from userdp.report.write import model_card
+from userdp.report.card import data_name, model_card
 from userdp.run_check import check_run
+from userdp.run_facts import RunFacts, read_facts
 from userdp.run_files import FREE_FILES, REWRITTEN, statement_file
 from userdp.statement import Statement
+from userdp.validation_curve import released_curve
 
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors")
 # Settings are read by people and programs. A path in them would leave this machine.
@@ -93,12 +94,21 @@ def export(run: Path, out: Path, *, base: str = "", license: str = "") -> Export
         raise LedgerError(f"{run}: {found.problems[0]} Such a run is not exported.")
     if not (run / "model").is_dir():
         raise LedgerError(f"{run} holds no model/: there is nothing to export.")
-    config = load_config(run / "config.toml")
-    pieces = _Pieces(run, found.ledger, config, base)
+    facts = read_facts(run)
+    pieces = _Pieces(run, found.ledger, facts, base)
     statement = found.ledger.statement()
     pieces.make("statement.json", statement_file(statement), "made from ledger.jsonl")
-    card = model_card(statement, config, base=pieces.named_base(), license=license)
-    pieces.make("README.md", card.encode(), "made from ledger.jsonl, config.toml and the options")
+    curve = released_curve(run)
+    card = model_card(
+        statement,
+        facts,
+        base=pieces.named_base(),
+        license=license,
+        curve=curve,
+        data=data_name(found.ledger),
+    )
+    made_of = "made from ledger.jsonl, config.toml or run.json, validation.jsonl and the options"
+    pieces.make("README.md", card.encode(), made_of)
     with new_directory(out) as partial:
         for name, content in pieces.contents.items():
             place = partial / name
@@ -114,10 +124,10 @@ def export(run: Path, out: Path, *, base: str = "", license: str = "") -> Export
 class _Pieces:
     """The files of an export: weights are copied later, everything else is in memory."""
 
-    def __init__(self, run: Path, ledger: Ledger, config: Config, base: str) -> None:
+    def __init__(self, run: Path, ledger: Ledger, facts: RunFacts, base: str) -> None:
         self._base = base
-        self._config = config
-        self._private = _local_paths(run, config)
+        self._facts = facts
+        self._private = _local_paths(run, facts)
         self._was_local = _was_local(run / "model" / "tokenizer_config.json")
         self.contents: dict[str, bytes] = {}
         self.copied: list[str] = []
@@ -135,7 +145,7 @@ class _Pieces:
 
     def named_base(self) -> str:
         """The base model by a name that others can use; empty if there is none."""
-        configured = self._config.model.path
+        configured = self._facts.model
         return self._base or ("" if self._was_local or _is_local(configured) else configured)
 
     def _take(self, path: Path) -> None:
@@ -225,11 +235,11 @@ def _header(path: Path) -> bytes:
         return file.read(length)
 
 
-def _local_paths(run: Path, config: Config) -> tuple[list[str], list[str]]:
+def _local_paths(run: Path, facts: RunFacts) -> tuple[list[str], list[str]]:
     """Where the run, its data and its model lie, and where their owner is at home."""
-    own = [run.absolute(), run.resolve(), Path(config.data.store).absolute()]
-    if _is_local(config.model.path):
-        own.append(Path(config.model.path).absolute())
+    own = [run.absolute(), run.resolve(), Path(facts.store).absolute()]
+    if facts.model and _is_local(facts.model):
+        own.append(Path(facts.model).absolute())
     return [str(path) for path in own], [f"{Path.home()}/"]
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from userdp.errors import InputError
 
+# Where a schedule of ours carries its name.
+SCHEDULE_NAME = "userdp_name"
 # The name in a configuration -> the class in `torch.optim`.
 OPTIMIZERS: Mapping[str, str] = {
     name.lower(): name

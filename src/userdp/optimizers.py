@@ -19,7 +19,7 @@ from userdp.config_sections import TrainingSettings
 from userdp.errors import InputError
 from userdp.models.checks import trainable_parameters
 from userdp.muon import MuonAndAdamW, is_hidden_matrix
-from userdp.optimizer_names import OPTIMIZERS, refuse_unusable
+from userdp.optimizer_names import OPTIMIZERS, SCHEDULE_NAME, refuse_unusable
 
 # Optimizers whose step has the size of the learning rate, whatever the size of gradients.
 LIKE_ADAMW = ("adamw", "adam", "muon")
@@ -163,4 +163,7 @@ def make_schedule(
             return (step + 1) / (warmup_steps + 1)
         return fall(min(1.0, max(0, steps - step) / (steps - begin)))
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+    # For the run's own description.
+    setattr(schedule, SCHEDULE_NAME, name)
+    return schedule

@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import nn
 
-from userdp import training
+from userdp import training_from_config
 from userdp.config import load_config
 from userdp.data import synthetic
 from userdp.data.identity import load_or_create_key
@@ -32,7 +32,7 @@ from userdp.models.load import Lora, load_model
 from userdp.plan import Plan
 from userdp.report import svg
 from userdp.report.write import Section, write_report
-from userdp.training import OnStep
+from userdp.run_record import OnStep
 
 # Shows a stage's progress: its title, and for training a plan or a number of steps.
 Progress = Callable[[str, Plan | int | None], AbstractContextManager[OnStep]]
@@ -155,7 +155,7 @@ def run(
     del model
 
     with progress("fine-tuning with user-level privacy", plan) as tick:
-        private_run = training.train_from_config(
+        private_run = training_from_config.train_from_config(
             config_path, config, plan, out / "private", on_step=tick
         )
     with progress("measuring the private model", None):

@@ -379,10 +379,10 @@ def checkpoints_of(run: Path, saving: Saving | None = None) -> Checkpoints:
 
 def discard(run: Path) -> None:
     """Delete the files of a run that has released nothing."""
-    for name in ("checkpoints", "secret"):
+    for name in ("checkpoints", "trackers", "secret"):
         shutil.rmtree(run / name, ignore_errors=True)
     # The ledger goes last: as long as it is there, the rest is a run's and may be deleted.
-    for name in ("config.toml", "ledger.jsonl"):
+    for name in ("validation.jsonl", "run.json", "config.toml", "ledger.jsonl"):
         (run / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         # If the directory is not empty, it stays: the other files in it are not the run's.

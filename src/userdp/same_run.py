@@ -58,7 +58,10 @@ UNRELEASED = (
     ("training", "checkpoint_every"),
     ("training", "checkpoint_minutes"),
     ("training", "keep_checkpoints"),
+    ("training", "evaluate_every"),
+    ("training", "trackers"),
     ("data", "evaluation"),
+    ("data", "evaluation_private"),
 )
 SECRET_BYTES = 32
 

@@ -8,32 +8,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from userdp.config import Config, load_config
 from userdp.digests import base_digest, digest_precision
 from userdp.errors import InputError, LedgerError
 from userdp.ledger import Ledger
 from userdp.models.load import adapter_tensors, load_adapter, load_model, load_tokenizer
+from userdp.run_facts import RunFacts, read_facts
 
 OTHER_BASE = "the base model that was loaded is not the one the adapter was trained on."
 
 
-def load_run(run: Path) -> tuple[nn.Module, Any, Config]:
-    """The model that a run left, its tokenizer and its configuration."""
-    config = load_config(run / "config.toml")
+def load_run(run: Path) -> tuple[nn.Module, Any, RunFacts]:
+    """The model that a run left, its tokenizer, and what the run was made of."""
+    facts = read_facts(run)
     saved = run / "model"
     if not saved.is_dir():
         raise InputError(f"{run} holds no model: did the run finish?")
-    task = config.data.task or "causal"
-    if config.model.lora is None:
-        model, tokenizer = load_model(saved, task=task)
-        return model, tokenizer, config
+    if not facts.is_adapter:
+        model, tokenizer = load_model(saved, task=facts.task)
+        return model, tokenizer, facts
     base, _ = load_model(
-        config.model.path,
-        task=task,
-        classes=config.data.classes,
-        gguf_file=config.model.gguf_file,
+        facts.model, task=facts.task, classes=facts.classes or None, gguf_file=facts.gguf_file
     )
-    return load_adapter(base, saved), load_tokenizer(str(saved)), config
+    return load_adapter(base, saved), load_tokenizer(str(saved)), facts
 
 
 def check_base(run: Path, ledger: Ledger, model: nn.Module, *, unfinished: bool) -> bool | None:

@@ -3,7 +3,7 @@
 `train` is the loop. `train_from_config` is what the command calls. It makes everything that the
 configuration names, runs the loop, and leaves the run in a directory:
 
-    config.toml  ledger.jsonl  statement.json  model/  report.html  MODEL_CARD.md
+    config.toml  run.json  ledger.jsonl  statement.json  model/  report.html  MODEL_CARD.md
     secret/    for the owner alone, never to be published
 
 Nothing else leaves a run: no loss on its training users, no norm, no cohort.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ from userdp.bounding.selection import Selection
 from userdp.checkpoints import Moment, Saving, hardware_of
 from userdp.clipping.kernels.running import same_every_time
 from userdp.clipping.settings import StepSettings
-from userdp.config import Config
-from userdp.configured import load_configured_model, named_task
+from userdp.configured import named_task
 from userdp.continuing import move_parent, start
 from userdp.data.choose import Choice
 from userdp.data.store import UserStore
@@ -41,22 +41,27 @@ from userdp.interrupts import signals_wait_for_the_step
 from userdp.ledger import Ledger
 from userdp.lineage import earlier_runs
 from userdp.losses import RecordLoss
-from userdp.optimizers import make_optimizer, make_schedule, optimizer_of, schedule_of
+from userdp.optimizers import make_optimizer, make_schedule
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.population import Population
 from userdp.probe import check_positions
-from userdp.public_gradient import PublicData, mixed_in, public_of
+from userdp.public_gradient import PublicData, mixed_in
+from userdp.run_facts import of_parts, write_facts
 from userdp.run_files import overlap, write_training_users
 from userdp.run_record import OnStep, RunRecord, checkpoints_of
 from userdp.run_state import Checkpoint, restore, restore_beginning, restore_finished
-from userdp.same_run import NOISE_KEY, check_same_config
+from userdp.same_run import check_same_config
 from userdp.statement import Statement
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
 from userdp.tasks import OwnLoss, Task, TaskName, cohort_batches
+from userdp.trackers import check_trackers, open_trackers
 from userdp.training_choice import RowChoice
 from userdp.training_rows import rows_of, selection_name
+from userdp.validation import Validation, validator_of
+from userdp.validation_curve import Point
+from userdp.watching import Watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,7 @@ class Run:
     model: nn.Module
     ledger: Ledger
     path: Path | None
+    validation: tuple[Point, ...] = ()
 
     @property
     def statement(self) -> Statement:
@@ -94,6 +100,8 @@ def train(
     out: str | Path | None = None,
     config: Path | None = None,
     paid: Sequence[Paid] = (),
+    validation: Validation | None = None,
+    trackers: Sequence[str] = (),
     other_people: bool = False,
     secret: RunSecret | None = None,
     saving: Saving | None = None,
@@ -129,6 +137,8 @@ def train(
     run. Looks at the data that were `paid` for are charged before the first step. `on_step` is told
     how many steps are done, and nothing else: losses, norms and cohorts are secret.
 
+    `validation` measures the model on other people's records. `trackers` log public numbers.
+
     A model that was trained privately before carries what was spent on it, and that is composed
     with this run. `other_people` declares that nobody in this store was in those earlier runs. Then
     each person is in one run only, and the statement gives the largest epsilon. If the runs' lists
@@ -150,15 +160,22 @@ def train(
     if optimizer is None:
         optimizer = make_optimizer(model, "adamw", learning_rate)
         scheduler = scheduler or make_schedule(optimizer, defaults.SCHEDULE, plan.steps)
+    check_trackers(trackers, path)
     if dry_run and (resume or fork):
         raise InputError("dry_run begins a run of its own: leave out resume and fork.")
+    dtype = settings.compute_dtype
+    make_validator = partial(
+        validator_of, validation, tokenizer, store, path, sequence_length, task, dtype
+    )
     started = start(
         path, model, plan, resume=resume, fork_of_it=fork, fork_step=fork_step, paid=paid
     )
     if path is not None and started.finished is not None:
         check_same_config(started.finished, config, path)
         restore_finished(path, started.finished, model)
-        return Run(model=model, ledger=started.finished, path=path)
+        validator = make_validator(started.finished.earlier, (path,), goes_on=True)
+        points = validator.after_last(model, started.finished.steps)
+        return Run(model=model, ledger=started.finished, path=path, validation=points)
     plan, beginning = started.plan, started.beginning
     average = None if ema is None else WeightAverage(model, decay=ema)
     restore_beginning(beginning, model, optimizer, scheduler, average)
@@ -172,6 +189,7 @@ def train(
     cautions = (*store.cautions, *_check_declared((*homes, *parents), store, before))
     cautions += () if public is None else tuple(public.cautions(store))
     check_positions(model, sequence_length)
+    validator = make_validator(before, (*homes, *parents), goes_on=started.goes_on)
     people = Population.of(store)
     # What the runs before this one did not use is free for it.
     if started.given_up is not None and people.counts(started.given_up):
@@ -245,6 +263,7 @@ def train(
         _machine_may_fail(record),
         counted(people, record.ledger, path, paid=paid, earlier=before),
         same_every_time(settings.deterministic),
+        open_trackers(trackers, record.path) as opened,
         signals_wait_for_the_step() as stop,
         ExitStack() as during,
     ):
@@ -254,6 +273,8 @@ def train(
                 record.ledger.charge(item.event, what=item.what)
             if record.path is not None:
                 write_training_users(record.path, record.ledger.run_digest, store, homes)
+                facts = of_parts(model, optimizer, scheduler, store, task.name, sequence_length)
+                write_facts(record.path, facts)
             averaged = None if average is None else average.state_dict()
             record.keep_beginning(model, optimizer, before=beginning.before, average=averaged)
         if dry_run:
@@ -281,6 +302,8 @@ def train(
             record, model, optimizer, scheduler, step, beginning.before, average
         )
         during.enter_context(mixed_in(public, step, tokenizer, task, sequence_length))
+        watch = Watch(record, step, model, optimizer, validator, opened, average)
+        watch.begin()
         for cohort in step.cohorts():
             step.apply(
                 cohort_batches(
@@ -292,6 +315,8 @@ def train(
             if average is not None:
                 average.update()
             record.step_done()
+            # Before the checkpoint: a run that goes on from it has this step's point.
+            watch.after_step()
             checkpoint.save_if_due()
             if stop and step.steps_left:
                 checkpoint.save_and_stop(stop.number)
@@ -300,7 +325,7 @@ def train(
             # The last checkpoint has the weights themselves: a longer run goes on from those.
             average.put_into_model()
         record.finish(model, tokenizer, people=released_about(people, record.ledger))
-    return Run(model=model, ledger=record.ledger, path=record.path)
+    return Run(model=model, ledger=record.ledger, path=record.path, validation=validator.points)
 
 
 @contextmanager
@@ -341,79 +366,3 @@ def _check_declared(
             "runs are composed; or train on a store without these users."
         )
     return [] if found.is_known else [UNCHECKED_PEOPLE]
-
-
-def train_from_config(
-    config_path: Path,
-    config: Config,
-    plan: Plan,
-    out: Path,
-    *,
-    resume: bool = False,
-    fork: bool = False,
-    fork_step: int | None = None,
-    dry_run: bool = False,
-    on_step: OnStep | None = None,
-) -> Run:
-    """Train as the configuration says and leave the run in `out`."""
-    _check_out(out, goes_on=resume or fork)
-    paid = config.load_paid()
-    plan.check_paid(paid)
-    store = UserStore.open(config.data.store)
-    settings = config.training
-    model, tokenizer = load_configured_model(config)
-    optimizer = optimizer_of(model, settings)
-    seed = settings.fixed_seed
-    return train(
-        model,
-        tokenizer,
-        store,
-        plan,
-        optimizer=optimizer,
-        scheduler=schedule_of(optimizer, settings),
-        ema=settings.ema,
-        public=public_of(config.data),
-        sequence_length=config.data.sequence_length,
-        task=config.data.task,
-        selection=config.load_selection(),
-        select=config.data.select,
-        resample=config.data.resample,
-        settings=step_settings(config),
-        out=out,
-        config=config_path,
-        paid=paid,
-        other_people=config.privacy.other_people,
-        secret=None if seed is None else RunSecret.fixed_for_tests(seed),
-        saving=Saving(
-            every_steps=settings.checkpoint_every,
-            every_minutes=settings.checkpoint_minutes,
-            keep=settings.keep_checkpoints,
-        ),
-        resume=resume,
-        fork=fork,
-        fork_step=fork_step,
-        dry_run=dry_run,
-        on_step=on_step,
-    )
-
-
-def _check_out(out: Path, *, goes_on: bool) -> None:
-    names = [path.name for path in out.iterdir()] if out.is_dir() else []
-    holds_something = bool(names) or (out.exists() and not out.is_dir())
-    # A run that was stopped at once has a secret alone.
-    is_run = names == ["secret"] or bool({"ledger.jsonl", "earlier"} & set(names))
-    if holds_something and not (goes_on and is_run):
-        way_out = " Say --resume to go on with the run in it." if (out / NOISE_KEY).exists() else ""
-        raise InputError(
-            f"{out} already holds something: choose another output directory.{way_out}"
-        )
-
-
-def step_settings(config: Config) -> StepSettings:
-    """The configuration's choices of how to compute sums."""
-    given = config.training
-    shared = StepSettings.__dataclass_fields__.keys() & type(given).model_fields.keys()
-    return StepSettings(
-        **{name: getattr(given, name) for name in shared - {"compute_dtype"}},
-        compute_dtype=torch.bfloat16 if given.autocast_dtype == "bfloat16" else None,
-    )

@@ -21,16 +21,26 @@ _DEGREES = (
 )
 
 
+def degree_of(epsilon: float) -> int:
+    """How many degrees of protection an epsilon has lost: 0 to 2, or 3 where nothing is said.
+
+    >>> [degree_of(epsilon) for epsilon in (0.5, 1.2, 8.0, 59.7)]
+    [0, 1, 2, 3]
+    """
+    return sum(epsilon > largest for largest, _, _ in _DEGREES)
+
+
 def promise_in_words(adjacency: Adjacency, epsilon: float) -> str:
     """What a curator may tell the users. Above epsilon 10 nothing reassuring is true: it is empty.
 
     >>> promise_in_words(Adjacency.ADD_REMOVE, 59.7)
     ''
     """
-    for largest, degree, learns in _DEGREES:
-        if epsilon <= largest:
-            return adjacency.promised(degree, learns)
-    return ""
+    lost = degree_of(epsilon)
+    if lost == len(_DEGREES):
+        return ""
+    _, degree, learns = _DEGREES[lost]
+    return adjacency.promised(degree, learns)
 
 
 def assumptions(

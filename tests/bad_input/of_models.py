@@ -253,16 +253,12 @@ TABLE: list[Bad] = [
         ),
         says="are training users too",
     ),
-    Bad(
-        name="an evaluation store that cannot be evaluated",
-        make=lambda place: (
-            "train",
-            place.config(data=f"evaluation = '{place.shared.owned_by_two}'"),
-            "--out",
-            "run",
-        ),
-        says="several owners",
+    trained(
+        "a tracker that is not known",
+        "tracker 'clipboard' is not known",
+        training="trackers = ['clipboard']",
     ),
+    trained("a rare measurement", "evaluate_every", training="evaluate_every = 0"),
     Bad(
         name="records of several owners",
         make=lambda place: (
@@ -310,7 +306,6 @@ TABLE: list[Bad] = [
         ),
         says="sequence_length=64 is above the 32 positions",
     ),
-    _evaluated("evaluation of shared records", "several owners", lambda p: p.shared.owned_by_two),
     _split("equal parts of a split", "one directory", "--train", "a", "--held-out", "a"),
     _split("a part inside the other", "inside the other", "--train", "a", "--held-out", "a/b"),
     _split("a share above one", "share=2.0", *BOTH, "--share", "2"),

@@ -22,6 +22,7 @@ WriteConfig = Callable[..., Path]
 
 # The allow-list: all that may leave a run.
 RUN_FILES = {"config.toml", "ledger.jsonl", "statement.json", "model", "secret", "checkpoints"}
+RUN_FILES |= {"run.json", "validation.jsonl"}
 REPORT_FILES = {"report.html", "MODEL_CARD.md"}
 MODEL_FILES = {
     "config.json",
@@ -407,3 +408,54 @@ def test_model_without_weights_is_refused(
 def test_run_without_its_model_cannot_be_evaluated(run: Path, held_out_store: Path) -> None:
     shutil.rmtree(run / "model")
     refused(userdp("evaluate", run, held_out_store), "holds no model")
+
+
+@pytest.mark.parametrize("lora", ["", "\n[model.lora]\nrank = 2"])
+def test_personalize_a_run(
+    lora: str, config_file: WriteConfig, tmp_path: Path, train_store: Path, held_out_store: Path
+) -> None:
+    run = tmp_path / "run"
+    trained(config_file(model=lora), run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    told = userdp("personalize", run, held_out_store, "--json").json
+    assert {"loss_before", "loss_after", "users"} <= set(told)
+    assert told["users"] == 5
+    assert told["loss_after"] != told["loss_before"]
+    assert ("many users at once" in told["tuned"]) == bool(lora)
+    refused(userdp("personalize", run, train_store), "training users too")
+    at_once = userdp("personalize", run, held_out_store, "--lora-rank", "2")
+    if lora:
+        refused(at_once, "has adapters already")
+    else:
+        assert "tuned: adapters, many users at once" in at_once.out
+        assert "not covered by any privacy statement" in at_once.out
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_a_log_has_the_losses_and_json_before_and_after(
+    config_file: WriteConfig, tmp_path: Path
+) -> None:
+    path = config_file(training="fixed_seed = 7\nevaluate_every = 2")
+    result = userdp("train", path, "--out", tmp_path / "run", "--json")
+    rows = (tmp_path / "run" / "validation.jsonl").read_text().splitlines()
+    losses = {row["step"]: row["loss"] for row in map(json.loads, rows)}
+    assert list(losses) == [0, 2, 4]
+    assert (result.json["loss_before"], result.json["loss"]) == (losses[0], losses[4])
+    assert result.json["loss_may_be_released"] is True
+    lines = [line for line in result.err.splitlines() if line.startswith("step")]
+    assert [line.split(",")[0] for line in lines] == ["step 0/4", "step 2/4", "step 4/4"]
+    assert all(
+        f"held-out loss {loss:.4f}" in line
+        for line, loss in zip(lines, losses.values(), strict=True)
+    )
+    assert "epsilon <= 8 of 8" in lines[-1]
+
+
+def test_private_evaluation_users_are_marked_and_stay_in_the_secrets(
+    config_file: WriteConfig, tmp_path: Path
+) -> None:
+    path = config_file(data="evaluation_private = true", training="fixed_seed = 7")
+    result = userdp("train", path, "--out", tmp_path / "run")
+    assert "not for release" in result.out
+    assert not (tmp_path / "run" / "validation.jsonl").exists()
+    assert (tmp_path / "run" / "secret" / "validation.jsonl").is_file()

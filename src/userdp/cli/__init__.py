@@ -20,6 +20,7 @@ from userdp.cli import (
     finalize,
     import_,
     ledger,
+    personalize,
     plan,
     quantile,
     quickstart,
@@ -48,6 +49,7 @@ app.command("export")(export.export)
 app.command("finalize")(finalize.finalize)
 app.command("import")(import_.import_)
 app.add_typer(ledger.app, name="ledger")
+app.command("personalize")(personalize.personalize)
 app.command("plan")(plan.plan)
 app.command("quantile")(quantile.quantile)
 app.command("quickstart")(quickstart.quickstart)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -35,6 +37,7 @@ Unfinished = Annotated[
     bool,
     typer.Option("--unfinished", help="Read a run that is not closed, or not of these weights."),
 ]
+Device = Annotated[str, typer.Option(help="Where the model runs: cpu, or cuda.")]
 Unit = Annotated[
     SamplingUnit,
     typer.Option(help="What is sampled: whole users (ULS), or single records (ELS)."),
@@ -114,6 +117,80 @@ def counting(title: str, unit: str) -> Iterator[Callable[[Iterable[Item]], Itera
 
 
 EPSILON_MILESTONES = 8
+# Seconds between two lines of a log.
+LOG_EVERY = 10.0
+
+
+class TrainingProgress:
+    """How far a run is, its epsilon and the time left: a bar on a terminal, lines in a log.
+
+    Epsilon takes a moment to evaluate, so it is known at a few step counts only. What is shown is
+    the value at the next of them, which is never less than what was spent.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        paid: Sequence[Paid],
+        earlier: Sequence[Earlier],
+        bar: Callable[[int, str], None] | None,
+        is_composed: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan = plan
+        self._epsilon = partial(plan.epsilon, paid=paid, earlier=earlier)
+        self._bar = bar
+        self._shows_epsilon = not plan.non_private and not is_composed
+        self._clock = clock
+        self._shown: dict[int, str] = {}
+        self._began: tuple[int, float] | None = None
+        self._last = clock()
+
+    def on_step(self, done: int) -> None:
+        """Show that so many steps are done; in a log not too often."""
+        if self._bar is not None:
+            self._bar(done, self._spent(done))
+            return
+        now = self._clock()
+        # The first step of a process compiles and checks, so the time left is told by the others.
+        self._began = self._began or (done, now)
+        if now - self._last >= LOG_EVERY:
+            self._last = now
+            say(self._line(done, now))
+
+    def note(self, done: int, words: str) -> None:
+        """Show something that was found after `done` steps."""
+        if self._bar is None:
+            self._last = self._clock()
+            say(f"{self._line(done, self._last)}, {words}")
+        else:
+            say(f"step {done:,}: {words}")
+
+    def _line(self, done: int, now: float) -> str:
+        parts = [f"step {done:,}/{self._plan.steps:,}"]
+        if done:
+            parts += [self._spent(done)] if self._spent(done) else []
+        if self._began is not None and done > self._began[0]:
+            each = (now - self._began[1]) / (done - self._began[0])
+            parts.append(f"{_duration(each * (self._plan.steps - done))} left")
+        return ", ".join(parts)
+
+    def _spent(self, done: int) -> str:
+        if not self._shows_epsilon:
+            return ""
+        part = max(1, -(-done * EPSILON_MILESTONES // self._plan.steps))
+        milestone = -(-self._plan.steps * min(part, EPSILON_MILESTONES) // EPSILON_MILESTONES)
+        if milestone not in self._shown:
+            spent, in_all = self._epsilon(milestone), self._epsilon(None)
+            self._shown[milestone] = f"epsilon <= {epsilon_text(spent)} of {epsilon_text(in_all)}"
+        return self._shown[milestone]
+
+
+def _duration(seconds: float) -> str:
+    """A time in words, in the unit that suits it."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager
@@ -123,16 +200,18 @@ def training_progress(
     *,
     paid: Sequence[Paid] = (),
     earlier: Sequence[Earlier] = (),
-) -> Iterator[Callable[[int], None]]:
-    """A bar with the time left and the epsilon spent, `paid` looks included.
+    is_composed: bool = False,
+) -> Iterator[TrainingProgress]:
+    """The progress of a run on stderr, the epsilon of `paid` looks included.
 
-    It yields a function to call with the number of steps done. Epsilon takes a moment to evaluate,
-    so it is known at a few step counts only. The bar shows the value at the next of them, which is
-    never less than what was spent.
+    Where a run `is_composed` with the one that it goes on from, the plan alone does not tell what
+    was spent so far. Then no epsilon is shown before the statement.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
         say(title)
+        yield TrainingProgress(plan, paid, earlier, bar=None, is_composed=is_composed)
+        return
     with Progress(
         TextColumn(title),
         BarColumn(),
@@ -140,23 +219,15 @@ def training_progress(
         TextColumn("{task.fields[spent]}"),
         TimeRemainingColumn(),
         console=console,
-        disable=not console.is_terminal,
     ) as progress:
         task = progress.add_task(title, total=plan.steps, spent="")
-        milestones = [
-            -(-plan.steps * part // EPSILON_MILESTONES) for part in range(1, EPSILON_MILESTONES + 1)
-        ]
-        shown: dict[int, str] = {}
-
-        def on_step(done: int) -> None:
-            milestone = next(step for step in milestones if step >= done)
-            if milestone not in shown and console.is_terminal:
-                spent = plan.epsilon(milestone, paid=paid, earlier=earlier)
-                in_all = plan.epsilon(paid=paid, earlier=earlier)
-                shown[milestone] = f"epsilon <= {epsilon_text(spent)} of {epsilon_text(in_all)}"
-            progress.update(task, completed=done, spent=shown.get(milestone, ""))
-
-        yield on_step
+        yield TrainingProgress(
+            plan,
+            paid,
+            earlier,
+            bar=lambda done, spent: progress.update(task, completed=done, spent=spent),
+            is_composed=is_composed,
+        )
 
 
 @contextmanager

@@ -93,11 +93,11 @@ def _picture(outcome: object) -> str:
 @contextmanager
 def _stage(title: str, work: Plan | int | None) -> Iterator[Callable[[int], None]]:
     if isinstance(work, Plan):
-        with common.training_progress(work, title) as tick:
-            yield tick
+        with common.training_progress(work, title) as progress:
+            yield progress.on_step
     else:
-        with common.stage_progress(title, work) as tick:
-            yield tick
+        with common.stage_progress(title, work) as on_step:
+            yield on_step
 
 
 def _clear_earlier_demo(out: Path) -> None:

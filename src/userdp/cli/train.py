@@ -18,6 +18,7 @@ from userdp.history import read_history
 from userdp.interrupts import InterruptedRunError
 from userdp.plan import Plan
 from userdp.run_files import Overlap, overlap, shared_users
+from userdp.validation_curve import Point, released_curve
 
 OTHER_USERS = "Name a store of other users as [data] evaluation, or leave that setting out."
 
@@ -58,9 +59,10 @@ def train(
     settings = load_config(config)
     if steps is not None:
         common.check_steps(steps)
-        longer = settings.training.model_copy(update={"steps": steps})
-        settings = settings.model_copy(update={"training": longer})
-    plan = (_going_on(out, steps) if resume and not fork else None) or settings.plan()
+        changed = settings.training.model_copy(update={"steps": steps})
+        settings = settings.model_copy(update={"training": changed})
+    longer = _going_on(out, steps) if resume and not fork else None
+    plan = longer or settings.plan()
     paid = settings.load_paid()
     earlier = settings.load_earlier()
     plan.check_paid(paid, earlier=earlier)
@@ -79,11 +81,14 @@ def train(
 
     # Import torch only now, so that a wrong configuration is refused at once.
     common.quiet_transformers()
-    from userdp import evaluation, saved_run, training
+    from userdp import training_from_config
     from userdp.configured import configured_task, load_configured_tokenizer
-    from userdp.data.tokens import tokenise
+    from userdp.data.tokens import tokenise_by_record
+    from userdp.trackers import check_trackers
 
-    held_out, task, unchecked = None, None, False
+    check_trackers(settings.training.trackers, out)
+
+    held_out, unchecked = None, False
     if settings.data.evaluation is not None:
         held_out = UserStore.open(settings.data.evaluation)
         store = UserStore.open(settings.data.store)
@@ -96,20 +101,21 @@ def train(
             common.say(f"note: {common.UNCHECKED_OVERLAP}")
         # A store that cannot be evaluated is refused now, not after the last step.
         tokenizer = load_configured_tokenizer(settings)
-        task = configured_task(settings, tokenizer, store)
-        tokenise(
+        tokenise_by_record(
             held_out,
             tokenizer,
             sequence_length=settings.data.sequence_length,
-            encoding=task.encoding,
+            encoding=configured_task(settings, tokenizer, store).encoding,
         )
     if settings.training.on_cuda and settings.training.path == "fast":
         common.say("the first steps compile the model for its batches: a minute or two")
     with (
-        common.training_progress(plan, paid=paid, earlier=earlier) as on_step,
+        common.training_progress(
+            plan, paid=paid, earlier=earlier, is_composed=fork or longer is not None
+        ) as progress,
         _saying_how_to_go_on(),
     ):
-        run = training.train_from_config(
+        run = training_from_config.train_from_config(
             config,
             settings,
             plan,
@@ -118,22 +124,17 @@ def train(
             fork=fork,
             fork_step=from_step,
             dry_run=dry_run,
-            on_step=on_step,
+            on_step=progress.on_step,
+            on_point=lambda point: progress.note(point.step, _told(point)),
         )
-    loss = None
-    if held_out is not None and task is not None and not dry_run:
+    points = {point.step: point for point in run.validation}
+    before, after = points.get(0), points.get(run.ledger.steps)
+    is_released = after is not None and after in released_curve(out)
+    if held_out is not None and not dry_run:
         # Check again with the finished run's own lists, which name every run behind the model.
         shared = shared_users(out, held_out)
         common.refuse_overlap(shared, held_out, way_out=OTHER_USERS)
         unchecked = shared is None
-        model, tokenizer, _ = saved_run.load_run(out)
-        rows = tokenise(
-            held_out,
-            tokenizer,
-            sequence_length=settings.data.sequence_length,
-            encoding=task.encoding,
-        )
-        loss = evaluation.evaluate(model, rows, pad_token=tokenizer.pad_token_id, task=task).loss
     statement = run.statement
     common.emit(
         json,
@@ -142,13 +143,25 @@ def train(
             "steps": statement.steps,
             "earlier": list(statement.earlier),
             "overlap_checked": None if held_out is None else not unchecked,
-            "loss": loss,
+            "loss_before": None if before is None else before.loss,
+            "loss": None if after is None else after.loss,
+            "loss_may_be_released": is_released if after is not None else None,
             "run": str(out),
         },
-        f"{statement}\n"
-        + (f"held-out loss {loss:.4f}\n" if loss is not None else "")
-        + f"run: {out}",
+        f"{statement}\n{_held_out_line(before, after, is_released)}run: {out}",
     )
+
+
+def _told(point: Point) -> str:
+    return "held-out loss " + ("not finite" if point.loss is None else f"{point.loss:.4f}")
+
+
+def _held_out_line(before: Point | None, after: Point | None, is_released: bool) -> str:
+    if after is None:
+        return ""
+    began = "" if before is None or before.loss is None else f", {before.loss:.4f} before training"
+    kept = "" if is_released else " (not for release: kept in secret/validation.jsonl)"
+    return f"{_told(after)}{began}{kept}\n"
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def verify(
     from userdp.losses import causal_lm_loss
     from userdp.models.load import classes_of
     from userdp.tasks import task_named
-    from userdp.training import step_settings
+    from userdp.training_from_config import step_settings
 
     model, tokenizer = load_configured_model(settings)
     # The store is not opened. Of chats and of texts the same is computed.

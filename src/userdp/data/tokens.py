@@ -152,6 +152,25 @@ def tokenise_with_records(
     return rows, np.asarray(found.record_of_row)
 
 
+def tokenise_by_record(
+    store: UserStore, tokenizer: Any, *, sequence_length: int, encoding: Encoding = WHOLE_TEXT
+) -> TokenRows:
+    """All rows, each owned by the number of its record: for records of several owners.
+
+    Never for training: a bound on what an "owner" gives would here be one on records.
+    """
+    found = _cached_rows(store, tokenizer, sequence_length, encoding)
+    return TokenRows(
+        tokens=found.tokens,
+        indptr=found.indptr,
+        owners=np.asarray(found.record_of_row),
+        num_users=store.num_records,
+        labelled=found.labelled,
+        classes=found.classes,
+        records=found.record_of_row,
+    )
+
+
 def tokenise_selected(
     store: UserStore,
     tokenizer: Any,

@@ -89,7 +89,7 @@ def load_model(
     _remember(model, Path(source))
     if lora is not None:
         model = add_lora(model, lora, task=task)
-    return _move(model, device), tokenizer
+    return moved(model, device), tokenizer
 
 
 def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
@@ -209,7 +209,8 @@ def adapter_tensors(saved: Path) -> frozenset[str] | None:
         return frozenset(file.keys())
 
 
-def _move(model: nn.Module, device: str) -> nn.Module:
+def moved(model: nn.Module, device: str) -> nn.Module:
+    """The model on a device."""
     try:
         return model.to(device)
     except torch.OutOfMemoryError:

@@ -9,6 +9,7 @@ from userdp.earlier import Earlier
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.report import svg
+from userdp.validation_curve import Point
 
 POINTS = 10
 PROFILE_POINTS = 40
@@ -17,19 +18,59 @@ PROFILE_POINTS = 40
 def epsilon_spent(
     plan: Plan, steps: int, *, paid: Sequence[Paid] = (), earlier: Sequence[Earlier] = ()
 ) -> str:
-    """Epsilon after a growing number of steps. It starts with what was paid before the first."""
-    counts = sorted({max(1, round(steps * part / POINTS)) for part in range(1, POINTS + 1)})
+    """Epsilon after a growing number of steps.
+
+    The first step costs more than any later one, so the line begins there, and not at zero. If
+    something was paid before the first step, it begins with that.
+    """
+    doubled = {2**power for power in range(steps.bit_length()) if 2**power <= steps / POINTS}
+    counts = doubled | {max(1, round(steps * part / POINTS)) for part in range(1, POINTS + 1)}
+    if paid or earlier:
+        counts.add(0)
     points = [
-        (float(count), plan.epsilon(count, paid=paid, earlier=earlier)) for count in [0, *counts]
+        (float(count), plan.epsilon(count, paid=paid, earlier=earlier)) for count in sorted(counts)
     ]
-    top = _round_axis(points[-1][1])
     return svg.lines(
         [svg.Line(label="epsilon spent", points=points)],
         title="epsilon spent by step",
         x_label="steps",
         y_label=f"epsilon at delta = {plan.delta:g}",
         x_max=float(steps),
-        y_max=top,
+        y_max=_round_axis(points[-1][1]),
+        whole_x=True,
+    )
+
+
+def validation_curve(curve: Sequence[Point]) -> str:
+    """The loss on other people's records by step, and that of the worst tenth of them."""
+    lines = [
+        svg.Line(
+            label="loss a token",
+            points=[(float(p.step), p.loss) for p in curve if p.loss is not None],
+        ),
+        svg.Line(
+            label="worst tenth of users",
+            points=[
+                (float(p.step), p.worst_decile_loss)
+                for p in curve
+                if p.worst_decile_loss is not None
+            ],
+            colour=svg.COLOURS[2],
+            dashed=True,
+        ),
+    ]
+    heights = [height for line in lines for _, height in line.points]
+    low, high = min(heights), max(heights)
+    room = 0.05 * (high - low) or 0.1
+    return svg.lines(
+        lines,
+        title="loss on other people's records by step",
+        x_label="steps",
+        y_label="loss on other people's records",
+        x_max=float(max(p.step for p in curve)) or 1.0,
+        y_min=low - room,
+        y_max=high + room,
+        whole_x=True,
     )
 
 

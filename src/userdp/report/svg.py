@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -31,27 +32,49 @@ class Line:
     dashed: bool = False
 
 
+# Pictures are narrow, so that their text can be read on a telephone.
+WIDTH = 480
+
+
 def bars(entries: Sequence[Bar], *, title: str, longest: float | None = None) -> str:
-    """Horizontal bars from zero, one below the other."""
+    """Horizontal bars from zero, one below the other, each under its label."""
     longest = longest or max((entry.value for entry in entries), default=1.0) or 1.0
-    left, width, height = 190, 380, 30
+    width, height = 330, 48
     parts = [
-        f'<svg viewBox="0 0 700 {len(entries) * height + 8}" role="img" '
+        f'<svg viewBox="0 0 {WIDTH} {len(entries) * height + 4}" role="img" '
         f'aria-label="{escape(title)}">'
     ]
     for number, entry in enumerate(entries):
-        top = number * height + 4
+        top = number * height
         length = max(1.5, width * entry.value / longest)
-        middle = top + 16
         parts.append(
-            f'<text x="{left - 10}" y="{middle}" text-anchor="end" fill="{INK}">'
-            f"{escape(entry.label)}</text>"
-            f'<rect x="{left}" y="{top}" width="{length:.1f}" height="22" rx="2" '
+            f'<text x="0" y="{top + 14}" fill="{INK}">{escape(entry.label)}</text>'
+            f'<rect x="0" y="{top + 20}" width="{length:.1f}" height="20" rx="2" '
             f'fill="{entry.colour}"/>'
-            f'<text x="{left + length + 8:.1f}" y="{middle}" fill="{INK}">'
-            f"{escape(entry.text)}</text>"
+            f'<text x="{length + 8:.1f}" y="{top + 35}" fill="{INK}">{escape(entry.text)}</text>'
         )
     return "".join([*parts, "</svg>"])
+
+
+def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """Round numbers from `low` to `high`, three to seven of them; only whole ones if asked for.
+
+    >>> ticks(0.0, 12.0, whole=True)
+    [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0]
+    >>> ticks(0.0, 3.0, whole=True)
+    [0.0, 1.0, 2.0, 3.0]
+    >>> ticks(2.9, 3.4)
+    [2.9, 3.0, 3.1, 3.2, 3.3, 3.4]
+    """
+    span = high - low or 1.0
+    scale = 10.0 ** math.floor(math.log10(span))
+    sizes = [part * scale for part in (0.1, 0.2, 0.25, 0.5, 1, 2, 2.5, 5)]
+    if whole:
+        sizes = [size for size in sizes if size >= 1 and size == round(size)] or [1.0]
+    size = next((one for one in sizes if span / one <= 6), sizes[-1])
+    # A tick that misses an end by rounding only counts as being there.
+    first, last = math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9)
+    return [round(number * size, 10) for number in range(first, last + 1)]
 
 
 def lines(
@@ -62,36 +85,45 @@ def lines(
     y_label: str,
     x_max: float,
     y_max: float,
+    y_min: float = 0.0,
+    whole_x: bool = False,
 ) -> str:
-    """Lines over axes that start at zero, with a legend."""
-    left, top, width, height = 64, 14, 430, 250
+    """Lines over two axes, with a legend below; x begins at zero, y at `y_min`."""
+    left, top, width, height = 62, 12, WIDTH - 62 - 14, 230
+    bottom = top + height
 
     def x(value: float) -> float:
         return left + width * value / x_max
 
     def y(value: float) -> float:
-        return top + height * (1 - value / y_max)
+        return top + height * (y_max - value) / (y_max - y_min)
 
-    parts = [f'<svg viewBox="0 0 700 320" role="img" aria-label="{escape(title)}">']
-    for tick in range(6):
-        x_value, y_value = x_max * tick / 5, y_max * tick / 5
+    legend = bottom + 62
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {legend + 20 * (len(entries) - 1) + 8}" role="img" '
+        f'aria-label="{escape(title)}">'
+    ]
+    for value in ticks(y_min, y_max):
         parts.append(
-            f'<line x1="{left}" x2="{left + width}" y1="{y(y_value):.1f}" y2="{y(y_value):.1f}" '
+            f'<line x1="{left}" x2="{left + width}" y1="{y(value):.1f}" y2="{y(value):.1f}" '
             f'stroke="{FAINT}"/>'
-            f'<text x="{left - 8}" y="{y(y_value) + 4:.1f}" text-anchor="end" fill="{INK}">'
-            f"{y_value:g}</text>"
-            f'<text x="{x(x_value):.1f}" y="{top + height + 18}" text-anchor="middle" '
-            f'fill="{INK}">{x_value:g}</text>'
+            f'<text x="{left - 8}" y="{y(value) + 4:.1f}" text-anchor="end" fill="{INK}">'
+            f"{value:g}</text>"
+        )
+    for value in ticks(0.0, x_max, whole=whole_x):
+        parts.append(
+            f'<text x="{x(value):.1f}" y="{bottom + 18}" text-anchor="middle" '
+            f'fill="{INK}">{value:g}</text>'
         )
     parts.append(
-        f'<text x="{left + width / 2}" y="{top + height + 40}" text-anchor="middle" fill="{INK}">'
+        f'<text x="{left + width / 2}" y="{bottom + 38}" text-anchor="middle" fill="{INK}">'
         f"{escape(x_label)}</text>"
-        f'<text transform="translate(16 {top + height / 2}) rotate(-90)" text-anchor="middle" '
+        f'<text transform="translate(14 {top + height / 2}) rotate(-90)" text-anchor="middle" '
         f'fill="{INK}">{escape(y_label)}</text>'
     )
     for number, entry in enumerate(entries):
         dash = ' stroke-dasharray="5 4"' if entry.dashed else ""
-        legend = top + 14 + 22 * number
+        place = legend + 20 * number
         parts.append(
             polyline(
                 [(x(px), y(py)) for px, py in entry.points],
@@ -99,9 +131,9 @@ def lines(
                 width=2.2,
                 dash=dash,
             )
-            + f'<line x1="{left + width + 16}" x2="{left + width + 40}" y1="{legend - 4}" '
-            f'y2="{legend - 4}" stroke="{entry.colour}" stroke-width="2.2"{dash}/>'
-            f'<text x="{left + width + 46}" y="{legend}" fill="{INK}">{escape(entry.label)}</text>'
+            + f'<line x1="{left}" x2="{left + 24}" y1="{place - 4}" '
+            f'y2="{place - 4}" stroke="{entry.colour}" stroke-width="2.2"{dash}/>'
+            f'<text x="{left + 32}" y="{place}" fill="{INK}">{escape(entry.label)}</text>'
         )
     return "".join([*parts, "</svg>"])
 

@@ -1,4 +1,4 @@
-"""Writes a run's report. Everything in it comes from the ledger and the configuration."""
+"""Writes a run's report, from its ledger, what it was made of, and what may be released."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 import userdp
-from userdp.config import Config, load_config
 from userdp.report import pictures
+from userdp.report.card import data_name, model_card
+from userdp.report.templates import environment
+from userdp.run_facts import RunFacts, read_facts
 from userdp.run_files import read_run, statement_file
 from userdp.statement import Statement, epsilon_text
+from userdp.validation_curve import Point, released_curve
+from userdp.wording import degree_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,28 @@ class Section:
     heading: str
     paragraphs: Sequence[str]
     picture: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strength:
+    """How strong a guarantee is, in words and as the colour of its bar."""
+
+    words: str
+    colour: str
+
+
+STRENGTHS = (
+    Strength(words="strong protection", colour="#1f6f5c"),
+    Strength(words="moderate protection", colour="#6d8f2a"),
+    Strength(words="weak protection", colour="#c08a1c"),
+    Strength(words="hardly any protection", colour="#c4622d"),
+)
+NO_STRENGTH = Strength(words="no guarantee", colour="#b4472e")
+
+
+def strength(statement: Statement) -> Strength:
+    """How strong the statement's guarantee is, by the degrees of its promise in words."""
+    return STRENGTHS[degree_of(statement.epsilon)] if statement.guarantee else NO_STRENGTH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +61,7 @@ class ReportFiles:
 def write_report(
     run: Path,
     *,
-    title: str = "Privacy report",
+    title: str = "",
     story: Sequence[Section] = (),
     html: Path | None = None,
     unfinished: bool = False,
@@ -49,9 +73,21 @@ def write_report(
     """
     record = read_run(run, unfinished=unfinished)
     ledger = record.ledger
-    config = load_config(run / "config.toml")
+    facts = read_facts(run)
+    # A local directory's full path is not published, only its name.
+    base = Path(facts.model).name if Path(facts.model).is_dir() else facts.model
+    curve = released_curve(run)
     statement = record.statement()
     sections = list(story)
+    finite = [point for point in curve if point.loss is not None]
+    if len(finite) > 1:
+        sections.append(
+            Section(
+                heading="What it learned",
+                paragraphs=[_learned(finite)],
+                picture=pictures.validation_curve(finite),
+            )
+        )
     spent: dict[str, Any] = {"paid": ledger.paid, "earlier": ledger.earlier}
     if statement.guarantee and ledger.steps:
         sections.append(
@@ -73,7 +109,9 @@ def write_report(
             )
         )
     values = {
-        "title": title,
+        "title": title or f"Privacy report: {base or 'a model'}, run {run.resolve().name}",
+        "about": _about(facts, base, run, data_name(ledger)),
+        "strength": strength(statement),
         "statement": statement.to_json(),
         "epsilon": epsilon_text(statement.epsilon),
         "sections": sections,
@@ -84,34 +122,38 @@ def write_report(
         card=run / "MODEL_CARD.md",
         statement=run / "statement.json",
     )
-    files.html.write_text(_environment().get_template("page.html.jinja").render(values))
-    # A local directory's full path is not published, only its name.
-    configured = config.model.path
-    base = Path(configured).name if Path(configured).is_dir() else configured
-    files.card.write_text(model_card(statement, config, base=base))
+    files.html.write_text(environment().get_template("page.html.jinja").render(values))
+    card = model_card(statement, facts, base=base, curve=curve, data=data_name(ledger))
+    files.card.write_text(card)
+    if (run / "model").is_dir():
+        # Whoever uploads the directory uploads this card, and not an empty one.
+        (run / "model" / "README.md").write_text(card)
     files.statement.write_bytes(statement_file(statement))
     return files
 
 
-def model_card(statement: Statement, config: Config, *, base: str, license: str = "") -> str:
-    """The card of a model. Empty `base` and `license` are left out of it."""
-    values = {
-        "statement": statement.to_json(),
-        "epsilon": epsilon_text(statement.epsilon),
-        "version": userdp.__version__,
-        "base": base,
-        "license": license,
-        "adapter": config.model.lora is not None,
-        "sequence_length": config.data.sequence_length,
-        "ema": config.training.ema,
-    }
-    return _environment().get_template("card.md.jinja").render(values)
+def _about(facts: RunFacts, base: str, run: Path, data: str) -> list[tuple[str, str]]:
+    """What the page is about. Of a path on this machine only the last name is told."""
+    trained = "all weights"
+    if facts.is_adapter:
+        trained = f"LoRA, rank {facts.adapter_rank}" if facts.adapter_rank else "an adapter"
+    fingerprint = f", fingerprint {data}" if data else ""
+    told = [
+        ("model", f"{base or 'not known'}; {trained}"),
+        ("run", run.resolve().name),
+        ("begun", facts.began),
+        ("data", f"{Path(facts.store).name}{fingerprint}"),
+        ("optimizer", f"{facts.optimizer}, learning rate {facts.rate}"),
+    ]
+    return [(name, value) for name, value in told if value]
 
 
-def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("userdp", "report"),
-        autoescape=jinja2.select_autoescape(["html.jinja"]),
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
+def _learned(curve: Sequence[Point]) -> str:
+    first, last = curve[0], curve[-1]
+    return (
+        f"Loss a token on {last.users:,} people who were not trained on: {first.loss:.4f} after "
+        f"{first.step:,} steps, {last.loss:.4f} after {last.step:,}. The next token is right for "
+        f"{last.accuracy_top1:.1%} of tokens, {first.accuracy_top1:.1%} before. No guarantee "
+        "covers these people: whoever trained the model declared that they agree to the release of "
+        "these numbers, or that their records are public."
     )

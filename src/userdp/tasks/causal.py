@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from userdp.data.encoding import WHOLE_TEXT, Encoding
 from userdp.data.tokens import TokenRows
-from userdp.index import Rows
+from userdp.index import IGNORED_LABEL, Rows
 from userdp.losses import Batch, RecordLoss, at_least_float32, causal_lm_loss, logits_of
 
 
@@ -46,6 +47,8 @@ class CausalTask:
         return {"input_ids": tokens, "labels": tokens}
 
     def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Each token predicts the next one."""
-        logits = at_least_float32(logits_of(model(input_ids=batch["input_ids"])))
-        return logits[:, :-1], batch["labels"][:, 1:]
+        """Each token predicts the next one. The last one has none to predict."""
+        # A Hugging Face model would otherwise build a key-value cache that nobody reads.
+        options = {"use_cache": False} if hasattr(model, "generation_config") else {}
+        logits = at_least_float32(logits_of(model(input_ids=batch["input_ids"], **options)))
+        return logits, F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)

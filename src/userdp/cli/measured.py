@@ -1,0 +1,116 @@
+"""What `evaluate` and `personalize` share: a model, and other people's store to measure it on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from userdp.cli import common
+from userdp.data.store import UserStore
+from userdp.errors import InputError
+from userdp.history import read_history
+from userdp.run_facts import has_facts
+from userdp.run_files import read_run, run_of, shared_users
+from userdp.task_names import TaskName
+
+DEFAULT_LENGTH = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A loaded model, its tokenizer, the store, how long rows are, and what is predicted.
+
+    `base_checked` says whether an adapter's base is the one of the ledger; None if nobody can tell.
+    """
+
+    model: Any
+    tokenizer: Any
+    store: UserStore
+    sequence_length: int
+    task: Any
+    unfinished: bool
+    base_checked: bool | None
+
+
+def open_measured(
+    model: str,
+    store: Path,
+    *,
+    sequence_length: int | None,
+    task: TaskName | None = None,
+    unfinished: bool,
+    allow_overlap: bool = False,
+    has_allow_overlap: bool = False,
+    device: str = "cpu",
+) -> Measured:
+    """Load the model of a run, or any model, once it is known that the store's users are others."""
+    if sequence_length is not None and sequence_length < 2:
+        raise InputError(
+            f"--sequence-length {sequence_length}: predicting takes at least 2 tokens. Give 2 or "
+            "more, or leave the option out."
+        )
+    held_out = UserStore.open(store)
+    run = run_of(Path(model))
+    record = None
+    if run is not None:
+        record = read_run(run, unfinished=unfinished)
+        for problem in record.problems:
+            common.say(f"unfinished: {problem}")
+    if not allow_overlap:
+        _refuse_training_users(Path(model), run, held_out, has_allow_overlap)
+    common.quiet_transformers()
+    from userdp import saved_run
+    from userdp.clipping.execute.models import most_positions
+    from userdp.configured import named_task
+    from userdp.models.load import load_model, moved
+    from userdp.probe import check_positions
+
+    if run is not None and has_facts(run):
+        loaded, tokenizer, facts = saved_run.load_run(run)
+        length = facts.sequence_length
+        task = task or facts.task
+    else:
+        loaded, tokenizer = load_model(
+            model if run is None else run / "model", task=task or "causal"
+        )
+        # Nobody asked for this length, so it gives way to the model's.
+        length = min(DEFAULT_LENGTH, most_positions(loaded) or DEFAULT_LENGTH)
+    base_checked = None
+    if run is not None and record is not None and (run / "model/adapter_config.json").is_file():
+        base_checked = saved_run.check_base(run, record.ledger, loaded, unfinished=unfinished)
+        if base_checked is None:
+            common.say("note: the ledger does not name the base model, so it was not compared.")
+        elif not base_checked:
+            common.say(f"unfinished: {saved_run.OTHER_BASE}")
+    if sequence_length is not None:
+        length = sequence_length
+    check_positions(loaded, length)
+    return Measured(
+        model=moved(loaded, device),
+        tokenizer=tokenizer,
+        store=held_out,
+        sequence_length=length,
+        task=named_task(task, loaded, tokenizer, held_out),
+        unfinished=record is not None and (bool(record.problems) or base_checked is False),
+        base_checked=base_checked,
+    )
+
+
+def _refuse_training_users(
+    model: Path, run: Path | None, held_out: UserStore, has_allow_overlap: bool
+) -> None:
+    """Raise if users of the store were trained on, or if that cannot be known."""
+    if run is not None:
+        shared = shared_users(run, held_out)
+    elif model.is_dir() and read_history(model) is not None:
+        shared = None
+    else:
+        # No run of ours made this model, so there are no training users.
+        return
+    told = " Or say --allow-overlap: a loss on training users is covered by no guarantee."
+    if shared is None:
+        way_out = told if has_allow_overlap else ""
+        raise InputError(f"{model}: {common.UNCHECKED_OVERLAP}{way_out}")
+    way_out = "Evaluate on others, or say --allow-overlap." if has_allow_overlap else "Take others."
+    common.refuse_overlap(shared, held_out, way_out=way_out)

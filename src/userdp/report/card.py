@@ -1,0 +1,77 @@
+"""The card of a model: what is promised, what it is for, how well it does, how to load it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import userdp
+from userdp.ledger import Ledger
+from userdp.report.templates import environment
+from userdp.run_facts import RunFacts
+from userdp.statement import Statement, epsilon_text
+from userdp.validation_curve import Point
+
+
+def model_card(
+    statement: Statement,
+    facts: RunFacts,
+    *,
+    base: str,
+    license: str = "",
+    curve: Sequence[Point] = (),
+    data: str = "",
+) -> str:
+    """The card of a model. What is empty is left out of it, or said to be missing.
+
+    `curve` holds the points that may be released. `data` is the public name of the training data.
+    """
+    # A model is described by a point of its own weights only.
+    before, after = (
+        next((point for point in curve if point.step == step), None)
+        for step in (0, statement.steps)
+    )
+    values = {
+        "statement": statement.to_json(),
+        "epsilon": epsilon_text(statement.epsilon),
+        "version": userdp.__version__,
+        "base": base,
+        "license": license,
+        "facts": facts,
+        "loader": _loader(facts),
+        "data": data,
+        "after": after,
+        "quality": [] if after is None else quality(before, after),
+    }
+    return environment().get_template("card.md.jinja").render(values)
+
+
+def _loader(facts: RunFacts) -> str:
+    """The class of transformers, or of peft for an adapter, that loads the model."""
+    head = {"masked": "MaskedLM", "classification": "SequenceClassification"}.get(
+        facts.task, "CausalLM"
+    )
+    if facts.is_adapter:
+        return "AutoPeftModel" if facts.task == "masked" else f"AutoPeftModelFor{head}"
+    return f"AutoModelFor{head}"
+
+
+def quality(before: Point | None, after: Point) -> list[tuple[str, str, str]]:
+    """What was measured, in words: its name, before training, and after it."""
+
+    def row(name: str, form: str, value: Callable[[Point], float | None]) -> tuple[str, str, str]:
+        found = [None if point is None else value(point) for point in (before, after)]
+        began, ended = ("-" if one is None else format(one, form) for one in found)
+        return name, began, ended
+
+    return [
+        row("loss a token", ".4f", lambda point: point.loss),
+        row("perplexity", ",.2f", lambda point: point.perplexity),
+        row("next token right", ".1%", lambda point: point.accuracy_top1),
+        row("loss, mean over users", ".4f", lambda point: point.mean_user_loss),
+        row("loss, worst tenth of users", ".4f", lambda point: point.worst_decile_loss),
+    ]
+
+
+def data_name(ledger: Ledger) -> str:
+    """The keyed fingerprint of the training data, which is public; empty if there is none."""
+    return ledger.bound_to.get("data", "")[:16]

@@ -1,0 +1,162 @@
+"""What a run was made of, for those who read it later: model, optimizer, data, date.
+
+A run from a configuration has it in `config.toml`. Every run, also one from Python, leaves
+`run.json`. Nothing in it is needed for the guarantee, which comes from the ledger. It names paths
+of this machine, so `userdp export` does not publish it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from userdp.config import Config, load_config
+from userdp.data.store import UserStore
+from userdp.durable import write_file
+from userdp.errors import InputError
+from userdp.optimizer_names import SCHEDULE_NAME
+from userdp.task_names import TaskName
+
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """The facts that are known; an empty text is one that is not.
+
+    `learning_rate` is None if it was left to the defaults and nobody wrote it down.
+    `adapter_rank` is that of LoRA, and 0 for an adapter without a rank; None if the whole model was
+    trained. `began` is a date.
+    """
+
+    model: str
+    store: str
+    sequence_length: int
+    optimizer: str
+    learning_rate: float | None
+    schedule: str
+    task: TaskName = "causal"
+    classes: tuple[str, ...] = ()
+    ema: float | None = None
+    gguf_file: str | None = None
+    adapter_rank: int | None = None
+    began: str = ""
+
+    @property
+    def rate(self) -> str:
+        """The learning rate in words."""
+        return "by default" if self.learning_rate is None else f"{self.learning_rate:g}"
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the run left an adapter, and not a whole model."""
+        return self.adapter_rank is not None
+
+
+def read_facts(run: Path) -> RunFacts:
+    """The facts of the run in `run`. What its configuration says comes first."""
+    written = _written(run / RUN_FILE)
+    if (run / "config.toml").is_file():
+        told = of_config(load_config(run / "config.toml"), began=written.began if written else "")
+        # What is learned follows from the store if the configuration does not say it.
+        if written is None:
+            return told
+        rate = written.learning_rate if told.learning_rate is None else told.learning_rate
+        return replace(told, task=written.task, learning_rate=rate)
+    if written is None:
+        raise InputError(
+            f"{run} has neither config.toml nor {RUN_FILE}, so what it was made of is not known. "
+            "Restore one of them."
+        )
+    return written
+
+
+def has_facts(run: Path) -> bool:
+    """Whether a run says what it was made of. Older runs from Python do not."""
+    return (run / "config.toml").is_file() or (run / RUN_FILE).is_file()
+
+
+def of_config(config: Config, *, began: str = "") -> RunFacts:
+    """The facts that a configuration tells."""
+    lora = config.model.lora
+    return RunFacts(
+        model=config.model.path,
+        store=str(config.data.store),
+        sequence_length=config.data.sequence_length,
+        optimizer=config.training.optimizer,
+        learning_rate=config.training.learning_rate,
+        schedule=config.training.schedule,
+        task=config.data.task or "causal",
+        classes=tuple(config.data.classes or ()),
+        ema=config.training.ema,
+        gguf_file=config.model.gguf_file,
+        adapter_rank=None if lora is None else lora.rank,
+        began=began,
+    )
+
+
+def of_parts(
+    model: Any, optimizer: Any, scheduler: Any, store: UserStore, task: str, sequence_length: int
+) -> RunFacts:
+    """The facts that a model, its optimizer and the rest tell of themselves."""
+    adapters = getattr(model, "peft_config", None)
+    adapter = next(iter(adapters.values())) if adapters else None
+    base = getattr(adapter, "base_model_name_or_path", None)
+    named = base or getattr(getattr(model, "config", None), "name_or_path", "") or ""
+    # A path is read from elsewhere later; a name on the hub is the same everywhere.
+    path = Path(named)
+    return RunFacts(
+        model=str(path.resolve()) if named and path.is_dir() else str(named),
+        store=str(store.path.resolve()),
+        sequence_length=sequence_length,
+        optimizer=type(optimizer).__name__,
+        learning_rate=float(optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"])),
+        schedule=_schedule_name(scheduler),
+        # A task's name begins with what is learned; its settings follow.
+        task=cast(TaskName, task.split()[0].rstrip(",")),
+        classes=_classes(model),
+        adapter_rank=None if adapter is None else int(getattr(adapter, "r", 0) or 0),
+        began=datetime.now(UTC).date().isoformat(),
+    )
+
+
+def _schedule_name(scheduler: Any) -> str:
+    """What a schedule is called; one that is not ours is called by its class."""
+    if scheduler is None:
+        return "constant"
+    return str(getattr(scheduler, SCHEDULE_NAME, type(scheduler).__name__))
+
+
+def _classes(model: Any) -> tuple[str, ...]:
+    """The names of the classes of a model that classifies."""
+    config = getattr(model, "config", None)
+    if not str((getattr(config, "architectures", None) or [""])[0]).endswith("Classification"):
+        return ()
+    return tuple(str(name) for _, name in sorted(config.id2label.items()))
+
+
+def write_facts(run: Path, facts: RunFacts) -> None:
+    """Leave the facts in the run's directory."""
+    content = json.dumps(dataclasses.asdict(facts), indent=1, allow_nan=False) + "\n"
+    write_file(run / RUN_FILE, content.encode())
+
+
+def _written(place: Path) -> RunFacts | None:
+    if not place.is_file():
+        return None
+    try:
+        found = RunFacts(**json.loads(place.read_text(encoding="utf-8")))
+        found = replace(found, classes=tuple(found.classes))
+        whole = (found.sequence_length, found.adapter_rank or 0)
+        words = (found.model, found.store, found.optimizer, found.schedule, found.began)
+        if {type(one) for one in whole} != {int} or {type(one) for one in words} != {str}:
+            raise TypeError
+        if found.task not in get_args(TaskName) or {type(one) for one in found.classes} > {str}:
+            raise ValueError
+    except (ValueError, TypeError, RecursionError):
+        raise InputError(f"{place}: damaged. Restore it, or delete it.") from None
+    return found

@@ -1,0 +1,178 @@
+"""Tuning for each user: many at once like one after the other, and like SGD written out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import models_zoo
+from userdp.data.record import Record
+from userdp.data.store import UserStore
+from userdp.errors import InputError
+from userdp.models.load import Lora, add_lora
+from userdp.personalization import personalize
+from userdp.stacked_lora import adapter_layers, stacked
+
+MakeStore = Callable[[list[Record]], UserStore]
+
+
+@pytest.fixture(scope="module")
+def store(make_store: MakeStore) -> UserStore:
+    """Seven users with 1 to 7 records of 2 to 9 words; one record has two owners."""
+    rng = np.random.default_rng(4)
+    records = [
+        Record(
+            " ".join(rng.choice(models_zoo.WORDS, size=int(rng.integers(2, 10)))),
+            ("u6", "u5") if (user, number) == (6, 0) else (f"u{user}",),
+            f"{user}.{number}",
+        )
+        for user in range(7)
+        for number in range(user + 1)
+    ]
+    return make_store(records)
+
+
+def adapted(architecture: str) -> Any:
+    """A model with adapters that are not zero, as after a run."""
+    model = add_lora(models_zoo.build(architecture), Lora(rank=2)).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["gpt2 tied", "llama"])
+@pytest.mark.parametrize("users_at_once", [1, 3, 100])
+def test_many_users_at_once_are_tuned_like_one_after_the_other(
+    architecture: str, users_at_once: int, store: UserStore
+) -> None:
+    model = adapted(architecture)
+    tokenizer = models_zoo.word_tokenizer()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    options: dict[str, Any] = {"sequence_length": 6, "learning_rate": 0.5, "batch_rows": 2}
+    alone = personalize(model, tokenizer, store, one_by_one=True, **options)
+    many = personalize(model, tokenizer, store, users_at_once=users_at_once, **options)
+    assert many.how == "adapters, many users at once"
+    assert alone.how == "adapters, one user after the other"
+    assert many.before == pytest.approx(alone.before, rel=1e-9)
+    assert many.after == pytest.approx(alone.after, rel=1e-9)
+    assert np.abs(alone.before - alone.after).min() > 1e-3, "tuning changes every loss"
+    assert (len(many.before), many.left_out) == (6, 1)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+def test_one_user_is_tuned_like_sgd_written_out(store: UserStore) -> None:
+    tokenizer = models_zoo.word_tokenizer()
+    found = personalize(
+        models_zoo.build("gpt2 tied"),
+        tokenizer,
+        store,
+        sequence_length=32,
+        epochs=2,
+        learning_rate=0.3,
+        batch_rows=2,
+    )
+    assert found.how == "all trained weights, one user after the other"
+    # User 4 has five records: three to tune on, in batches of two and one, and two to measure on.
+    model = models_zoo.build("gpt2 tied")
+    texts = [store.text(record) for record in store.records_of(4).tolist()]
+    rows = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+
+    def token_losses(row: list[int]) -> torch.Tensor:
+        logits = model(input_ids=torch.tensor([row])).logits[0, :-1]
+        return -torch.log_softmax(logits, -1)[torch.arange(len(row) - 1), torch.tensor(row[1:])]
+
+    def measured() -> float:
+        with torch.no_grad():
+            return float(torch.cat([token_losses(row) for row in rows[3:]]).mean())
+
+    # Users are numbered in the order in which they appear; the first has one record only.
+    assert found.before[3] == pytest.approx(measured(), rel=1e-9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for _ in range(2):
+        for batch in (rows[:2], rows[2:3]):
+            optimizer.zero_grad()
+            torch.stack([token_losses(row).mean() for row in batch]).mean().backward()
+            optimizer.step()
+    assert found.after[3] == pytest.approx(measured(), rel=1e-9)
+
+
+def test_what_one_user_wrote_changes_nobody_elses_loss(make_store: MakeStore) -> None:
+    def losses(text: str) -> np.ndarray:
+        records = [
+            Record(words, (user,), f"{user}{number}")
+            for user, texts in {
+                "a": ("w1 w2 w3", "w2 w4"),
+                "b": (text, "w5 w5 w5"),
+                "c": ("w6 w1", "w7 w2 w1"),
+            }.items()
+            for number, words in enumerate(texts)
+        ]
+        return personalize(
+            adapted("gpt2 tied"), models_zoo.word_tokenizer(), make_store(records)
+        ).after
+
+    first, second = losses("w3 w3 w3 w3 w3"), losses("w9 w8")
+    assert first[[0, 2]] == pytest.approx(second[[0, 2]], rel=1e-12)
+    assert first[1] != pytest.approx(second[1], rel=1e-4)
+
+
+def test_an_lstm_is_tuned_one_by_one(store: UserStore) -> None:
+    found = personalize(
+        models_zoo.build("lstm tied"), models_zoo.word_tokenizer(), store, sequence_length=8
+    )
+    assert "one user after the other" in found.how
+    assert np.isfinite(found.after).all()
+    told = found.to_json()
+    assert told["users"] == 6
+    assert told["loss_before"] == pytest.approx(found.before.mean())
+    assert told["share_improved"] == pytest.approx((found.after < found.before).mean())
+
+
+class RoutesTokens(torch.nn.Module):
+    """Gives a layer single tokens, as a mixture of experts does."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layer(rows.flatten(0, 1)).view(*rows.shape[:-1], -1)
+
+
+def test_a_layer_that_sees_single_tokens_is_tuned_one_by_one(store: UserStore) -> None:
+    model = adapted("gpt2 tied")
+    plain = personalize(
+        model, models_zoo.word_tokenizer(), store, sequence_length=8, one_by_one=True
+    )
+    block = model.base_model.model.transformer.h[0]
+    block.mlp.c_fc = RoutesTokens(block.mlp.c_fc)
+    found = personalize(model, models_zoo.word_tokenizer(), store, sequence_length=8)
+    assert found.how == "adapters, one user after the other"
+    assert found.after == pytest.approx(plain.after, rel=1e-9)
+
+
+def test_only_plain_adapters_are_stacked_and_the_model_gets_its_own_back() -> None:
+    model = adapted("gpt2 tied")
+    layers = adapter_layers(model)
+    assert layers is not None
+    before = dict(model.named_modules())
+    with stacked(model, {name: layer.weight[None] for name, layer in layers.items()}):
+        assert dict(model.named_modules()) != before
+    assert dict(model.named_modules()) == before
+    assert adapter_layers(models_zoo.build("gpt2 tied")) is None
+    next(p for p in model.parameters() if not p.requires_grad).requires_grad_()
+    assert adapter_layers(model) is None
+
+
+def test_a_store_in_which_nobody_has_two_records_is_refused(make_store: MakeStore) -> None:
+    single = make_store([Record("w1 w2", ("a",), "a"), Record("w2 w3", ("b",), "b")])
+    with pytest.raises(InputError, match="nobody has two records"):
+        personalize(models_zoo.build("gpt2 tied"), models_zoo.word_tokenizer(), single)
