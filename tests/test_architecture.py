@@ -55,7 +55,9 @@ ABOVE = {
     "run_files": GROUND | {"chain", "data", "ledger", "statement"},
     "run_check": GROUND | {"data", "ledger", "lock", "run_files"},
     "finalize": GROUND | {"ledger", "rows_file", "run_check", "run_files", "statement"},
-    "export": GROUND | {"config", "ledger", "report", "run_check", "run_files", "statement"},
+    "export": GROUND
+    | {"config", "data", "ledger", "merging", "report", "run_check", "run_files", "statement"},
+    "merging": GROUND | {"digests", "ledger", "models", "saved_run"},
     "spending": GROUND | {"accounting", "paid", "statement"},
     "reservation": GROUND | {"accounting", "earlier", "paid", "spending"},
     "population": GROUND
@@ -98,7 +100,7 @@ ABOVE = {
     "saved_run": GROUND | {"config", "digests", "ledger", "models"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }
-TOP = {"cli", "quickstart"}
+TOP = {"__main__", "cli", "quickstart"}
 
 TORCH_FREE = [
     "errors",

@@ -177,6 +177,18 @@ def save_model(model: nn.Module, tokenizer: Any, out: Path) -> None:
         del config.quantization_config  # pyright: ignore[reportOptionalMemberAccess]
     model.save_pretrained(str(out))  # pyright: ignore[reportCallIssue]
     tokenizer.save_pretrained(out)
+    _name_base_from_anywhere(out / "adapter_config.json")
+
+
+def _name_base_from_anywhere(settings: Path) -> None:
+    """Name an adapter's local base by its whole path: a relative one fails from other folders."""
+    if not settings.is_file():
+        return
+    told = json.loads(settings.read_text(encoding="utf-8"))
+    base = told.get("base_model_name_or_path")
+    if base and Path(base).is_dir():
+        told["base_model_name_or_path"] = str(Path(base).absolute())
+        settings.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def adapter_tensors(saved: Path) -> frozenset[str] | None:
