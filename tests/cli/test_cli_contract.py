@@ -384,6 +384,7 @@ def test_the_version_and_the_module_as_a_program() -> None:
 
     assert userdp("--version").out == f"userdp {library.__version__}\n"
     said = python(
-        "import runpy, sys; sys.argv = ['x', '--version']; runpy.run_module('userdp', run_name='__main__')"
+        "import runpy, sys; sys.argv = ['x', '--version']; "
+        "runpy.run_module('userdp', run_name='__main__')"
     )
     assert (said.returncode, said.stdout) == (0, f"userdp {library.__version__}\n")
