@@ -55,9 +55,9 @@ ABOVE = {
     "run_files": GROUND | {"chain", "data", "ledger", "statement"},
     "run_check": GROUND | {"data", "ledger", "lock", "run_files"},
     "finalize": GROUND | {"ledger", "rows_file", "run_check", "run_files", "statement"},
-    "export": GROUND
-    | {"config", "data", "ledger", "merging", "report", "run_check", "run_files", "statement"},
-    "merging": GROUND | {"digests", "ledger", "models", "saved_run"},
+    "export": GROUND | {"config", "ledger", "report", "run_check", "run_files", "statement"},
+    "merging": GROUND | {"config", "data", "digests", "export", "ledger", "models", "saved_run"},
+    "early_end": GROUND | {"run_record"},
     "spending": GROUND | {"accounting", "paid", "statement"},
     "reservation": GROUND | {"accounting", "earlier", "paid", "spending"},
     "population": GROUND
@@ -96,7 +96,7 @@ ABOVE = {
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
     | {"continuing", "run_state", "same_run", "statement", "step", "training_rows"}
-    | {"debits", "optimizers", "population", "tasks"},
+    | {"debits", "early_end", "optimizers", "population", "tasks"},
     "saved_run": GROUND | {"config", "digests", "ledger", "models"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }

@@ -14,7 +14,7 @@ from cli_runner import userdp as command
 from tiny import make_model, make_store
 from userdp.data.files import file_digest
 from userdp.errors import LedgerError
-from userdp.export import export
+from userdp.merging import export_merged
 from userdp.run_check import check_run
 
 LOADS = """
@@ -98,16 +98,14 @@ def test_a_merged_export_is_a_whole_model_with_its_record(
     assert model.userdp_ancestry.all_entries()  # pyright: ignore
 
 
-def test_another_base_is_not_merged(
-    trained: tuple[Path, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_base_is_not_merged(trained: tuple[Path, float], tmp_path: Path) -> None:
     run, _ = trained
     base = run.parent / "base"
     base.rename(run.parent / "right")
     make_model(base, seed=1)
     try:
         with pytest.raises(LedgerError, match="not the one the adapter was trained on"):
-            export(run, tmp_path / "out", base="org/base", merged=True)
+            export_merged(run, tmp_path / "out", base="org/base")
     finally:
         for path in base.iterdir():
             path.unlink()
@@ -121,4 +119,4 @@ def test_a_whole_model_has_nothing_to_merge(tmp_path: Path) -> None:
 
     run = write_run(tmp_path / "run")
     with pytest.raises(userdp.InputError, match="leave --merged out"):
-        export(run, tmp_path / "out", merged=True)
+        export_merged(run, tmp_path / "out")

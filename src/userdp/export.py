@@ -17,7 +17,6 @@ from pathlib import Path, PureWindowsPath
 from typing import Any, cast
 
 from userdp.config import Config, load_config
-from userdp.data.files import file_digest
 from userdp.durable import new_directory
 from userdp.errors import InputError, LedgerError
 from userdp.history import ANCESTRY_FILE
@@ -65,8 +64,6 @@ LEDGER_FIELDS = {
 }
 
 NAMES_OF_A_BASE = frozenset({"_name_or_path", "name_or_path", "base_model_name_or_path"})
-# Where the ordinary export lies in a merged one.
-RECORD = "record"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 LICENSE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
 
@@ -79,14 +76,11 @@ class Exported:
     statement: Statement
 
 
-def export(
-    run: Path, out: Path, *, base: str = "", license: str = "", merged: bool = False
-) -> Exported:
+def export(run: Path, out: Path, *, base: str = "", license: str = "") -> Exported:
     """Write what may be published of a finished run to `out`, a new directory.
 
     `base` is the base model's name on the hub; an adapter that was trained on a local base needs
-    it. `license` is the id of the licence, for the card. With `merged`, `out` holds whole weights,
-    the adapter merged into its base; the ordinary export lies in `out/record` and is the evidence.
+    it. `license` is the id of the licence, for the card.
     """
     if base and not HUB_NAME.fullmatch(base):
         raise InputError(f"--base {base!r} is not the name of a model on the hub, such as gpt2.")
@@ -106,57 +100,15 @@ def export(
     card = model_card(statement, config, base=pieces.named_base(), license=license)
     pieces.make("README.md", card.encode(), "made from ledger.jsonl, config.toml and the options")
     with new_directory(out) as partial:
-        record = partial / RECORD if merged else partial
-        record.mkdir(exist_ok=True)
         for name, content in pieces.contents.items():
-            place = record / name
+            place = partial / name
             place.write_bytes(content)
             place.chmod(0o644)
         for name in pieces.copied:
-            _copy(run / "model" / name, record / name)
-        _check_unchanged(record, pieces, found.ledger)
-        origins = pieces.origins
-        if merged:
-            origins = {f"{RECORD}/{name}": origin for name, origin in origins.items()}
-            origins |= _merge(run, found.ledger, config, partial, pieces, license)
-        for directory in {record, partial}:
-            directory.chmod(0o755)
-    return Exported(origins=origins, statement=statement)
-
-
-def _merge(
-    run: Path, ledger: Ledger, config: Config, out: Path, pieces: _Pieces, license: str
-) -> dict[str, str]:
-    """Write the merged model to `out`, with its card; gives the origin of every file."""
-    from userdp.merging import write_merged
-
-    write_merged(run, ledger, out, base=config.model.path, gguf_file=config.model.gguf_file)
-    origins: dict[str, str] = {}
-    for path in sorted(path for path in out.iterdir() if path.is_file()):
-        pieces.check(path)
-        path.chmod(0o644)
-        is_weights = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in WEIGHTS)
-        origins[path.name] = "the adapter merged into its base" if is_weights else "of the base"
-    statement = ledger.statement()
-    adapter = file_digest(out / RECORD / "adapter_model.safetensors")
-    note = [
-        f"`{RECORD}/adapter_model.safetensors` (SHA-256 {adapter}) was merged into its base "
-        f"(digest {ledger.end['digests'].get('base_weights', 'not recorded')}).",  # pyright: ignore
-        *(f"`{name}`: SHA-256 {file_digest(out / name)}." for name in origins if "safet" in name),
-        f"The run's ledger names the adapter: `userdp ledger verify {RECORD}` checks it.",
-    ]
-    card = model_card(
-        statement, config, base=pieces.named_base(), license=license, merged=" ".join(note)
-    )
-    for name, content, origin in (
-        ("README.md", card.encode(), "made from ledger.jsonl, the options and the files' digests"),
-        ("statement.json", statement_file(statement), "made from ledger.jsonl"),
-        (ANCESTRY_FILE, (out / RECORD / ANCESTRY_FILE).read_bytes(), f"{RECORD}/{ANCESTRY_FILE}"),
-    ):
-        (out / name).write_bytes(content)
-        (out / name).chmod(0o644)
-        origins[name] = origin
-    return origins
+            _copy(run / "model" / name, partial / name)
+        partial.chmod(0o755)
+        _check_unchanged(partial, pieces, found.ledger)
+    return Exported(origins=pieces.origins, statement=statement)
 
 
 def _config_of(run: Path, ledger: Ledger) -> Config:
@@ -207,23 +159,13 @@ class _Pieces:
         configured = self._config.model.path
         return self._base or ("" if self._was_local or _is_local(configured) else configured)
 
-    def check(self, path: Path) -> None:
-        """Refuse a file that nobody has looked at, or that tells a path of this machine."""
-        self._check_name(path)
-        is_weights = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in WEIGHTS)
-        self._refuse_paths(path.name, _header(path) if is_weights else path.read_bytes())
-
-    def _check_name(self, path: Path) -> None:
+    def _take(self, path: Path) -> None:
         name = path.name
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ALLOWED) or path.is_dir():
             raise InputError(
                 f"model/{name} is not on the list of files that may be published: nobody has "
                 "looked at what is in it. Train without it, or publish it yourself."
             )
-
-    def _take(self, path: Path) -> None:
-        name = path.name
-        self._check_name(path)
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in WEIGHTS):
             self._refuse_paths(name, _header(path))
             self.copied.append(name)
@@ -272,13 +214,16 @@ class _Pieces:
         own, home = self._private
         sought = own if name in WORDS else (*own, *home)
         is_telling = any(path.encode() in content for path in sought)
-        if name in SETTINGS:
-            is_telling = is_telling or any(map(_is_absolute, _strings(_settings(name, content))))
-        if is_telling:
+        if is_telling or tells_a_path(name, content):
             raise InputError(
                 f"{name} holds a path of this machine, which is nobody else's business. Take it "
                 "out where it comes from, and train or export again."
             )
+
+
+def tells_a_path(name: str, content: bytes) -> bool:
+    """Whether a file of settings names a place on some machine."""
+    return name in SETTINGS and any(map(_is_absolute, _strings(_settings(name, content))))
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -11,7 +11,7 @@ Nothing else leaves a run: no loss on its training users, no norm, no cohort.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from userdp.data.tokens import tokenizer_digest
 from userdp.debits import check_budget, counted, released_about, settle_parent
 from userdp.digests import model_digest, scheduler_digest
 from userdp.earlier import Earlier
+from userdp.early_end import EarlyEnd
 from userdp.errors import InputError, StoppedRunError
 from userdp.history import history_of
 from userdp.interrupts import signals_wait_for_the_step
@@ -91,6 +92,7 @@ def train(
     fork_step: int | None = None,
     dry_run: bool = False,
     on_step: OnStep | None = None,
+    stop_early: Callable[[], bool] | None = None,
 ) -> Run:
     """Train `model` on the store's users as `plan` says. The model is changed in place.
 
@@ -118,6 +120,9 @@ def train(
     run begins with the last checkpoint in `out`, or that after `fork_step` steps, under whatever
     has changed. What its parent was charged for is composed with it. A `dry_run` charges for every
     step and trains nothing.
+
+    `stop_early` is asked after each step. If it says so, the run ends there, and every planned step
+    is charged all the same: when to stop may depend on the weights.
     """
     path = Path(out) if out is not None else None
     settings = settings or StepSettings()
@@ -233,6 +238,7 @@ def train(
             restore(moment, model, optimizer, scheduler, step, example)
         step.check_model(example)
         checkpoint = Checkpoint(record, model, optimizer, scheduler, step, beginning.before)
+        early_end = EarlyEnd(record, stop_early)
         for cohort in step.cohorts():
             step.apply(
                 cohort_batches(
@@ -245,8 +251,11 @@ def train(
             checkpoint.save_if_due()
             if stop and step.steps_left:
                 checkpoint.save_and_stop(stop.number)
+            early_end.charge_rest_if_asked()
         checkpoint.save()
-        record.finish(model, tokenizer, people=released_about(people, record.ledger))
+        record.finish(
+            model, tokenizer, people=early_end.told(released_about(people, record.ledger))
+        )
     return Run(model=model, ledger=record.ledger, path=record.path)
 
 

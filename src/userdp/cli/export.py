@@ -25,7 +25,13 @@ def export(
     json: common.Json = False,
 ) -> None:
     """Write the model with its card, statement and ledger, and nothing else."""
-    done = exporting.export(run, out, base=base, license=license, merged=merged)
+    if merged:
+        # Merging needs torch, which takes seconds to load.
+        from userdp.merging import export_merged
+
+        done = export_merged(run, out, base=base, license=license)
+    else:
+        done = exporting.export(run, out, base=base, license=license)
     common.emit(
         json,
         {

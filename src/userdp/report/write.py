@@ -93,13 +93,8 @@ def write_report(
     return files
 
 
-def model_card(
-    statement: Statement, config: Config, *, base: str, license: str = "", merged: str = ""
-) -> str:
-    """The card of a model. Empty `base`, `license` and `merged` are left out of it.
-
-    `merged` says where the whole weights of a merged adapter come from.
-    """
+def model_card(statement: Statement, config: Config, *, base: str, license: str = "") -> str:
+    """The card of a model. Empty `base` and `license` are left out of it."""
     values = {
         "statement": statement.to_json(),
         "epsilon": epsilon_text(statement.epsilon),
@@ -107,7 +102,6 @@ def model_card(
         "base": base,
         "license": license,
         "adapter": config.model.lora is not None,
-        "merged": merged,
         "sequence_length": config.data.sequence_length,
     }
     return _environment().get_template("card.md.jinja").render(values)
