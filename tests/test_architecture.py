@@ -97,6 +97,9 @@ ABOVE = {
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
     | {"continuing", "run_state", "same_run", "statement", "step", "training_rows"}
     | {"debits", "early_end", "optimizers", "population", "tasks"},
+    "trainer": GROUND
+    | {"checkpoints", "clipping", "data", "evaluation", "models", "plan", "statement", "tasks"}
+    | {"lineage", "training"},
     "saved_run": GROUND | {"config", "digests", "ledger", "models"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }

@@ -14,16 +14,17 @@ from cli_runner import userdp as command
 from tiny import make_model, make_store
 from userdp.data.files import file_digest
 from userdp.errors import LedgerError
+from userdp.history import history_of
 from userdp.merging import export_merged
 from userdp.run_check import check_run
 
 LOADS = """
-import sys, torch
-import {package}
-model = {package}.{loader}.from_pretrained(sys.argv[1]).eval()
+import sys, torch, peft, transformers
+kinds = peft.AutoPeftModelForCausalLM, transformers.AutoModelForCausalLM
+for kind, place in zip(kinds, sys.argv[1:]):
+    with torch.no_grad():
+        print(kind.from_pretrained(place).eval()(torch.arange(5)[None]).logits.double().sum().item())
 assert not any(name.split(".")[0] == "userdp" for name in sys.modules)
-with torch.no_grad():
-    print(model(torch.arange(5)[None]).logits.double().sum().item())
 """
 
 
@@ -53,39 +54,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     return root / "run", told
 
 
-def loaded_elsewhere(directory: Path, cwd: Path, package: str, loader: str) -> float:
-    code = LOADS.format(package=package, loader=loader)
-    # -I: neither this folder nor PYTHONPATH, so userdp could not be found.
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", code, str(directory)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return float(done.stdout)
-
-
-def test_a_runs_adapter_loads_from_another_folder(
-    trained: tuple[Path, float], tmp_path: Path
-) -> None:
-    run, told = trained
-    found = loaded_elsewhere(run / "model", tmp_path, "peft", "AutoPeftModelForCausalLM")
-    assert found == pytest.approx(told, abs=1e-4)
-
-
-def test_a_merged_export_is_a_whole_model_with_its_record(
+def test_adapter_and_merged_weights_load_from_another_folder_without_userdp(
     trained: tuple[Path, float], tmp_path: Path
 ) -> None:
     run, told = trained
     out = tmp_path / "merged"
     done = command("export", run, "--out", out, "--base", "org/base", "--merged", "--json").json
-    found = loaded_elsewhere(out, tmp_path, "transformers", "AutoModelForCausalLM")
-    assert found == pytest.approx(told, abs=1e-4)
-    assert {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()} == set(
-        done["files"]
+    # -I: neither this folder nor PYTHONPATH counts.
+    loads = subprocess.run(
+        [sys.executable, "-I", "-c", LOADS, str(run / "model"), str(out)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
+    assert loads.returncode == 0, loads.stderr
+    found = [float(line) for line in loads.stdout.splitlines()]
+    assert found == pytest.approx([told, told], abs=1e-4)
+
+    files = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert files == set(done["files"])
     assert check_run(out / "record").ok
     card = (out / "README.md").read_text()
     assert "library_name: transformers" in card
@@ -95,7 +83,7 @@ def test_a_merged_export_is_a_whole_model_with_its_record(
         assert path.is_dir() or str(run.parent).encode() not in path.read_bytes()
     # Whoever trains on pays for what was spent.
     model, _ = userdp.load_model(out)
-    assert model.userdp_ancestry.all_entries()  # pyright: ignore
+    assert history_of(model).all_entries()
 
 
 def test_another_base_is_not_merged(trained: tuple[Path, float], tmp_path: Path) -> None:

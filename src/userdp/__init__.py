@@ -7,6 +7,8 @@
     run       = train(...)                   the private loop
     run.statement                            what may be said about the model
 
+    UserDPTrainer(model, args, ...)          the same for scripts that use a Trainer of transformers
+
     PrivateStep                              the step alone, for a loop of your own
     UserIndex                                whose rows are whose, for data of your own
     Population.of(store)                     what all runs and looks on these people cost together
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from userdp.run_record import RunRecord as RunRecord
     from userdp.statement import Statement as Statement
     from userdp.step import PrivateStep as PrivateStep
+    from userdp.trainer import UserDPTrainer as UserDPTrainer
     from userdp.training import train as train
     from userdp.units import Adjacency as Adjacency
 
@@ -73,6 +76,7 @@ _HOME = {
     "Statement": "userdp.statement",
     "StepSettings": "userdp.clipping.settings",
     "UnaccountedPlanError": "userdp.errors",
+    "UserDPTrainer": "userdp.trainer",
     "UserIndex": "userdp.index",
     "UserStore": "userdp.data.store",
     "Verified": "userdp.probe",

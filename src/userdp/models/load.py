@@ -70,7 +70,7 @@ def load_model(
     model, loading = loaded
     _refuse_missing_weights(source, loading)
     check_vocabulary(model, tokenizer)
-    _remember(model, Path(source))
+    remember(model, Path(source))
     if lora is not None:
         model = add_lora(model, lora)
     return _move(model, device), tokenizer
@@ -129,15 +129,15 @@ def load_adapter(model: nn.Module, adapter: Path) -> nn.Module:
             f"the adapter in {adapter} does not fit its base model: {_first_line(error)} Load the "
             "base that it was trained on."
         ) from error
-    _remember(adapted, adapter)
+    remember(adapted, adapter)
     return adapted
 
 
-def _remember(model: nn.Module, source: Path) -> None:
+def remember(model: nn.Module, source: Path) -> None:
     """Attach to the model what its directory says was spent on it."""
     base = Path(_base_of(source))
     if base.name and base.is_dir() and base != source:
-        _remember(model, base)
+        remember(model, base)
     found = read_history(source)
     if found is not None:
         carry(model, merged(history_of(model), found))
