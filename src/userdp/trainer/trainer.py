@@ -112,7 +112,7 @@ class UserDPTrainer:
         eval_is_public: bool = False,
         other_people: bool = False,
     ) -> None:
-        self.args = args or transformers.TrainingArguments(output_dir="trainer_output")
+        self.args: Any = args or transformers.TrainingArguments(output_dir="trainer_output")
         check_arguments(self.args)
         _refuse("data_collator", _other_collator(data_collator), NO_COLLATOR)
         _refuse("compute_loss_func", compute_loss_func, NO_LOSS)
