@@ -23,8 +23,8 @@ pytest.importorskip("accelerate", reason="TrainingArguments needs accelerate")
 USERS = 24
 PRIVACY: dict[str, Any] = {"epsilon": 8.0, "num_users": USERS}
 # What callbacks, logs and files of the state may tell.
-RELEASABLE = {"step", "epoch", "learning_rate", "epsilon", "delta"}
-RELEASABLE |= {"eval_loss", "eval_perplexity", "eval_mean_token_accuracy"}
+MEASURED = {"eval_loss", "eval_perplexity", "eval_mean_token_accuracy"}
+RELEASABLE = {"step", "epoch", "learning_rate", "epsilon", "delta"} | MEASURED
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +139,8 @@ def test_a_run_tells_callbacks_public_numbers_and_leaves_a_model(
     saved = sorted(path.name for path in out.glob("checkpoint-*"))
     assert saved == ["checkpoint-2", "checkpoint-4"]
     transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint-2")
+    trainer.save_metrics("train", done.metrics)
+    assert json.loads((out / "train_results.json").read_text()) == done.metrics
     trainer.save_model(str(tmp_path / "elsewhere"))
     assert (tmp_path / "elsewhere" / "model.safetensors").read_bytes() == (
         out / "model.safetensors"
@@ -257,7 +259,7 @@ def test_people_who_cannot_be_compared_need_a_declaration(
 ) -> None:
     public = [{"text": "red green blue"}] * 3
     found = make(eval_dataset=public, eval_is_public=True).evaluate()
-    assert found.keys() == {"eval_loss", "eval_perplexity", "eval_mean_token_accuracy"}
+    assert found.keys() == MEASURED
     other = UserStore.from_dataset(texts(3, prefix="other"))
     with pytest.raises(InputError, match="hides its users under another key"):
         make(eval_dataset=other)

@@ -157,10 +157,7 @@ class Loop:
 
     def _measure(self) -> None:
         if self._evaluate is None:
-            raise InputError(
-                "a callback or eval_strategy asks to evaluate: give an eval_dataset, of other "
-                "people."
-            )
+            raise InputError("a callback asks to evaluate: give an eval_dataset, of other people.")
         metrics = self._evaluate()
         self.measured(metrics)
         name = self._args.metric_for_best_model

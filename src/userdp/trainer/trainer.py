@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import warnings
@@ -120,6 +121,10 @@ class UserDPTrainer:
         _refuse("preprocess_logits_for_metrics", preprocess_logits_for_metrics, NO_METRICS)
         if train_dataset is None:
             raise InputError("train_dataset is missing: there is nobody to learn from.")
+        if eval_dataset is None and (self.args.eval_strategy != "no" or self.args.eval_on_start):
+            raise InputError(
+                "the arguments ask to evaluate: give an eval_dataset, of other people."
+            )
         out = Path(self.args.output_dir)
         device = device_of(self.args)
         # As in `transformers`: it draws the initial weights of adapters, and nothing else here.
@@ -249,6 +254,16 @@ class UserDPTrainer:
     def save_state(self) -> None:
         """Write the state to `output_dir`; `train` does so, too."""
         self._loop.save_state(Path(self.args.output_dir))
+
+    def log_metrics(self, split: str, metrics: Metrics) -> None:
+        """Print the metrics of a split, one a line."""
+        for name, value in sorted(metrics.items()):
+            print(f"{split}: {name} = {value:.6g}")
+
+    def save_metrics(self, split: str, metrics: Metrics) -> None:
+        """Write the metrics of a split to `output_dir`."""
+        content = json.dumps(metrics, indent=4, sort_keys=True) + "\n"
+        write_file(Path(self.args.output_dir) / f"{split}_results.json", content.encode())
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback, as in `transformers`."""
