@@ -23,7 +23,7 @@ from userdp.errors import InputError
 from userdp.export import ALLOWED, Exported, export, tells_a_path
 from userdp.history import ANCESTRY_FILE
 from userdp.ledger import Ledger
-from userdp.models.load import load_adapter, load_model, load_tokenizer
+from userdp.models.load import forget_quantisation, load_adapter, load_model, load_tokenizer
 from userdp.saved_run import check_base
 
 RECORD = "record"
@@ -73,11 +73,8 @@ def write_merged(run: Path, ledger: Ledger, out: Path) -> None:
     adapted: Any = load_adapter(model, saved)
     check_base(run, ledger, adapted, unfinished=False)
     merged = adapted.merge_and_unload(safe_merge=True)
-    config = merged.config
-    config._name_or_path = ""
-    if hasattr(config, "quantization_config"):
-        # A model read from GGUF still claims to be quantised, but its weights are floats now.
-        del config.quantization_config
+    merged.config._name_or_path = ""
+    forget_quantisation(merged)
     merged.save_pretrained(str(out))
     load_tokenizer(str(saved)).save_pretrained(out)
 

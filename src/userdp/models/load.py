@@ -171,13 +171,22 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
 
 def save_model(model: nn.Module, tokenizer: Any, out: Path) -> None:
     """Write the model (or the adapter alone) as `transformers` and `peft` load it."""
-    config = getattr(model, "config", None)
-    if not isinstance(model, peft.PeftModel) and hasattr(config, "quantization_config"):
-        # A model read from GGUF still claims to be quantised, but its weights are floats now.
-        del config.quantization_config  # pyright: ignore[reportOptionalMemberAccess]
+    if not isinstance(model, peft.PeftModel):
+        forget_quantisation(model)
     model.save_pretrained(str(out))  # pyright: ignore[reportCallIssue]
     tokenizer.save_pretrained(out)
     _name_base_from_anywhere(out / "adapter_config.json")
+
+
+def forget_quantisation(model: nn.Module) -> None:
+    """Let a model that was read from GGUF say what it is: its weights are floats now.
+
+    While it claims to be quantised, transformers refuses to save it.
+    """
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    vars(model).pop("hf_quantizer", None)
 
 
 def _name_base_from_anywhere(settings: Path) -> None:
