@@ -68,6 +68,12 @@ def test_an_argument_that_nobody_knows_is_refused_by_its_name() -> None:
         check_arguments(Later(output_dir="out", use_cpu=True, mixes_users=True))
 
 
+def test_saving_the_best_model_only_is_refused() -> None:
+    args = training_arguments(save_strategy="best", eval_strategy="steps", eval_steps=1)
+    with pytest.raises(InputError, match="save_strategy='best'"):
+        check_arguments(args)
+
+
 def test_each_reason_is_a_sentence_without_its_full_stop() -> None:
     for reason in (*MAPPED.values(), *HARMLESS.values(), *REFUSED.values()):
         assert reason

@@ -175,10 +175,15 @@ REFUSED = {
 
 def check_arguments(args: Any) -> None:
     """Refuse every argument that has no meaning here, by name and with the way out."""
+    kind = type(args).__name__
+    if args.save_strategy == "best":
+        raise InputError(
+            f"{kind}(save_strategy='best'): checkpoints are saved by steps or epochs: use 'steps', "
+            "and load output_dir/checkpoint-N yourself if eval_loss was best there."
+        )
     for name, value in changed(args).items():
         if name in MAPPED or name in HARMLESS:
             continue
-        kind = type(args).__name__
         reason = REFUSED.get(name, "this version of userdp does not know it; leave it out")
         raise InputError(f"{kind}({name}={_shown(value)}): {reason}.")
 
