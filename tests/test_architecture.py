@@ -69,6 +69,8 @@ ABOVE = {
     "finalize": GROUND | {"ledger", "rows_file", "run_check", "run_files", "statement"},
     "export": GROUND
     | {"ledger", "report", "run_check", "run_facts", "run_files", "statement", "validation_curve"},
+    "merging": GROUND | {"data", "digests", "export", "ledger", "models", "run_facts", "saved_run"},
+    "early_end": GROUND | {"run_record"},
     "run_facts": GROUND | {"config", "data", "optimizer_names"},
     "validation_curve": GROUND,
     "validation": GROUND
@@ -124,16 +126,19 @@ ABOVE = {
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
     | {"continuing", "run_state", "same_run", "statement", "step", "training_choice"}
     | {"configured", "debits", "losses", "optimizers", "population", "tasks", "training_rows"}
-    | {"averaging", "defaults", "public_gradient"}
+    | {"averaging", "defaults", "early_end", "public_gradient"}
     | {"run_facts", "trackers", "validation", "validation_curve", "watching"},
     "configured": GROUND | {"config", "data", "models", "tasks"},
     "training_from_config": GROUND
     | {"checkpoints", "clipping", "config", "configured", "data", "optimizers", "plan"}
     | {"public_gradient", "run_record", "same_run", "training", "validation"},
+    "trainer": GROUND
+    | {"checkpoints", "clipping", "data", "evaluation", "models", "plan", "statement", "tasks"}
+    | {"lineage", "training"},
     "saved_run": GROUND | {"digests", "ledger", "models", "run_facts"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }
-TOP = {"cli", "quickstart"}
+TOP = {"__main__", "cli", "quickstart"}
 
 TORCH_FREE = [
     "errors",

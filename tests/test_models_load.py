@@ -6,12 +6,14 @@ import json
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 
 import models_zoo
+from tiny import make_model
 from userdp.errors import InputError
 from userdp.models.load import (
     Lora,
@@ -251,3 +253,16 @@ def test_missing_smollm2_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("userdp.models.smollm2.files", lambda name: [])
     with pytest.raises(InputError, match="make demo-llm"):
         find_smollm2()
+
+
+def test_a_model_that_claims_to_be_quantised_is_saved_as_the_floats_it_is(tmp_path: Path) -> None:
+    # As transformers leaves a model that it read from GGUF.
+    model, tokenizer = make_model(tmp_path / "model")
+    claimed = SimpleNamespace(quant_method="gguf")
+    model.hf_quantizer = SimpleNamespace(quantization_config=claimed)
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "refused")
+    save_model(model, tokenizer, tmp_path / "saved")
+    again, _ = load_model(tmp_path / "saved")
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, again.get_parameter(name)), name

@@ -7,6 +7,8 @@
     run       = train(...)                   the private loop
     run.statement                            what may be said about the model
 
+    UserDPTrainer(model, args, ...)          the same for scripts that use a Trainer of transformers
+
     PrivateStep                              the step alone, for a loop of your own
     Validation, evaluate_store               loss on other people, during a run or after it
     personalize                              what each of them gains by a model of their own
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from userdp.run_record import RunRecord as RunRecord
     from userdp.statement import Statement as Statement
     from userdp.step import PrivateStep as PrivateStep
+    from userdp.trainer import UserDPTrainer as UserDPTrainer
     from userdp.training import train as train
     from userdp.units import Adjacency as Adjacency
     from userdp.validation import Validation as Validation
@@ -78,6 +81,7 @@ _HOME = {
     "Statement": "userdp.statement",
     "StepSettings": "userdp.clipping.settings",
     "UnaccountedPlanError": "userdp.errors",
+    "UserDPTrainer": "userdp.trainer",
     "UserIndex": "userdp.index",
     "UserStore": "userdp.data.store",
     "Validation": "userdp.validation",

@@ -25,7 +25,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -64,11 +64,13 @@ class Saving:
     """When checkpoints are saved, and how many are kept.
 
     One is due every `every_steps` steps. If that is not given, one is due every `every_minutes`.
+    If `asked` is given, it alone says after each step whether one is due.
     """
 
     every_steps: int | None = None
     every_minutes: float = 5.0
     keep: int = 2
+    asked: Callable[[], bool] | None = None
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:
@@ -95,6 +97,8 @@ class Checkpoints:
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint should be saved after `step` steps."""
+        if self._saving.asked is not None:
+            return self._saving.asked()
         if self._saving.every_steps is not None:
             return step % self._saving.every_steps == 0
         return time.monotonic() - self._last_save >= 60 * self._saving.every_minutes

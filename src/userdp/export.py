@@ -203,13 +203,16 @@ class _Pieces:
         own, home = self._private
         sought = own if name in WORDS else (*own, *home)
         is_telling = any(path.encode() in content for path in sought)
-        if name in SETTINGS:
-            is_telling = is_telling or any(map(_is_absolute, _strings(_settings(name, content))))
-        if is_telling:
+        if is_telling or tells_a_path(name, content):
             raise InputError(
                 f"{name} holds a path of this machine, which is nobody else's business. Take it "
                 "out where it comes from, and train or export again."
             )
+
+
+def tells_a_path(name: str, content: bytes) -> bool:
+    """Whether a file of settings names a place on some machine."""
+    return name in SETTINGS and any(map(_is_absolute, _strings(_settings(name, content))))
 
 
 def _copy(source: Path, target: Path) -> None:

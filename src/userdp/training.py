@@ -11,7 +11,7 @@ Nothing else leaves a run: no loss on its training users, no norm, no cohort.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from userdp.data.tokens import tokenizer_digest
 from userdp.debits import check_budget, counted, released_about, settle_parent
 from userdp.digests import model_digest, scheduler_digest
 from userdp.earlier import Earlier
+from userdp.early_end import EarlyEnd
 from userdp.errors import InputError, StoppedRunError
 from userdp.history import history_of
 from userdp.interrupts import signals_wait_for_the_step
@@ -110,6 +111,7 @@ def train(
     fork_step: int | None = None,
     dry_run: bool = False,
     on_step: OnStep | None = None,
+    stop_early: Callable[[], bool] | None = None,
 ) -> Run:
     """Train `model` on the store's users as `plan` says. The model is changed in place.
 
@@ -150,6 +152,9 @@ def train(
     run begins with the last checkpoint in `out`, or that after `fork_step` steps, under whatever
     has changed. What its parent was charged for is composed with it. A `dry_run` charges for every
     step and trains nothing.
+
+    `stop_early` is asked after each step. If it says so, the run ends there, and every planned step
+    is charged all the same: when to stop may depend on the weights.
     """
     path = Path(out) if out is not None else None
     settings = settings or StepSettings()
@@ -304,6 +309,7 @@ def train(
         during.enter_context(mixed_in(public, step, tokenizer, task, sequence_length))
         watch = Watch(record, step, model, optimizer, validator, opened, average)
         watch.begin()
+        early_end = EarlyEnd(record, stop_early)
         for cohort in step.cohorts():
             step.apply(
                 cohort_batches(
@@ -320,11 +326,13 @@ def train(
             checkpoint.save_if_due()
             if stop and step.steps_left:
                 checkpoint.save_and_stop(stop.number)
+            early_end.charge_rest_if_asked()
         checkpoint.save()
         if average is not None:
             # The last checkpoint has the weights themselves: a longer run goes on from those.
             average.put_into_model()
-        record.finish(model, tokenizer, people=released_about(people, record.ledger))
+        told = early_end.told(released_about(people, record.ledger))
+        record.finish(model, tokenizer, people=told)
     return Run(model=model, ledger=record.ledger, path=record.path, validation=validator.points)
 
 

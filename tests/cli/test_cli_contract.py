@@ -206,6 +206,7 @@ OPTIONS = {
         "run",
         "--out",
         "--base",
+        "--merged",
         "--license",
         "--json",
     },
@@ -395,3 +396,14 @@ def test_account_as_a_shell_sees_it_imports_no_torch() -> None:
         assert result.stdout.startswith("{")
         assert result.stdout.count("\n") == 1
         assert result.stderr == "heavy []\n"
+
+
+def test_the_version_and_the_module_as_a_program() -> None:
+    import userdp as library
+
+    assert userdp("--version").out == f"userdp {library.__version__}\n"
+    said = python(
+        "import runpy, sys; sys.argv = ['x', '--version']; "
+        "runpy.run_module('userdp', run_name='__main__')"
+    )
+    assert (said.returncode, said.stdout) == (0, f"userdp {library.__version__}\n")

@@ -6,8 +6,11 @@ exhausted, 130 interrupted, 1 anything else.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import userdp
 from userdp.cli import (
     account,
     bound,
@@ -34,11 +37,30 @@ from userdp.cli import (
 app = typer.Typer(
     name="userdp",
     cls=ending.Commands,
-    help="Fine-tune language models with user-level differential privacy.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"userdp {userdp.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def userdp_itself(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Say which version this is.", callback=_say_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Fine-tune language models with user-level differential privacy."""
+
+
 app.command("account")(account.account)
 app.command("bound")(bound.bound)
 app.command("budget")(budget.budget)

@@ -17,11 +17,21 @@ def export(
     base: Annotated[
         str, typer.Option(help="The base model's name on the hub, for others to load it.")
     ] = "",
+    merged: Annotated[
+        bool,
+        typer.Option("--merged", help="Whole weights: the adapter merged into its base."),
+    ] = False,
     license: Annotated[str, typer.Option(help="The licence's id, such as apache-2.0.")] = "",
     json: common.Json = False,
 ) -> None:
     """Write the model with its card, statement and ledger, and nothing else."""
-    done = exporting.export(run, out, base=base, license=license)
+    if merged:
+        # Merging needs torch, which takes seconds to load.
+        from userdp.merging import export_merged
+
+        done = export_merged(run, out, base=base, license=license)
+    else:
+        done = exporting.export(run, out, base=base, license=license)
     common.emit(
         json,
         {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +12,14 @@ import typer
 from userdp.cli import common
 from userdp.data.append import append_batches
 from userdp.data.engine import EngineName
-from userdp.data.identity import DropRule, IdRule, Pseudonyms, load_or_create_key
+from userdp.data.identity import (
+    DropRule,
+    IdRule,
+    Pseudonyms,
+    forget_key,
+    key_beside,
+    load_or_create_key,
+)
 from userdp.data.importers.columns import Columns
 from userdp.data.importers.mail import MailRules
 from userdp.data.sources import Format, Reading, read
@@ -103,7 +109,7 @@ def import_(
     )
     drop = DropRule(ids=frozenset(drop_user or ()), matching=drop_matching)
     parent = UserStore.open(append) if append is not None else None
-    key_path = key or _beside(append or out)
+    key_path = key or key_beside(append or out)
     key_is_new = not key_path.exists()
     if parent is not None:
         parent.verify()
@@ -134,11 +140,7 @@ def import_(
                 result = append_batches(parent, batches, out, scratch=room, **options)
     except BaseException:
         if key_is_new:
-            key_path.unlink(missing_ok=True)
-            if key is None:
-                with contextlib.suppress(OSError):
-                    # The directory goes too, unless there is something else in it.
-                    key_path.parent.rmdir()
+            forget_key(key_path, is_own_folder=key is None)
         raise
     common.emit(
         json,
@@ -155,8 +157,3 @@ def import_(
         + "".join(f"skipped {count:,}: {reason}\n" for reason, count in result.skipped.items())
         + f"pseudonym key: {key_path} (keep it apart from the store)",
     )
-
-
-def _beside(store: Path) -> Path:
-    """Where the key of a store lies unless --key says otherwise."""
-    return store.with_name("secret") / f"{store.name}.key"

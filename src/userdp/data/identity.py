@@ -12,6 +12,7 @@ With both, one can look up a known id. The store alone names nobody.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -325,3 +326,17 @@ def load_or_create_key(path: Path) -> bytes:
     ) as file:
         file.write(key)
     return key
+
+
+def key_beside(store: Path) -> Path:
+    """Where the key of a store lies unless the caller says otherwise."""
+    return store.with_name("secret") / f"{store.name}.key"
+
+
+def forget_key(path: Path, *, is_own_folder: bool) -> None:
+    """Delete a key that was made for an import which failed, and its folder if that is empty."""
+    path.unlink(missing_ok=True)
+    if is_own_folder:
+        with contextlib.suppress(OSError):
+            # The directory goes too, unless there is something else in it.
+            path.parent.rmdir()

@@ -19,6 +19,9 @@ record against it.
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
+import weakref
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -38,6 +41,7 @@ from userdp.data.files import (
     read_column,
     read_texts,
 )
+from userdp.data.identity import IdRule, Pseudonyms, forget_key, key_beside, load_or_create_key
 from userdp.data.write import (
     FINGERPRINTED,
     FORMAT,
@@ -147,6 +151,55 @@ class UserStore:
         except (AttributeError, KeyError, TypeError, ValueError, OSError, pa.ArrowException):
             # What the readers say may quote the data.
             raise InputError(f"{path}: damaged; import the data again.") from None
+
+    @staticmethod
+    def from_dataset(
+        data: Any,
+        out: str | Path | None = None,
+        *,
+        user: str = "user_id",
+        text: str = "text",
+        time: str | None = None,
+        key: str | Path | None = None,
+        ids: IdRule = IdRule.REFUSE,
+    ) -> UserStore:
+        """Import data that is loaded already, and open the store.
+
+        `data` is a `datasets.Dataset`, also one that is streamed, a pandas DataFrame, a pyarrow
+        Table or a list of dicts. `user`, `text` and `time` name its columns; a column of chat
+        messages is kept as chats. The pseudonym key is made in `secret/` beside `out`, or is `key`:
+        stores under one key can be compared user by user. `ids` says what ids that differ only in
+        case, width or white space mean.
+
+        Without `out` the store lies in a temporary folder, readable by its owner only, and goes
+        with the object or the process. What is spent on its people is forgotten with it: give `out`
+        wherever more than one run may use these people.
+        """
+        from userdp.data.importers.columns import Columns
+        from userdp.data.importers.loaded import loaded_batches
+
+        # mkdtemp gives a folder that nobody else can look into.
+        temporary = Path(tempfile.mkdtemp(prefix="userdp-")) if out is None else None
+        place = Path(out or "") if temporary is None else temporary / "store"
+        key_path = Path(key) if key is not None else key_beside(place)
+        is_new = not key_path.exists()
+        try:
+            write_batches(
+                loaded_batches(data, Columns(user=user, text=text, time=time)),
+                place,
+                pseudonyms=Pseudonyms.under(load_or_create_key(key_path)),
+                id_rule=ids,
+            )
+        except BaseException:
+            if is_new:
+                forget_key(key_path, is_own_folder=key is None)
+            if temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        store = UserStore.open(place)
+        if temporary is not None:
+            weakref.finalize(store, shutil.rmtree, temporary, ignore_errors=True)
+        return store
 
     @staticmethod
     def _opened(path: Path, manifest: dict[str, Any]) -> UserStore:

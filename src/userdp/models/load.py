@@ -86,7 +86,7 @@ def load_model(
     if task == "classification" and model.config.pad_token_id is None:
         # Decoders find the end of a text by it.
         model.config.pad_token_id = tokenizer.pad_token_id
-    _remember(model, Path(source))
+    remember(model, Path(source))
     if lora is not None:
         model = add_lora(model, lora, task=task)
     return moved(model, device), tokenizer
@@ -145,15 +145,15 @@ def load_adapter(model: nn.Module, adapter: Path) -> nn.Module:
             f"the adapter in {adapter} does not fit its base model: {_first_line(error)} Load the "
             "base that it was trained on."
         ) from error
-    _remember(adapted, adapter)
+    remember(adapted, adapter)
     return adapted
 
 
-def _remember(model: nn.Module, source: Path) -> None:
+def remember(model: nn.Module, source: Path) -> None:
     """Attach to the model what its directory says was spent on it."""
     base = Path(_base_of(source))
     if base.name and base.is_dir() and base != source:
-        _remember(model, base)
+        remember(model, base)
     found = read_history(source)
     if found is not None:
         carry(model, merged(history_of(model), found))
@@ -192,12 +192,33 @@ def classes_of(model: nn.Module) -> tuple[str, ...]:
 
 def save_model(model: nn.Module, tokenizer: Any, out: Path) -> None:
     """Write the model (or the adapter alone) as `transformers` and `peft` load it."""
-    config = getattr(model, "config", None)
-    if not isinstance(model, peft.PeftModel) and hasattr(config, "quantization_config"):
-        # A model read from GGUF still claims to be quantised, but its weights are floats now.
-        del config.quantization_config  # pyright: ignore[reportOptionalMemberAccess]
+    if not isinstance(model, peft.PeftModel):
+        forget_quantisation(model)
     model.save_pretrained(str(out))  # pyright: ignore[reportCallIssue]
     tokenizer.save_pretrained(out)
+    _name_base_from_anywhere(out / "adapter_config.json")
+
+
+def forget_quantisation(model: nn.Module) -> None:
+    """Let a model that was read from GGUF say what it is: its weights are floats now.
+
+    While it claims to be quantised, transformers refuses to save it.
+    """
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    vars(model).pop("hf_quantizer", None)
+
+
+def _name_base_from_anywhere(settings: Path) -> None:
+    """Name an adapter's local base by its whole path: a relative one fails from other folders."""
+    if not settings.is_file():
+        return
+    told = json.loads(settings.read_text(encoding="utf-8"))
+    base = told.get("base_model_name_or_path")
+    if base and Path(base).is_dir():
+        told["base_model_name_or_path"] = str(Path(base).absolute())
+        settings.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def adapter_tensors(saved: Path) -> frozenset[str] | None:

@@ -39,9 +39,9 @@ def parquet_batches(path: Path, columns: Columns) -> Iterator[ImportBatch]:
     try:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
-            chosen = _checked(columns.resolved(schema.names, path.name), schema, path.name)
-            yield from _batches(
-                file.iter_batches(BATCH_ROWS, columns=_needed(chosen)), chosen, path.name
+            chosen = checked_columns(columns.resolved(schema.names, path.name), schema, path.name)
+            yield from arrow_batches(
+                file.iter_batches(BATCH_ROWS, columns=needed(chosen)), chosen, path.name
             )
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, FileNotFoundError):
@@ -64,10 +64,10 @@ def saved_dataset_batches(root: Path, columns: Columns) -> Iterator[ImportBatch]
         try:
             with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
                 where = f"{root.name}/{file.name}"
-                chosen = _checked(
+                chosen = checked_columns(
                     columns.resolved(stream.schema.names, where), stream.schema, where
                 )
-                yield from _batches(_sliced(stream, _needed(chosen)), chosen, where)
+                yield from arrow_batches(_sliced(stream, needed(chosen)), chosen, where)
         except (pa.ArrowException, OSError):
             raise InputError(f"{root.name}/{file.name}: truncated or not Arrow data.") from None
 
@@ -75,10 +75,10 @@ def saved_dataset_batches(root: Path, columns: Columns) -> Iterator[ImportBatch]
 def dataset_batches(dataset: Any, columns: Columns) -> Iterator[ImportBatch]:
     """The records of a loaded `datasets.Dataset`, in its order."""
     chosen = columns.resolved(list(dataset.column_names), "the dataset")
-    arrow = dataset.select_columns(_needed(chosen)).with_format("arrow")
+    arrow = dataset.select_columns(needed(chosen)).with_format("arrow")
     tables = arrow.iter(BATCH_ROWS)
     pieces = (piece for table in tables for piece in table.combine_chunks().to_batches())
-    yield from _batches(pieces, chosen, "the dataset")
+    yield from arrow_batches(pieces, chosen, "the dataset")
 
 
 def _names(path: Path, choose: Callable[[dict[str, Any]], list[Any]]) -> list[Any]:
@@ -103,26 +103,29 @@ def _inside(root: Path, name: str) -> Path:
     return path
 
 
-def _sliced(stream: Any, needed: list[str]) -> Iterator[pa.RecordBatch]:
+def _sliced(stream: Any, names: list[str]) -> Iterator[pa.RecordBatch]:
     for batch in stream:
         for start in range(0, batch.num_rows, BATCH_ROWS):
-            yield batch.select(needed).slice(start, BATCH_ROWS)
+            yield batch.select(names).slice(start, BATCH_ROWS)
 
 
-def _needed(columns: Columns) -> list[str]:
+def needed(columns: Columns) -> list[str]:
+    """The names of all columns that are read."""
     return list(dict.fromkeys(name for choice in columns.chosen for name in names_in(choice)))
 
 
-def _checked(columns: Columns, schema: pa.Schema, where: str) -> Columns:
-    for name in _needed(columns):
+def checked_columns(columns: Columns, schema: pa.Schema, where: str) -> Columns:
+    """The same columns, if all of them are there."""
+    for name in needed(columns):
         if name not in schema.names:
             raise no_column(name, schema.names, where)
     return columns
 
 
-def _batches(
+def arrow_batches(
     pieces: Iterable[pa.RecordBatch], columns: Columns, where: str
 ) -> Iterator[ImportBatch]:
+    """The records of Arrow batches that follow each other; `where` names their source."""
     start = 0
     for piece in pieces:
         yield from _pieces(piece, columns, partial(_row, where, start))

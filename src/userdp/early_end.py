@@ -1,0 +1,42 @@
+"""A run that ends before its last planned step: what it costs, and what its statement says.
+
+Whoever decides to stop may have looked at the weights, and so at the users. What the whole plan
+costs covers every such decision, because it is post-processing of the whole run. What the steps
+taken cost does not: a bound at a time that is chosen on the way needs more (Rogers et al. 2016,
+"Privacy Odometers and Filters"). So the planned steps that are not taken are charged, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from userdp.run_record import RunRecord
+
+
+class EarlyEnd:
+    """Asks after each step whether to stop, and charges for the rest if so."""
+
+    def __init__(self, record: RunRecord, asked: Callable[[], bool] | None) -> None:
+        self._record = record
+        self._asked = asked
+        self._after: int | None = None
+
+    def charge_rest_if_asked(self) -> None:
+        """Charge for all planned steps that are left, if the training shall end here."""
+        planned = self._record.ledger.plan.steps
+        if self._asked is None or self._record.steps >= planned or not self._asked():
+            return
+        self._after = self._record.steps
+        while self._record.steps < planned:
+            self._record.charge_step()
+
+    def told(self, people: dict[str, Any]) -> dict[str, Any]:
+        """What the closing row says beside the steps, with the early end among the cautions."""
+        if self._after is None:
+            return people
+        caution = (
+            f"training stopped after {self._after:,} of {self._record.steps:,} planned steps; all "
+            "of them are charged, because the decision to stop may depend on the weights"
+        )
+        return {**people, "cautions": [*people.get("cautions", ()), caution]}

@@ -1,0 +1,113 @@
+"""A run that ends before its last planned step costs what its plan costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import userdp
+from tiny import make_model, make_store
+from userdp.checkpoints import Saving
+from userdp.ledger import Ledger
+from userdp.run_check import check_run
+from userdp.training import Run
+
+PLAN = userdp.Plan.sample_users(
+    num_users=12,
+    expected_cohort_size=4,
+    group_size=2,
+    steps=5,
+    clip_norm=1.0,
+    noise_multiplier=1.0,
+    delta=1e-3,
+)
+
+
+class After:
+    """Asks for the end after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.done = steps, 0
+
+    def on_step(self, steps: int) -> None:
+        self.done = steps
+
+    def __call__(self) -> bool:
+        return self.done >= self.steps
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> userdp.UserStore:
+    return make_store(tmp_path_factory.mktemp("early") / "store", [3] * 12)
+
+
+def run(
+    store: userdp.UserStore, tmp_path: Path, *, out: Path | None, ends: int, **more: Any
+) -> Run:
+    model, tokenizer = make_model(tmp_path / "model")
+    asked = After(ends)
+    return userdp.train(
+        model,
+        tokenizer,
+        store,
+        PLAN,
+        sequence_length=64,
+        out=out,
+        stop_early=asked,
+        on_step=asked.on_step,
+        **more,
+    )
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_every_planned_step_is_charged_and_the_statement_says_when_it_ended(
+    store: userdp.UserStore, tmp_path: Path
+) -> None:
+    done = run(store, tmp_path, out=tmp_path / "run", ends=2)
+    assert done.ledger.steps == 5
+    assert done.statement.guarantee
+    assert done.statement.epsilon == PLAN.epsilon()
+    told = [one for one in done.statement.cautions if "stopped after 2 of 5 planned steps" in one]
+    assert len(told) == 1
+    assert check_run(tmp_path / "run").ok
+    # Whoever asks to go on gets the weights of the end.
+    again = run(store, tmp_path, out=tmp_path / "run", ends=2, resume=True)
+    assert torch.equal(weights(again.model), weights(done.model))
+
+
+def test_an_end_after_the_last_step_is_no_early_end(
+    store: userdp.UserStore, tmp_path: Path
+) -> None:
+    done = run(store, tmp_path, out=None, ends=5)
+    assert done.ledger.steps == 5
+    assert not any("stopped after" in one for one in done.statement.cautions)
+
+
+def test_a_machine_that_fails_while_the_rest_is_charged_repeats_nothing_else(
+    store: userdp.UserStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charge = Ledger.charge_step
+
+    def breaks(self: Ledger) -> None:
+        if self.steps == 4:
+            raise RuntimeError("power cut")
+        charge(self)
+
+    saving = Saving(every_steps=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "charge_step", breaks)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run(store, tmp_path, out=tmp_path / "run", ends=2, saving=saving)
+    assert Ledger.read(tmp_path / "run" / "ledger.jsonl").steps == 4
+    # The checkpoint after two steps is the last one. The run goes on to its third step, which was
+    # charged, before it is asked again.
+    done = run(store, tmp_path, out=tmp_path / "run", ends=2, saving=saving, resume=True)
+    assert done.ledger.steps == 5
+    assert any("stopped after 3 of 5 planned steps" in one for one in done.statement.cautions)
+    assert check_run(tmp_path / "run").ok

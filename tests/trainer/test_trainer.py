@@ -1,0 +1,372 @@
+"""A Trainer script with user-level privacy: callbacks, files, refusals, early ends, resuming."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_llama import chats, make_llama, texts
+
+import userdp
+from userdp import InputError, UserDPTrainer, UserStore
+from userdp.history import history_of
+from userdp.run_check import check_run
+
+pytest.importorskip("accelerate", reason="TrainingArguments needs accelerate")
+
+USERS = 24
+PRIVACY: dict[str, Any] = {"epsilon": 8.0, "num_users": USERS}
+# What callbacks, logs and files of the state may tell.
+MEASURED = {"eval_loss", "eval_perplexity", "eval_mean_token_accuracy"}
+RELEASABLE = {"step", "epoch", "learning_rate", "epsilon", "delta"} | MEASURED
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_llama(tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture
+def make(llama: str, tmp_path: Path) -> Callable[..., UserDPTrainer]:
+    def made(model: Any = None, arguments: Any = None, **more: Any) -> UserDPTrainer:
+        given: dict[str, Any] = {
+            "output_dir": str(tmp_path / "out"),
+            "max_steps": 4,
+            "per_device_train_batch_size": 6,
+            "learning_rate": 0.01,
+            "logging_steps": 2,
+            "disable_tqdm": True,
+            "use_cpu": True,
+        }
+        args = transformers.TrainingArguments(**(given | (arguments or {})))
+        more = {"train_dataset": texts(USERS)} | PRIVACY | more
+        return UserDPTrainer(model or llama, args, **more)
+
+    return made
+
+
+class Events(transformers.TrainerCallback):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.numbers: list[dict[str, Any]] = []
+        self.others: set[str] = set()
+
+    def _note(self, name: str, state: Any, **given: Any) -> None:
+        self.names.append(name)
+        self.numbers += [dict(given[key]) for key in ("logs", "metrics") if key in given]
+        self.numbers += [dict(entry) for entry in state.log_history]
+        self.others |= {key for key, value in given.items() if value is not None}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._note("train_begin", state, **given)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._note("step_end", state, **given)
+
+    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._note("log", state, **given)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._note("evaluate", state, **given)
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._note("save", state, **given)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._note("train_end", state, **given)
+
+
+class AtStep(transformers.TrainerCallback):
+    """Does something after one step."""
+
+    def __init__(self, step: int, act: Callable[[Any], None]) -> None:
+        self.step, self.act = step, act
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> Any:
+        if state.global_step == self.step:
+            self.weights = {n: p.detach().clone() for n, p in given["model"].named_parameters()}
+            self.act(control)
+        return control
+
+
+def stop(control: Any) -> None:
+    control.should_training_stop = True
+
+
+def fail(_: Any) -> None:
+    raise RuntimeError("the machine is gone")
+
+
+def test_a_run_tells_callbacks_public_numbers_and_leaves_a_model(
+    make: Callable[..., UserDPTrainer], tmp_path: Path
+) -> None:
+    events = Events()
+    trainer = make(
+        callbacks=[events],
+        eval_dataset=texts(5, prefix="other"),
+        arguments={"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2},
+    )
+    done = trainer.train()
+    once = ["step_end", "step_end", "log", "log", "evaluate", "save"]
+    assert events.names == ["train_begin", *once, *once, "log", "train_end"]
+    assert {key for numbers in events.numbers for key in numbers} == RELEASABLE
+    expected = {"model", "processing_class", "optimizer", "lr_scheduler", "logs", "metrics"}
+    assert events.others == expected
+    assert (done.global_step, trainer.state.global_step) == (4, 4)
+    assert done.metrics["epsilon"] == trainer.statement.epsilon <= 8.0
+    assert trainer.statement.guarantee
+    assert done.training_loss != done.training_loss  # Not a number: it is secret.
+    assert trainer.plan.delta == 0.1 / USERS
+
+    out = tmp_path / "out"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+    for name, weight in trainer.model.named_parameters():
+        assert torch.equal(weight, loaded.get_parameter(name)), name
+    assert check_run(out / "userdp" / "run").ok
+    assert (out / "userdp").stat().st_mode & 0o777 == 0o700
+    assert (out / ".gitignore").read_text() == "/userdp/\n"
+    told = json.loads((out / "trainer_state.json").read_text())
+    assert told["log_history"] == trainer.state.log_history
+    saved = sorted(path.name for path in out.glob("checkpoint-*"))
+    assert saved == ["checkpoint-2", "checkpoint-4"]
+    transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint-2")
+    trainer.save_metrics("train", done.metrics)
+    assert json.loads((out / "train_results.json").read_text()) == done.metrics
+    trainer.save_model(str(tmp_path / "elsewhere"))
+    assert (tmp_path / "elsewhere" / "model.safetensors").read_bytes() == (
+        out / "model.safetensors"
+    ).read_bytes()
+
+
+def test_a_callback_may_stop_and_the_whole_plan_is_paid(
+    make: Callable[..., UserDPTrainer], tmp_path: Path
+) -> None:
+    stopping = AtStep(2, stop)
+    trainer = make(callbacks=[stopping])
+    assert trainer.train().global_step == 2
+    for name, weight in trainer.model.named_parameters():
+        assert torch.equal(weight, stopping.weights[name]), name
+    assert trainer.run is not None
+    assert trainer.run.ledger.steps == 4
+    assert trainer.statement.epsilon == trainer.plan.epsilon(4) > trainer.plan.epsilon(2)
+    assert any("stopped after 2 of 4 planned steps" in one for one in trainer.statement.cautions)
+    assert check_run(tmp_path / "out" / "userdp" / "run").ok
+
+
+def test_patience_with_other_people_ends_a_run_early(make: Callable[..., UserDPTrainer]) -> None:
+    trainer = make(
+        callbacks=[transformers.EarlyStoppingCallback(early_stopping_threshold=1e9)],
+        eval_dataset=texts(5, prefix="other"),
+        arguments={
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "metric_for_best_model": "eval_loss",
+            "greater_is_better": False,
+        },
+    )
+    # Nothing improves by so much, so the second measurement ends it.
+    assert trainer.train().global_step == 2
+    assert trainer.state.best_metric is not None
+
+
+def test_a_run_that_was_stopped_goes_on(make: Callable[..., UserDPTrainer], tmp_path: Path) -> None:
+    arguments = {"save_steps": 1, "save_total_limit": 1, "logging_steps": 1}
+    with pytest.raises(RuntimeError, match="machine is gone"):
+        make(callbacks=[AtStep(3, fail)], arguments=arguments).train()
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+    with pytest.raises(InputError, match="already holds a run"):
+        make(arguments=arguments).train()
+    with pytest.raises(InputError, match="from its own last checkpoint"):
+        make(arguments=arguments).train(resume_from_checkpoint=str(tmp_path / "other"))
+    trainer = make(arguments=arguments)
+    trainer.train(resume_from_checkpoint=True)
+    assert check_run(tmp_path / "out" / "userdp" / "run").ok
+    steps = [entry["step"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert steps == [1, 2, 3, 4]
+    with pytest.raises(InputError, match="other records than train_dataset"):
+        make(train_dataset=texts(USERS, seed=1))
+
+
+def test_a_callback_may_ask_for_a_checkpoint(
+    make: Callable[..., UserDPTrainer], tmp_path: Path
+) -> None:
+    def save(control: Any) -> None:
+        control.should_save = True
+
+    make(callbacks=[AtStep(3, save)], arguments={"save_strategy": "no"}).train()
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+class Peeks(transformers.TrainerCallback):
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        raise AssertionError
+
+
+def test_events_inside_a_step_and_skipped_epochs_are_refused(
+    make: Callable[..., UserDPTrainer],
+) -> None:
+    with pytest.raises(InputError, match="Peeks wants on_pre_optimizer_step"):
+        make(callbacks=[Peeks()])
+
+    def skip(control: Any) -> None:
+        control.should_epoch_stop = True
+
+    trainer = make(callbacks=[AtStep(1, skip)])
+    with pytest.raises(InputError, match="Peeks wants on_pre_optimizer_step"):
+        trainer.add_callback(Peeks)
+    with pytest.raises(InputError, match="should_training_stop"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"eval_dataset": texts(3)}, "has training users"),
+        ({"eval_dataset": [{"text": "red green blue"}]}, "has no column 'user_id'"),
+        ({"train_dataset": [{"text": "red"}]}, "no column 'user_id'"),
+        ({"train_dataset": None}, "train_dataset is missing"),
+        ({"train_dataset": [{"user_id": "a", "words": "red"}]}, "none of the columns 'text'"),
+        (
+            {"train_dataset": [{"user_id": "a", "prompt": "red", "completion": "blue"}]},
+            "completion_only_loss=False",
+        ),
+        ({"data_collator": lambda rows: rows}, "sees records of several users"),
+        ({"compute_loss_func": lambda outputs, labels: 0}, "a loss over a batch mixes users"),
+        ({"compute_metrics": lambda prediction: {}}, "computed here"),
+        ({"arguments": {"max_grad_norm": 0.3}}, r"max_grad_norm=0.3\): .*clip_norm"),
+        ({"arguments": {"train_sampling_strategy": "group_by_length"}}, "drawn at random"),
+        ({"arguments": {"eval_strategy": "steps", "eval_steps": 1}}, "give an eval_dataset"),
+    ],
+)
+def test_what_cannot_be_private_is_refused_by_name(
+    make: Callable[..., UserDPTrainer], given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        make(**given).train()
+
+
+def test_people_who_cannot_be_compared_need_a_declaration(
+    make: Callable[..., UserDPTrainer], tmp_path: Path
+) -> None:
+    public = [{"text": "red green blue"}] * 3
+    found = make(eval_dataset=public, eval_is_public=True).evaluate()
+    assert found.keys() == MEASURED
+    other = UserStore.from_dataset(texts(3, prefix="other"))
+    with pytest.raises(InputError, match="hides its users under another key"):
+        make(eval_dataset=other)
+    make(eval_dataset=other, eval_is_public=True)
+    # A declaration does not hide what can be compared.
+    with pytest.raises(InputError, match="has training users"):
+        make(eval_dataset=texts(3), eval_is_public=True)
+
+
+def test_records_of_every_form(make: Callable[..., UserDPTrainer], tmp_path: Path) -> None:
+    def store(name: str, **given: Any) -> UserStore:
+        return make(arguments={"output_dir": str(tmp_path / name)}, **given).train_store
+
+    assert store("chats", train_dataset=chats(3)).manifest["text_kind"] == "chat"
+    written = store(
+        "formatted",
+        train_dataset=[{"user_id": "a", "words": "red"}],
+        formatting_func=lambda row: f"{row['words']} green",
+    )
+    assert written.text(0) == "red green"
+    own = UserStore.from_dataset(texts(4), tmp_path / "own")
+    assert store("store", train_dataset=own) is own
+    shared = store("first", store=tmp_path / "shared")
+    assert store("second", store=tmp_path / "shared").fingerprint == shared.fingerprint
+
+
+def test_assistant_only_loss_is_refused(tmp_path: Path, llama: str) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    args = trl.SFTConfig(str(tmp_path / "out"), assistant_only_loss=True, use_cpu=True, bf16=False)
+    with pytest.raises(InputError, match="assistant_only_loss=True is not in this version"):
+        UserDPTrainer(llama, args, train_dataset=chats(USERS), **PRIVACY)
+
+
+def test_what_was_spent_before_is_composed_however_the_model_was_loaded(
+    make: Callable[..., UserDPTrainer], tmp_path: Path
+) -> None:
+    make().train()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    elsewhere = {"output_dir": str(tmp_path / "second")}
+    with pytest.raises(InputError, match="8"):
+        make(again, arguments=elsewhere)
+    assert len(history_of(again).all_entries()) == 1
+    second = make(again, epsilon=16.0, arguments=elsewhere)
+    second.train()
+    assert len(second.statement.earlier) == 1
+    assert 15.9 < second.statement.epsilon <= 16.0
+
+
+def test_dropout_of_adapters_is_said_to_be_off(make: Callable[..., UserDPTrainer]) -> None:
+    import peft
+
+    config = peft.LoraConfig(
+        r=2, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM"
+    )
+    with pytest.warns(UserWarning, match=r"lora_dropout=0.1 has no effect"):
+        trainer = make(peft_config=config)
+    assert all("lora" in n for n, p in trainer.model.named_parameters() if p.requires_grad)
+
+
+def test_nothing_is_pushed_or_saved_before_it_is_trained(
+    make: Callable[..., UserDPTrainer],
+) -> None:
+    trainer = make()
+    with pytest.raises(InputError, match="userdp export"):
+        trainer.push_to_hub()
+    with pytest.raises(InputError, match="call train"):
+        trainer.save_model()
+    with pytest.raises(InputError, match="nothing to evaluate on"):
+        trainer.evaluate()
+
+
+def test_wandb_must_not_watch_gradients(
+    make: Callable[..., UserDPTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_WATCH", "gradients")
+    with pytest.raises(InputError, match="WANDB_WATCH=gradients"):
+        make(arguments={"report_to": ["wandb"]})
+
+
+def test_the_optimizer_and_schedule_may_be_given(
+    make: Callable[..., UserDPTrainer], llama: str
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    trainer = make(model, optimizers=(optimizer, None))
+    assert trainer.optimizer is optimizer
+    trainer.train()
+    rates = [e["learning_rate"] for e in trainer.state.log_history if "learning_rate" in e]
+    # Linear from 0.5 to 0 in four steps.
+    assert rates == pytest.approx([0.25, 0.0])
+    elsewhere = {"output_dir": f"{trainer.args.output_dir}-2"}
+    named = make(optimizer_cls_and_kwargs=(torch.optim.Adam, {"lr": 0.1}), arguments=elsewhere)
+    assert isinstance(named.optimizer, torch.optim.Adam)
+
+
+def test_the_plan_is_that_of_the_arguments(make: Callable[..., UserDPTrainer]) -> None:
+    trainer = make(
+        group_size=3, clip_norm=0.5, delta=1e-3, arguments={"max_steps": -1, "num_train_epochs": 2}
+    )
+    expected = userdp.Plan.sample_users(
+        num_users=USERS,
+        expected_cohort_size=6,
+        group_size=3,
+        steps=8,
+        clip_norm=0.5,
+        epsilon=8.0,
+        delta=1e-3,
+    )
+    assert trainer.plan == expected
+    assert dataclasses.asdict(trainer.state)["max_steps"] == 8
