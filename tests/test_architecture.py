@@ -39,11 +39,16 @@ ABOVE = {
     "earlier": GROUND | {"accounting", "paid"},
     "wording": GROUND | {"earlier"},
     "composition": GROUND | {"accounting", "earlier", "paid", "statement"},
+    "marks": GROUND | {"sampling"},
+    "marked_price": GROUND
+    | {"accounting", "composition", "earlier", "marks", "paid", "prices", "sampling"},
+    "plan_words": GROUND
+    | {"composition", "earlier", "marked_price", "marks", "paid", "statement", "wording"},
     "prices": GROUND | {"accounting", "earlier", "noise", "paid", "sampling", "statement"},
     "norms": GROUND,
     "plan": GROUND
     | {"accounting", "clipping", "earlier", "noise", "paid", "prices", "sampling", "statement"}
-    | {"composition", "updates", "wording"},
+    | {"composition", "marked_price", "marks", "plan_words", "updates"},
     "planner": GROUND
     | {"accounting", "statement", "sampling", "clipping", "noise", "plan"}
     | {"norms", "prices"},
@@ -64,7 +69,7 @@ ABOVE = {
     | {"config", "data", "earlier", "ledger", "paid", "plan", "population", "rows_file"},
     "config_sections": GROUND,
     "config": GROUND
-    | {"config_problems", "config_sections"}
+    | {"config_problems", "config_sections", "marks"}
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
     | {"updates"},
     "report": GROUND
@@ -94,7 +99,7 @@ ABOVE = {
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
     | {"continuing", "run_state", "same_run", "statement", "step", "training_rows"}
-    | {"debits", "optimizers", "population", "tasks"},
+    | {"debits", "marked_price", "optimizers", "population", "tasks"},
     "saved_run": GROUND | {"config", "digests", "ledger", "models"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }
@@ -119,6 +124,9 @@ TORCH_FREE = [
     "paid",
     "earlier",
     "wording",
+    "marks",
+    "marked_price",
+    "plan_words",
     "prices",
     "composition",
     "norms",

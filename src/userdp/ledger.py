@@ -28,7 +28,6 @@ from typing import Any
 from userdp import chain
 from userdp.accounting import events
 from userdp.chain import Row
-from userdp.chain import chained as _chained
 from userdp.earlier import Earlier
 from userdp.errors import InputError, LedgerError
 from userdp.ledger_rows import FORMAT, Kept, Position, kept_rows
@@ -37,9 +36,6 @@ from userdp.plan import Plan
 from userdp.remembered import last_position
 from userdp.rows_file import RowsFile
 from userdp.statement import Statement
-
-__all__ = ["FORMAT", "Ledger", "_chained"]
-
 
 UNVERIFIED = (
     "who wrote this record is not verified: the run's key is not here, and anyone can write rows "
@@ -100,7 +96,7 @@ class Ledger:
                 "format": FORMAT,
                 "plan": plan.to_json(),
                 # Redundant on purpose: an auditor can price this with dp_accounting alone.
-                "event": None if plan.non_private else events.to_json(plan.event()),
+                "event": events.to_json(plan.event()) if plan.has_price else None,
                 "bound_to": bound_to,
                 "fixed_seed": fixed_seed,
                 "model_check": model_check,
@@ -176,7 +172,8 @@ class Ledger:
             plan.check_paid(self.paid, earlier=self.earlier)
         except InputError as error:
             raise LedgerError(f"{path}: {error}") from None
-        if not plan.non_private and self._kept.rows[0]["event"] != events.to_json(plan.event()):
+        own = events.to_json(plan.event()) if plan.has_price else None
+        if self._kept.rows[0]["event"] != own:
             raise LedgerError(f"{path}: the recorded event is not the one of the recorded plan.")
         event = self._event()
         if self.end and self.end.get("event") != (None if event is None else events.to_json(event)):
@@ -349,7 +346,7 @@ class Ledger:
 
     def _event(self) -> events.DpEvent | None:
         """The cost of the steps taken; None without a step, or without privacy."""
-        return self.plan.event(self.steps) if self.steps and not self.plan.non_private else None
+        return self.plan.event(self.steps) if self.steps and self.plan.has_price else None
 
     def statement(self, *, unfinished: bool = False) -> Statement:
         """What may be said about the model after everything recorded here, paid items included.

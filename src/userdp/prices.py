@@ -40,6 +40,8 @@ def _users(sampler: PoissonUsers, noise: Gaussian) -> events.DpEvent:
 
 
 def _records(sampler: PoissonRecords, noise: Gaussian) -> events.DpEvent:
+    if sampler.is_unbounded:
+        raise UnaccountedPlanError("users with any number of records have no price.")
     return events.poisson_records_gaussian(
         record_sampling_prob=sampler.record_sampling_prob,
         group_size=sampler.group_size,

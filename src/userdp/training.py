@@ -36,6 +36,7 @@ from userdp.history import history_of
 from userdp.interrupts import signals_wait_for_the_step
 from userdp.ledger import Ledger
 from userdp.lineage import earlier_runs
+from userdp.marked_price import check_selection
 from userdp.models.load import Lora, load_model
 from userdp.optimizers import make_optimizer, make_schedule
 from userdp.paid import Paid
@@ -140,6 +141,8 @@ def train(
     store.verify()
     before = earlier_runs(model, other_people=other_people, data=store.fingerprint)
     plan.check_paid(paid, earlier=before)
+    if selection is not None:
+        check_selection(plan)
     parents = () if beginning.parent is None else (beginning.parent,)
     homes = history_of(model).homes
     cautions = (*store.cautions, *_check_declared((*homes, *parents), store, before))
