@@ -44,8 +44,10 @@ ABOVE = {
     | {"accounting", "composition", "earlier", "marks", "paid", "prices", "sampling"},
     "plan_words": GROUND
     | {"composition", "earlier", "marked_price", "marks", "paid", "statement", "wording"},
-    "prices": GROUND | {"accounting", "earlier", "noise", "paid", "sampling", "statement"},
+    "prices": GROUND
+    | {"accounting", "earlier", "noise", "paid", "sampling", "statement", "updates"},
     "norms": GROUND,
+    "filter_noise": GROUND | {"accounting", "plan", "updates"},
     "plan": GROUND
     | {"accounting", "clipping", "earlier", "noise", "paid", "prices", "sampling", "statement"}
     | {"composition", "marked_price", "marks", "plan_words", "updates"},
@@ -55,10 +57,12 @@ ABOVE = {
     "own_keys": GROUND,
     "config_problems": GROUND | {"own_keys"},
     "ledger_rows": GROUND | {"chain"},
+    "ledger_checks": GROUND | {"accounting"},
     "ledger": GROUND
+    | {"ledger_checks"}
     | {"accounting", "chain", "earlier", "ledger_rows", "paid", "plan", "rows_file", "statement"},
-    "run_files": GROUND | {"chain", "data", "ledger", "statement"},
-    "run_check": GROUND | {"data", "ledger", "lock", "run_files"},
+    "run_files": GROUND | {"chain", "data", "ledger", "ledger_rows", "statement"},
+    "run_check": GROUND | {"data", "ledger", "ledger_rows", "lock", "run_files"},
     "finalize": GROUND | {"ledger", "rows_file", "run_check", "run_files", "statement"},
     "export": GROUND | {"config", "ledger", "report", "run_check", "run_files", "statement"},
     "spending": GROUND | {"accounting", "paid", "statement"},
@@ -120,6 +124,8 @@ TORCH_FREE = [
     "parts",
     "own_keys",
     "updates.contract",
+    "updates.filter",
+    "updates.halting",
     "statement",
     "paid",
     "earlier",
@@ -141,6 +147,7 @@ TORCH_FREE = [
     "reservation",
     "population",
     "ledger",
+    "ledger_checks",
     "run_files",
     "run_check",
     "finalize",

@@ -234,7 +234,8 @@ def start(
         return Start(plan=plan, beginning=Beginning())
     charged = charged_ledger(run) if resume and not fork_of_it else None
     if charged is not None and charged.is_finished:
-        if plan.steps <= beginning_of(run).before + charged.steps:
+        taken = beginning_of(run).before + charged.steps
+        if plan.steps <= taken or charged.is_halted:
             return Start(plan=plan, beginning=Beginning(), finished=charged)
         if not (run / NOISE_KEY).is_file() and not charged.fixed_seed:
             raise InputError(

@@ -35,6 +35,7 @@ from userdp.sampling.poisson_records import UNBOUNDED
 from userdp.statement import Statement
 from userdp.units import Adjacency
 from userdp.updates.contract import UPDATE_RULES, UpdateRule
+from userdp.updates.halting import HaltingTest
 from userdp.updates.mean_gradient import MEAN_GRADIENT
 
 
@@ -82,7 +83,7 @@ class Plan:
     mark: Mark | None = None
 
     def __post_init__(self) -> None:
-        price_of(self.sampler, self.noise, self.adjacency)
+        price_of(self.sampler, self.noise, self.adjacency, self.halting_test)
         check_counts(num_users=self.num_users, steps=self.steps)
         accountant.check_delta(self.delta)
         if not 1 <= self.divisor < math.inf:
@@ -104,6 +105,7 @@ class Plan:
                 "scaled to the clip norm. Set noise_multiplier=0, or clip_norm finite."
             )
         check_mark(self)
+        self._check_test()
         if self.clip.count_stddev is not None and not self.noise.shares_with_count:
             raise UnaccountedPlanError(
                 f"{self.clip.name} clipping releases a noisy count at every step, and no rule "
@@ -112,6 +114,29 @@ class Plan:
             )
         # If a noisy count leaves no noise for the updates, this raises now, before the first step.
         _ = self.noise_stddev
+
+    @property
+    def halting_test(self) -> HaltingTest | None:
+        """The test that every step must pass, if the update rule has one."""
+        return self.update.halting_test(num_users=self.num_users, steps=self.steps)
+
+    def _check_test(self) -> None:
+        """Refuse a test that proves nothing, or that has no price with these parts."""
+        test = self.halting_test
+        if test is None:
+            return
+        test.check()
+        if not test.delta < self.delta:
+            raise InputError(
+                f"threshold_delta={test.delta:g} leaves nothing of delta={self.delta:g} for the "
+                "steps: lower it."
+            )
+        if self.mark is not None or self.clip.count_stddev is not None:
+            raise UnaccountedPlanError(
+                "a filter has no price with record_level, hypothetical numbers or adaptive "
+                "clipping. Leave them out, or use another update."
+            )
+        self.event()
 
     @staticmethod
     def sample_users(
@@ -236,6 +261,7 @@ class Plan:
             adjacency=marked_price.adjacency_of(plan, earlier),
             paid=paid,
             earlier=marked_price.earlier_of(plan, earlier),
+            test=plan.halting_test,
         )
         return replace(plan, noise=replace(noise, noise_multiplier=found * ratio))
 
@@ -257,7 +283,8 @@ class Plan:
                 noise_multiplier=self.noise.noise_multiplier, count_noise=clip.count_stddev
             )
             return replace(self.noise, noise_multiplier=multiplier).noise_stddev(clip.bound)
-        return self.noise.noise_stddev(clip.bound)
+        test = self.halting_test
+        return self.noise.noise_stddev(clip.bound if test is None else test.sensitivity(clip.bound))
 
     @property
     def has_price(self) -> bool:
@@ -267,7 +294,8 @@ class Plan:
     def event(self, steps: int | None = None) -> events.DpEvent:
         """The cost of the first `steps` steps, by default of all of them."""
         steps = self.steps if steps is None else steps
-        return event_of(self.sampler, self.noise, self.adjacency, steps=steps)
+        test = self.halting_test
+        return event_of(self.sampler, self.noise, self.adjacency, steps=steps, test=test)
 
     def epsilon(
         self,

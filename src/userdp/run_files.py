@@ -24,7 +24,8 @@ from userdp.data.identity import PSEUDONYM_BYTES
 from userdp.data.store import UserStore
 from userdp.errors import LedgerError
 from userdp.history import home_of
-from userdp.ledger import UNVERIFIED, Ledger
+from userdp.ledger import Ledger
+from userdp.ledger_rows import UNVERIFIED
 from userdp.statement import Statement
 
 # People write and edit these files. They change no weight.
@@ -133,7 +134,8 @@ def missing_rows(run: Path, ledger: Ledger) -> str | None:
     ]
     if later:
         return f"checkpoints/{later[0].name}"
-    return "model" if (run / "model").exists() and ledger.steps < ledger.plan.steps else None
+    is_short = ledger.steps < ledger.plan.steps and not ledger.is_halted
+    return "model" if (run / "model").exists() and is_short else None
 
 
 def rewritten_files(run: Path, ledger: Ledger) -> list[str]:

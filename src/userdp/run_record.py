@@ -275,6 +275,17 @@ class RunRecord:
             self.ledger.charge_step()
         self._position += 1
 
+    @property
+    def is_halted(self) -> bool:
+        """Whether a test ended the run, and no step of it has to be taken again."""
+        return self.ledger.is_halted and not self.is_repeating
+
+    def halt(self) -> None:
+        """Charge the next step, which failed its test: the run ends. Returns once on disk."""
+        self.charge_step()
+        if not self.ledger.is_halted:
+            self.ledger.halt()
+
     def doubt(self, reason: str) -> None:
         """Record why nothing is promised from here on; returns once it is on disk."""
         if reason not in self.ledger.doubts:
