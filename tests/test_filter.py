@@ -306,7 +306,11 @@ def test_noise_is_calibrated_for_the_steps_and_the_test() -> None:
     [
         ({"expected_cohort_size": 30}, "every user is in every step"),
         ({"adjacency": Adjacency.REPLACE}, "no accounting rule"),
-        ({"clip_norm": None, "clip": AdaptiveClip(clip_norm=1.0, count_noise=9.0)}, "adaptive"),
+        (
+            {"clip_norm": None, "clip": AdaptiveClip(clip_norm=1.0, count_noise=9.0)},
+            "finite clip norm",
+        ),
+        ({"clip_norm": math.inf, "noise_multiplier": 0.0, "non_private": True}, "finite clip"),
         ({"mark": Hypothetical(num_users=60, expected_groups=60)}, "hypothetical"),
         ({"delta": 1e-5}, "leaves nothing of delta"),
         ({"update": Filter()}, "nothing could be proven"),

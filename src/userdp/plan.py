@@ -28,7 +28,7 @@ from userdp.noise import NOISES, Gaussian, Noise
 from userdp.paid import Paid
 from userdp.parts import Part, as_written
 from userdp.plan_words import Said, cautions_of, statement_of
-from userdp.prices import calibrate, event_of, price_of
+from userdp.prices import calibrate, check_test, event_of, price_of
 from userdp.sampling import SAMPLERS, PoissonRecords, PoissonUsers, PublicNumbers, Sampler
 from userdp.sampling.contract import check_counts
 from userdp.sampling.poisson_records import UNBOUNDED
@@ -105,7 +105,10 @@ class Plan:
                 "scaled to the clip norm. Set noise_multiplier=0, or clip_norm finite."
             )
         check_mark(self)
-        self._check_test()
+        if self.halting_test is not None:
+            is_fixed = self.clip.bounds_updates and self.clip.count_stddev is None
+            check_test(self.halting_test, self.delta, is_usual=is_fixed and self.mark is None)
+            self.event()
         if self.clip.count_stddev is not None and not self.noise.shares_with_count:
             raise UnaccountedPlanError(
                 f"{self.clip.name} clipping releases a noisy count at every step, and no rule "
@@ -119,24 +122,6 @@ class Plan:
     def halting_test(self) -> HaltingTest | None:
         """The test that every step must pass, if the update rule has one."""
         return self.update.halting_test(num_users=self.num_users, steps=self.steps)
-
-    def _check_test(self) -> None:
-        """Refuse a test that proves nothing, or that has no price with these parts."""
-        test = self.halting_test
-        if test is None:
-            return
-        test.check()
-        if not test.delta < self.delta:
-            raise InputError(
-                f"threshold_delta={test.delta:g} leaves nothing of delta={self.delta:g} for the "
-                "steps: lower it."
-            )
-        if self.mark is not None or self.clip.count_stddev is not None:
-            raise UnaccountedPlanError(
-                "a filter has no price with record_level, hypothetical numbers or adaptive "
-                "clipping. Leave them out, or use another update."
-            )
-        self.event()
 
     @staticmethod
     def sample_users(

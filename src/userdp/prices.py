@@ -93,6 +93,24 @@ _TESTED: Table = {
 }
 
 
+def check_test(test: HaltingTest, delta: float, *, is_usual: bool) -> None:
+    """Refuse a test that proves nothing, or that has no price in its plan.
+
+    A plan is usual if its clip norm is finite and fixed, and if it has no mark.
+    """
+    test.check()
+    if not test.delta < delta:
+        raise InputError(
+            f"threshold_delta={test.delta:g} leaves nothing of delta={delta:g} for the steps: "
+            "lower it."
+        )
+    if not is_usual:
+        raise UnaccountedPlanError(
+            "a filter takes a fixed, finite clip norm, and neither record_level nor hypothetical "
+            "numbers: it has no price otherwise. Use another update."
+        )
+
+
 def event_of(
     sampler: Sampler,
     noise: Noise,
