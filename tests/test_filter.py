@@ -365,7 +365,7 @@ def test_the_filter_pays_only_far_below_the_clip_norm() -> None:
 # ---- Through files
 
 
-def test_a_halted_run_is_a_finished_run(tmp_path: Path) -> None:
+def test_a_halted_run_is_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_store(tmp_path / "store", [1] * USERS)
     make_model(tmp_path / "base")
     (tmp_path / "run.toml").write_text(
@@ -376,7 +376,17 @@ def test_a_halted_run_is_a_finished_run(tmp_path: Path) -> None:
         "threshold_delta = 1e-4\n"
     )
     train = ("train", tmp_path / "run.toml", "--out", tmp_path / "run", "--json")
-    told = command(*train).json
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise OSError("the disk is full")
+
+    # Stopped after the step was charged and halted, and before the run was closed.
+    with monkeypatch.context() as patched:
+        patched.setattr(RunRecord, "finish", stop)
+        assert command(*train).code != 0
+    rows = (tmp_path / "run" / "ledger.jsonl").read_text()
+    assert [json.loads(row)["kind"] for row in rows.splitlines()] == ["run", "step", "halt"]
+    told = command(*train, "--resume").json
     assert told["guarantee"] is True
     assert told["steps"] == 1
     assert any("halted at step 1" in caution for caution in told["cautions"])
