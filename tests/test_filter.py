@@ -348,6 +348,12 @@ def test_too_many_gradients_are_refused_before_the_first_step() -> None:
         make_step(concentrated(), plan)
 
 
+def test_what_a_step_takes_is_said_before_the_first_one(caplog: pytest.LogCaptureFixture) -> None:
+    make_step(concentrated(), the_plan())
+    assert "60 users x 5 weights x 4 bytes" in caplog.text
+    assert "1.8e+04 products a step" in caplog.text
+
+
 def test_the_filter_pays_only_far_below_the_clip_norm() -> None:
     # Chua et al. 2024, Fig. 3: "must be smaller than 0.1". At 0.1 it leaves more noise.
     for epsilon in (3.0, 8.0):

@@ -23,13 +23,13 @@ MARKS = {
     "capped": RECORDS + "group_size = 2\n",
     "unbounded": RECORDS + "num_records = 40\n",
     "hypothetical": "expected_cohort_size = 10\ngroup_size = 2\nhypothetical_users = 100000\n"
-    "hypothetical_cohort_size = 1000\n",
+    "hypothetical_cohort_size = 100\n",
     "unclaimed": "expected_cohort_size = 10\ngroup_size = 2\nnon_private = true\n",
 }
 FIRST_WORDS = {
     "capped": "guarantee: none at user level. No privacy guarantee for the people",
     "unbounded": "guarantee: none at user level. No privacy guarantee for the people",
-    "hypothetical": "HYPOTHETICAL: priced as if there were 100,000 users and cohorts of 1,000; the "
+    "hypothetical": "HYPOTHETICAL: priced as if there were 100,000 users and cohorts of 100; the "
     "run had 20 users and cohorts of 10. No privacy guarantee for the people",
     "unclaimed": "trained with noise, no guarantee claimed. No privacy guarantee for the people",
 }
@@ -105,6 +105,7 @@ def test_the_budget_is_charged_what_the_run_really_cost(
         assert spent > told["record_level_epsilon"] / 2
 
 
+@pytest.mark.slow
 def test_a_mark_cannot_be_put_down_by_going_on(
     marked: tuple[str, Path, dict[str, Any]], base: Path
 ) -> None:

@@ -54,15 +54,19 @@ class HaltingTest:
                 "threshold_epsilon or a larger threshold (below 1)."
             )
 
-    def check_memory(self, num_values: int) -> None:
-        """Refuse a model whose gradients of all users do not fit."""
+    def check_memory(self, num_values: int) -> str:
+        """What a step takes, in words; a model whose gradients do not fit is refused."""
         needed = self.num_users * num_values * BYTES_A_NUMBER / 2**30
+        words = (
+            f"the filter keeps every user's gradient: {self.num_users:,} users x {num_values:,} "
+            f"weights x {BYTES_A_NUMBER} bytes = {needed:,.3g} GiB"
+        )
         if needed > self.memory_gib:
             raise InputError(
-                f"the filter keeps every user's gradient: {self.num_users:,} users x "
-                f"{num_values:,} weights x {BYTES_A_NUMBER} bytes = {needed:,.1f} GiB, above "
-                f"memory_gib={self.memory_gib:g}. Train fewer weights (LoRA), or raise memory_gib."
+                f"{words}, above memory_gib={self.memory_gib:g}. Train fewer weights (LoRA), or "
+                "raise memory_gib."
             )
+        return f"{words}, and compares them: {self.num_users**2 * num_values:.2g} products a step"
 
     @property
     def threshold_noise(self) -> float:
