@@ -40,32 +40,31 @@ ABOVE = {
     "earlier": GROUND | {"accounting", "paid"},
     "wording": GROUND | {"earlier"},
     "composition": GROUND | {"accounting", "earlier", "paid", "statement"},
-    "prices": GROUND | {"accounting", "earlier", "noise", "paid", "sampling", "statement"},
+    "marks": GROUND | {"sampling"},
+    "marked_price": GROUND
+    | {"accounting", "composition", "earlier", "marks", "paid", "prices", "sampling"},
+    "plan_words": GROUND
+    | {"composition", "earlier", "marked_price", "marks", "paid", "statement", "wording"},
+    "prices": GROUND
+    | {"accounting", "earlier", "noise", "paid", "sampling", "statement", "updates"},
     "norms": GROUND,
+    "filter_noise": GROUND | {"accounting", "plan", "updates"},
     "defaults": GROUND,
     "plan": GROUND
-    | {
-        "accounting",
-        "clipping",
-        "defaults",
-        "earlier",
-        "noise",
-        "paid",
-        "prices",
-        "sampling",
-        "statement",
-    }
-    | {"composition", "updates", "wording"},
+    | {"accounting", "clipping", "earlier", "noise", "paid", "prices", "sampling", "statement"}
+    | {"composition", "defaults", "marked_price", "marks", "plan_words", "updates"},
     "planner": GROUND
     | {"accounting", "statement", "sampling", "clipping", "noise", "plan"}
     | {"norms", "prices"},
     "own_keys": GROUND,
     "config_problems": GROUND | {"own_keys"},
     "ledger_rows": GROUND | {"chain"},
+    "ledger_checks": GROUND | {"accounting"},
     "ledger": GROUND
+    | {"ledger_checks"}
     | {"accounting", "chain", "earlier", "ledger_rows", "paid", "plan", "rows_file", "statement"},
-    "run_files": GROUND | {"chain", "data", "ledger", "statement"},
-    "run_check": GROUND | {"data", "ledger", "lock", "run_files"},
+    "run_files": GROUND | {"chain", "data", "ledger", "ledger_rows", "statement"},
+    "run_check": GROUND | {"data", "ledger", "ledger_rows", "lock", "run_files"},
     "finalize": GROUND | {"ledger", "rows_file", "run_check", "run_files", "statement"},
     "export": GROUND
     | {"ledger", "report", "run_check", "run_facts", "run_files", "statement", "validation_curve"},
@@ -88,7 +87,7 @@ ABOVE = {
     | {"data", "earlier", "ledger", "paid", "plan", "population", "rows_file", "run_facts"},
     "config_sections": GROUND | {"defaults", "optimizer_names"},
     "config": GROUND
-    | {"config_problems", "config_sections", "defaults"}
+    | {"config_problems", "config_sections", "defaults", "marks"}
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
     | {"updates"},
     "report": GROUND
@@ -113,7 +112,7 @@ ABOVE = {
     | {"same_run"},
     "run_state": GROUND
     | {"checkpoints", "continuing", "ledger", "losses", "models", "run_record", "step"}
-    | {"averaging"},
+    | {"averaging", "run_files"},
     "training_rows": GROUND | {"bounding", "data", "plan"},
     "training_choice": GROUND | {"data", "digests", "evaluation", "plan"},
     "optimizer_names": GROUND,
@@ -126,7 +125,7 @@ ABOVE = {
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
     | {"continuing", "run_state", "same_run", "statement", "step", "training_choice"}
     | {"configured", "debits", "losses", "optimizers", "population", "tasks", "training_rows"}
-    | {"averaging", "defaults", "early_end", "public_gradient"}
+    | {"averaging", "defaults", "early_end", "marked_price", "public_gradient"}
     | {"run_facts", "trackers", "validation", "validation_curve", "watching"},
     "configured": GROUND | {"config", "data", "models", "tasks"},
     "training_from_config": GROUND
@@ -155,10 +154,15 @@ TORCH_FREE = [
     "parts",
     "own_keys",
     "updates.contract",
+    "updates.filter",
+    "updates.halting",
     "statement",
     "paid",
     "earlier",
     "wording",
+    "marks",
+    "marked_price",
+    "plan_words",
     "prices",
     "composition",
     "norms",
@@ -175,6 +179,7 @@ TORCH_FREE = [
     "reservation",
     "population",
     "ledger",
+    "ledger_checks",
     "run_files",
     "run_facts",
     "validation_curve",

@@ -194,7 +194,24 @@ PLAN_PROBLEMS: dict[str, tuple[str, str]] = {
     ),
     "group of nobody": (GOOD.replace("group_size = 4", "group_size = 0"), "group_size=0"),
     "no steps": (GOOD.replace("steps = 7", "steps = 0"), "steps=0"),
-    "flag without need": (_add("privacy", "non_private = true"), "non_private=True"),
+    "target without a claim": (
+        _add("privacy", "non_private = true").replace("noise_multiplier = 2.0", "epsilon = 8.0"),
+        "claims no epsilon",
+    ),
+    "record level of users": (_add("privacy", "record_level = true"), "needs unit = 'record'"),
+    "two marks": (
+        _without("expected_cohort_size").replace(
+            "[privacy]\n",
+            '[privacy]\nunit = "record"\nexpected_batch_size = 4\nrecord_level = true\n'
+            "hypothetical_users = 1000\n",
+        ),
+        "leave one of them out",
+    ),
+    "hypothetically nobody": (_add("privacy", "hypothetical_users = 1"), "at least 2"),
+    "hypothetically too many": (
+        _add("privacy", "hypothetical_cohort_size = 101"),
+        "not a probability",
+    ),
 }
 
 

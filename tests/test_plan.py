@@ -183,9 +183,18 @@ def test_no_protection_needs_the_explicit_flag(open_door: dict[str, float]) -> N
         sample_users(**open_door)
 
 
-def test_flag_without_an_open_door_is_refused() -> None:
-    with pytest.raises(InputError, match="non_private=True, yet"):
-        sample_users(non_private=True)
+def test_no_epsilon_is_a_target_of_a_run_that_claims_none() -> None:
+    with pytest.raises(InputError, match="claims no epsilon"):
+        sample_users(non_private=True, noise_multiplier=None, epsilon=8.0)
+
+
+def test_noise_without_a_claim_says_so_and_has_no_price() -> None:
+    statement = sample_users(non_private=True).statement()
+    assert str(statement).startswith("trained with noise, no guarantee claimed.")
+    assert not statement.guarantee
+    assert statement.epsilon == math.inf
+    assert statement.promise == ""
+    assert statement.to_json()["planned_epsilon"] is None
 
 
 def test_infinite_noise_is_refused_even_with_the_flag() -> None:

@@ -74,6 +74,7 @@ class CheckedModel:
             plan.clip,
             record_loss=record_loss,
             sequence_length=sequence_length,
+            test=plan.halting_test,
         )
         # In a model that is not proven, rows may affect each other in some batch shapes only.
         self.summation: Summation = self._new_summation(every_shape=not is_proven(model))

@@ -25,11 +25,13 @@ from userdp.config_sections import (
 from userdp.earlier import Earlier, inherited
 from userdp.errors import InputError
 from userdp.history import read_history
+from userdp.marks import Mark, RecordLevel, hypothetical
 from userdp.noise import NOISES
 from userdp.own_keys import check_own_keys, own_values
 from userdp.paid import Paid, read_paid
 from userdp.plan import Plan
 from userdp.sampling import SAMPLERS, PublicNumbers
+from userdp.sampling.poisson_records import UNBOUNDED
 from userdp.units import SamplingUnit
 from userdp.updates.contract import UPDATE_RULES, UpdateRule
 
@@ -50,15 +52,18 @@ class Config(Section):
 
         Epsilon is the target of everything together: the looks listed under `paid`, and the steps.
         """
-        if self.data.selection is not None:
-            return self._bounded().plan()
         privacy = self.privacy
+        if self.data.selection is not None:
+            if privacy.record_level:
+                raise InputError("[privacy] record_level takes no [data] selection: leave it out.")
+            return self._bounded().plan()
         if privacy.adjacency.fixed_graph and privacy.group_size is None:
             raise InputError(
                 f"[privacy] adjacency = {privacy.adjacency.value!r} is for records with several "
                 "owners: give [data] selection, made by `userdp bound`."
             )
-        if privacy.group_size is None:
+        group_size, num_records = privacy.group_size, privacy.num_records
+        if group_size is None and not privacy.record_level:
             if privacy.unit is SamplingUnit.RECORD:
                 raise InputError(
                     "[privacy] group_size is missing: it is the most records that a user keeps. "
@@ -66,13 +71,15 @@ class Config(Section):
                 )
             by_default = privacy.model_copy(update={"group_size": defaults.GROUP_SIZE})
             return self.model_copy(update={"privacy": by_default}).plan()
-        expected, num_records = self._expected_groups(), privacy.num_records
+        if group_size is None and num_records is None:
+            raise InputError("[privacy] num_records is missing: without group_size it is needed.")
+        expected = self._expected_groups()
         sampler = SAMPLERS.named(privacy.sampler, unit=privacy.unit)
         public = PublicNumbers(
             num_users=privacy.num_users,
-            num_records=num_records or privacy.num_users * privacy.group_size,
+            num_records=num_records or privacy.num_users * (group_size or 0),
             expected_groups=expected,
-            group_size=privacy.group_size,
+            group_size=UNBOUNDED if group_size is None else group_size,
             steps=self.training.steps,
         )
         noise = NOISES.named(privacy.noise)
@@ -89,9 +96,30 @@ class Config(Section):
             noise_multiplier=privacy.noise_multiplier,
             adjacency=privacy.adjacency,
             non_private=privacy.non_private,
+            mark=self._mark(expected),
             paid=self.load_paid(),
             earlier=self.load_earlier(),
         )
+
+    def _mark(self, groups: float) -> Mark | None:
+        """Why nothing is promised by choice, if so."""
+        privacy = self.privacy
+        found = hypothetical(
+            privacy.num_users,
+            groups,
+            users=privacy.hypothetical_users,
+            cohort_size=privacy.hypothetical_cohort_size,
+        )
+        if not privacy.record_level:
+            return found
+        if found is not None:
+            raise InputError(
+                "[privacy] record_level and hypothetical numbers together have no price here: "
+                "leave one of them out."
+            )
+        if privacy.unit is not SamplingUnit.RECORD:
+            raise InputError("[privacy] record_level = true needs unit = 'record'.")
+        return RecordLevel()
 
     def _expected_groups(self) -> float:
         privacy = self.privacy

@@ -150,6 +150,15 @@ class PrivacySettings(WithParts):
         False, description="Declares that nobody here was in the runs behind the model."
     )
     non_private: bool = Field(False, description="Train without any guarantee, and say so.")
+    record_level: bool = Field(
+        False, description="Price each record alone: no guarantee at user level, and say so."
+    )
+    hypothetical_users: int | None = Field(
+        None, description="Price as if there were so many users, and say so: no guarantee."
+    )
+    hypothetical_cohort_size: float | None = Field(
+        None, description="Price as if steps had so many users (unit = record: records)."
+    )
 
     @model_validator(mode="before")
     @classmethod

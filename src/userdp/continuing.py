@@ -23,8 +23,8 @@ from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.remembered import CHECKPOINTS, checkpoint_places
 from userdp.rows_file import RowsFile
-from userdp.run_files import missing_rows
-from userdp.run_record import checkpoints_of, discard
+from userdp.run_files import discard, missing_rows
+from userdp.run_record import checkpoints_of
 from userdp.same_run import NOISE_KEY, stored_secret
 
 EARLIER = "earlier"
@@ -237,7 +237,8 @@ def start(
         return Start(plan=plan, beginning=Beginning())
     charged = charged_ledger(run) if resume and not fork_of_it else None
     if charged is not None and charged.is_finished:
-        if plan.steps <= beginning_of(run).before + charged.steps:
+        taken = beginning_of(run).before + charged.steps
+        if plan.steps <= taken or charged.is_halted:
             return Start(plan=plan, beginning=Beginning(), finished=charged)
         if not (run / NOISE_KEY).is_file() and not charged.fixed_seed:
             raise InputError(

@@ -124,4 +124,4 @@ def released_about(people: Population, ledger: Ledger) -> dict[str, Any]:
 
 
 def _event(plan: Plan, steps: int) -> Any:
-    return plan.event(steps) if steps and not plan.non_private else None
+    return plan.event(steps) if steps and plan.has_price else None

@@ -60,6 +60,7 @@ LEDGER_FIELDS = {
     | {"people", "doubts"},
     "paid": {"what", "event"},
     "step": {"step"},
+    "halt": {"steps"},
     "doubt": {"reason"},
     "end": {"steps", "event", "digests", "model_files", "people"},
 }

@@ -5,7 +5,7 @@ Every line is one JSON object:
 1. the run: the plan and what it was bound to;
 2. the runs behind the initial weights, and the looks at the users' data that were paid for before
    training;
-3. one row for each step;
+3. one row for each step, and one if a step failed a test that ended the run;
 4. in a finished run, a closing row with the digests of what came out.
 
 A record without a closing row is unfinished, and nothing is promised from it. A row of doubt may
@@ -28,23 +28,15 @@ from typing import Any
 from userdp import chain
 from userdp.accounting import events
 from userdp.chain import Row
-from userdp.chain import chained as _chained
 from userdp.earlier import Earlier
-from userdp.errors import InputError, LedgerError
-from userdp.ledger_rows import FORMAT, Kept, Position, kept_rows
+from userdp.errors import LedgerError
+from userdp.ledger_checks import check_events
+from userdp.ledger_rows import FORMAT, HALTED, UNVERIFIED, Kept, Position, kept_rows
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.remembered import last_position
 from userdp.rows_file import RowsFile
 from userdp.statement import Statement
-
-__all__ = ["FORMAT", "Ledger", "_chained"]
-
-
-UNVERIFIED = (
-    "who wrote this record is not verified: the run's key is not here, and anyone can write rows "
-    "that fit together"
-)
 
 
 class Ledger:
@@ -100,7 +92,7 @@ class Ledger:
                 "format": FORMAT,
                 "plan": plan.to_json(),
                 # Redundant on purpose: an auditor can price this with dp_accounting alone.
-                "event": None if plan.non_private else events.to_json(plan.event()),
+                "event": events.to_json(plan.event()) if plan.has_price else None,
                 "bound_to": bound_to,
                 "fixed_seed": fixed_seed,
                 "model_check": model_check,
@@ -134,7 +126,7 @@ class Ledger:
         key = chain.read_key(path)
         kept = kept_rows(chain.rows_of(content, path, key), path, remembered=remembered)
         ledger = Ledger(kept, key=key, writable=False)
-        ledger._check_events(path)
+        check_events(ledger, path)
         return ledger
 
     @staticmethod
@@ -170,17 +162,10 @@ class Ledger:
         found._writable = True
         return found
 
-    def _check_events(self, path: Path) -> None:
-        plan = self.plan
-        try:
-            plan.check_paid(self.paid, earlier=self.earlier)
-        except InputError as error:
-            raise LedgerError(f"{path}: {error}") from None
-        if not plan.non_private and self._kept.rows[0]["event"] != events.to_json(plan.event()):
-            raise LedgerError(f"{path}: the recorded event is not the one of the recorded plan.")
-        event = self._event()
-        if self.end and self.end.get("event") != (None if event is None else events.to_json(event)):
-            raise LedgerError(f"{path}: the closing row has another event than the steps recorded.")
+    @property
+    def first(self) -> Row:
+        """The row that describes the run."""
+        return self._kept.rows[0]
 
     @property
     def plan(self) -> Plan:
@@ -191,17 +176,17 @@ class Ledger:
     @property
     def fixed_seed(self) -> bool:
         """Whether anyone who knows the seed can repeat the noise."""
-        return self._kept.rows[0]["fixed_seed"]
+        return self.first["fixed_seed"]
 
     @property
     def bound_to(self) -> dict[str, str]:
         """What the run depends on, by name."""
-        return dict(self._kept.rows[0]["bound_to"])
+        return dict(self.first["bound_to"])
 
     @property
     def model_check(self) -> str:
         """How the model was shown to keep users apart."""
-        return self._kept.rows[0]["model_check"]
+        return self.first["model_check"]
 
     @property
     def steps(self) -> int:
@@ -234,7 +219,7 @@ class Ledger:
     @property
     def run_digest(self) -> str:
         """The hash of the first row. It names the plan and what the run was bound to."""
-        return self._kept.rows[0]["hash"]
+        return self.first["hash"]
 
     @property
     def end(self) -> dict[str, Any] | None:
@@ -294,6 +279,18 @@ class Ledger:
         """Record the next step; returns once it is on disk."""
         self._append({"kind": "step", "step": self.steps})
 
+    def halt(self) -> None:
+        """Record that the last step failed its test, and so the run ends; returns once on disk.
+
+        That step is charged, and it changed no weight.
+        """
+        self._append({"kind": "halt", "steps": self.steps})
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether a test ended the run before all planned steps were taken."""
+        return self._kept.is_halted
+
     @property
     def doubts(self) -> tuple[str, ...]:
         """The reasons, seen while the run went on, why nothing is promised from this record."""
@@ -318,7 +315,7 @@ class Ledger:
         `digests` name what came out. `model_files` gives the digest of every file of the saved
         model. `people` says what else was released about the same people (`debits.py`).
         """
-        event = self._event()
+        event = self.event()
         self._append(
             {
                 "kind": "end",
@@ -337,9 +334,9 @@ class Ledger:
             return None
         return Earlier(
             run=self.run_digest,
-            data=self._kept.rows[0]["bound_to"].get("data", ""),
+            data=self.first["bound_to"].get("data", ""),
             plan=self.plan.to_json(),
-            event=self._event(),
+            event=self.event(),
             steps=self.steps,
             adjacency=self.plan.adjacency,
             fixed_seed=self.fixed_seed,
@@ -347,9 +344,9 @@ class Ledger:
             doubts=self.doubts,
         ).to_json()
 
-    def _event(self) -> events.DpEvent | None:
+    def event(self) -> events.DpEvent | None:
         """The cost of the steps taken; None without a step, or without privacy."""
-        return self.plan.event(self.steps) if self.steps and not self.plan.non_private else None
+        return self.plan.event(self.steps) if self.steps and self.plan.has_price else None
 
     def statement(self, *, unfinished: bool = False) -> Statement:
         """What may be said about the model after everything recorded here, paid items included.
@@ -369,7 +366,8 @@ class Ledger:
             others=people.get("others", ()),
             epsilon_of_all=people.get("epsilon"),
             more_cautions=(
-                *self._kept.rows[0].get("data_cautions", ()),
+                *(HALTED.format(self.steps),) * self.is_halted,
+                *self.first.get("data_cautions", ()),
                 *people.get("cautions", ()),
                 *(() if self.is_verified else (UNVERIFIED,)),
             ),

@@ -11,6 +11,15 @@ from userdp.errors import LedgerError
 
 FORMAT = 3
 
+UNVERIFIED = (
+    "who wrote this record is not verified: the run's key is not here, and anyone can write rows "
+    "that fit together"
+)
+HALTED = (
+    "the run halted at step {:,}: the users' gradients were not close enough to each other. That "
+    "step is charged, and the model is as it was before it"
+)
+
 # How many steps there were, and the hash of the last row then.
 Position = tuple[int, str]
 
@@ -33,6 +42,11 @@ class Kept:
         else:
             self.rows.append(row)
         self.head = row["hash"]
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether a test ended the run before all planned steps were taken."""
+        return any(row["kind"] == "halt" for row in self.rows)
 
     @property
     def is_closed(self) -> bool:
@@ -81,14 +95,18 @@ def _check_first(row: Row, path: Path) -> None:
 def _check_next(row: Row, kept: Kept, path: Path) -> None:
     kind = row.get("kind")
     is_early = kind in ("paid", "earlier")
-    is_known = is_early or kind in ("step", "doubt", "end")
-    if not is_known or kept.is_closed or (is_early and kept.steps):
+    is_known = is_early or kind in ("step", "halt", "doubt", "end")
+    is_late = kept.is_halted and kind in ("step", "halt")
+    if not is_known or kept.is_closed or (is_early and kept.steps) or is_late:
         raise LedgerError(
             f"{path}: after the run come the earlier runs and the paid rows, then the steps, then "
-            "at most one closing row, and nothing else."
+            "at most one that says that the run halted, then at most one closing row, and nothing "
+            "else."
         )
     if kind == "doubt" and not isinstance(row.get("reason"), str):
         raise LedgerError(f"{path}: a row of doubt gives no reason.")
+    if kind == "halt" and not (kept.steps and row.get("steps") == kept.steps):
+        raise LedgerError(f"{path}: the run halted at another step than the last one.")
     if kind == "step" and row.get("step") != kept.steps:
         raise LedgerError(f"{path}: the steps are not consecutive.")
     if kind == "end" and row.get("steps") != kept.steps:

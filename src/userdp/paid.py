@@ -133,7 +133,8 @@ def check_numbers(data: Any) -> None:
         _check_lists(cast("dict[str, Any]", data))
         for name, value in cast("dict[str, Any]", data).items():
             _check_shape(name, value)
-            largest = 1.0 if name.startswith("sampling_prob") else math.inf
+            is_chance = name.startswith("sampling_prob") or name == "delta"
+            largest = 1.0 if is_chance else math.inf
             # A probability may be zero, and so may a shift of the sum; counts and noise may not.
             above_zero = name in ("count", "noise_multiplier", "standard_deviation")
             for number in cast("list[Any]", value) if isinstance(value, list) else [value]:

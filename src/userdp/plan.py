@@ -15,46 +15,36 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
-from userdp import defaults
+from userdp import defaults, marked_price, marks
 from userdp.accounting import accountant, events, quantile
 from userdp.accounting.certificate import Evaluation
 from userdp.clipping.rules import CLIP_RULES, ClipRule, one_clip_rule
-from userdp.composition import (
-    check_inherited,
-    check_together,
-    curve,
-    dearest,
-    earlier_in_words,
-    paid_in_words,
-    total_events,
-)
+from userdp.composition import check_inherited, check_together, curve, dearest, total_events
 from userdp.earlier import Earlier
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
+from userdp.marked_price import check_mark
+from userdp.marks import Mark
 from userdp.noise import NOISES, Gaussian, Noise
 from userdp.paid import Paid
 from userdp.parts import Part, as_written
-from userdp.prices import calibrate, event_of, price_of
+from userdp.plan_words import Said, cautions_of, statement_of
+from userdp.prices import calibrate, check_test, event_of, price_of
 from userdp.sampling import SAMPLERS, PoissonRecords, PoissonUsers, PublicNumbers, Sampler
 from userdp.sampling.contract import check_counts
+from userdp.sampling.poisson_records import UNBOUNDED
 from userdp.statement import Statement
-from userdp.units import Adjacency, SamplingUnit
+from userdp.units import Adjacency
 from userdp.updates.contract import UPDATE_RULES, UpdateRule
+from userdp.updates.halting import HaltingTest
 from userdp.updates.mean_gradient import MEAN_GRADIENT
-from userdp.wording import (
-    assumptions,
-    cautions,
-    mechanism_in_words,
-    not_covered,
-    of_the_record,
-    promise_in_words,
-)
 
 
 class Chosen(TypedDict, total=False):
     """The choices that are the same for all samplers.
 
     Exactly one of `epsilon` and `noise_multiplier` is given. `epsilon` is the target of everything
-    together: the steps, what was `paid` before them, and `earlier` runs.
+    together: the steps, what was `paid` before them, and `earlier` runs. Under a `mark` it is the
+    epsilon of what the mark prices, and so is the noise multiplier.
     """
 
     delta: float | None
@@ -64,6 +54,7 @@ class Chosen(TypedDict, total=False):
     update: UpdateRule | None
     adjacency: Adjacency
     non_private: bool
+    mark: Mark | None
     paid: Sequence[Paid]
     earlier: Sequence[Earlier]
 
@@ -74,6 +65,9 @@ class Plan:
 
     `divisor` is the public expected number of groups a step (E|U| or B in Charles et al. 2024). The
     noised sum is divided by it, never by the realised size, which is secret.
+
+    With `non_private` or a `mark` (`marks.py`) nothing is promised to the people in the data. The
+    parts are those that run in every case, and `event` is what they really cost.
     """
 
     sampler: Sampler
@@ -86,9 +80,10 @@ class Plan:
     update: UpdateRule = MEAN_GRADIENT
     adjacency: Adjacency = Adjacency.ADD_REMOVE
     non_private: bool = False
+    mark: Mark | None = None
 
     def __post_init__(self) -> None:
-        price_of(self.sampler, self.noise, self.adjacency)
+        price_of(self.sampler, self.noise, self.adjacency, self.halting_test)
         check_counts(num_users=self.num_users, steps=self.steps)
         accountant.check_delta(self.delta)
         if not 1 <= self.divisor < math.inf:
@@ -109,11 +104,11 @@ class Plan:
                 f"noise_multiplier={multiplier:g} with clip_norm=inf is infinite noise: it is "
                 "scaled to the clip norm. Set noise_multiplier=0, or clip_norm finite."
             )
-        if self.non_private and not spends:
-            raise InputError(
-                "non_private=True, yet noise and clip norm would protect. Set noise_multiplier=0 "
-                "or clip_norm=inf, or leave non_private out."
-            )
+        check_mark(self)
+        if self.halting_test is not None:
+            is_fixed = self.clip.bounds_updates and self.clip.count_stddev is None
+            check_test(self.halting_test, self.delta, is_usual=is_fixed and self.mark is None)
+            self.event()
         if self.clip.count_stddev is not None and not self.noise.shares_with_count:
             raise UnaccountedPlanError(
                 f"{self.clip.name} clipping releases a noisy count at every step, and no rule "
@@ -122,6 +117,11 @@ class Plan:
             )
         # If a noisy count leaves no noise for the updates, this raises now, before the first step.
         _ = self.noise_stddev
+
+    @property
+    def halting_test(self) -> HaltingTest | None:
+        """The test that every step must pass, if the update rule has one."""
+        return self.update.halting_test(num_users=self.num_users, steps=self.steps)
 
     @staticmethod
     def sample_users(
@@ -154,7 +154,7 @@ class Plan:
         *,
         num_users: int,
         expected_batch_size: float,
-        group_size: int,
+        group_size: int | None,
         steps: int = defaults.STEPS,
         clip_norm: float | None = None,
         clip: ClipRule | None = None,
@@ -166,13 +166,17 @@ class Plan:
         Every user keeps at most `group_size` records. Each of them takes part with probability
         expected_batch_size / num_records. Here `num_records` is a public estimate of how many
         records are kept. By default it is num_users * group_size, the most that there can be.
+        Without a `group_size`, users keep all their records, which only `RecordLevel` has a price
+        for.
         Reference: Charles et al. 2024, Alg. 1.
         """
+        if group_size is None and num_records is None:
+            raise InputError("num_records is missing: without a group_size nobody can compute it.")
         public = PublicNumbers(
             num_users=num_users,
-            num_records=num_users * group_size if num_records is None else num_records,
+            num_records=num_users * (group_size or 0) if num_records is None else num_records,
             expected_groups=expected_batch_size,
-            group_size=group_size,
+            group_size=UNBOUNDED if group_size is None else group_size,
             steps=steps,
         )
         return Plan.of(PoissonRecords, public, clip=one_clip_rule(clip_norm, clip), **chosen)
@@ -191,6 +195,7 @@ class Plan:
         noise_multiplier: float | None = None,
         adjacency: Adjacency = Adjacency.ADD_REMOVE,
         non_private: bool = False,
+        mark: Mark | None = None,
         paid: Sequence[Paid] = (),
         earlier: Sequence[Earlier] = (),
     ) -> Plan:
@@ -207,22 +212,20 @@ class Plan:
             )
         sampler = kind.configured(public, **(own or {}))
         noise = noise or Gaussian(noise_multiplier=0.0)
-        if noise_multiplier is None:
-            assert epsilon is not None
-            noise_multiplier = calibrate(
-                sampler,
-                noise,
-                steps=public.steps,
-                epsilon=epsilon,
-                delta=delta,
-                adjacency=adjacency,
-                paid=paid,
-                earlier=earlier,
+        if non_private and epsilon is not None:
+            raise InputError(
+                "non_private=True claims no epsilon, so none can be a target. Give "
+                "noise_multiplier, or leave non_private out."
             )
-        return Plan(
+        ratio = 1.0 if mark is None else mark.noise_ratio(public.expected_groups)
+        # Before noise is looked for, the plan is checked with much noise.
+        first = (
+            accountant.LARGEST_NOISE_MULTIPLIER if noise_multiplier is None else noise_multiplier
+        )
+        plan = Plan(
             sampler=sampler,
             clip=clip,
-            noise=replace(noise, noise_multiplier=noise_multiplier),
+            noise=replace(noise, noise_multiplier=first * ratio),
             steps=public.steps,
             divisor=public.expected_groups,
             num_users=public.num_users,
@@ -230,7 +233,23 @@ class Plan:
             update=update or MEAN_GRADIENT,
             adjacency=adjacency,
             non_private=non_private,
+            mark=mark,
         )
+        if noise_multiplier is not None:
+            return plan
+        assert epsilon is not None
+        found = calibrate(
+            marked_price.sampler_of(plan),
+            noise,
+            steps=public.steps,
+            epsilon=epsilon,
+            delta=delta,
+            adjacency=marked_price.adjacency_of(plan, earlier),
+            paid=paid,
+            earlier=marked_price.earlier_of(plan, earlier),
+            test=plan.halting_test,
+        )
+        return replace(plan, noise=replace(noise, noise_multiplier=found * ratio))
 
     @property
     def noise_stddev(self) -> float:
@@ -250,12 +269,19 @@ class Plan:
                 noise_multiplier=self.noise.noise_multiplier, count_noise=clip.count_stddev
             )
             return replace(self.noise, noise_multiplier=multiplier).noise_stddev(clip.bound)
-        return self.noise.noise_stddev(clip.bound)
+        test = self.halting_test
+        return self.noise.noise_stddev(clip.bound if test is None else test.sensitivity(clip.bound))
+
+    @property
+    def has_price(self) -> bool:
+        """Whether `event` says what the people in the data are charged."""
+        return not self.non_private and not self.sampler.is_unbounded
 
     def event(self, steps: int | None = None) -> events.DpEvent:
         """The cost of the first `steps` steps, by default of all of them."""
         steps = self.steps if steps is None else steps
-        return event_of(self.sampler, self.noise, self.adjacency, steps=steps)
+        test = self.halting_test
+        return event_of(self.sampler, self.noise, self.adjacency, steps=steps, test=test)
 
     def epsilon(
         self,
@@ -268,13 +294,13 @@ class Plan:
 
         It is the price of the steps, of what was `paid` on the same users, and of `earlier` runs.
         """
-        return self._evaluation(self.steps if steps is None else steps, paid, earlier).epsilon
+        return self.evaluation(self.steps if steps is None else steps, paid, earlier).epsilon
 
-    def _evaluation(
+    def evaluation(
         self, steps: int, paid: Sequence[Paid], earlier: Sequence[Earlier]
     ) -> Evaluation:
         """Epsilon of everything together, and who vouches for it."""
-        if (steps > 0 and self.non_private) or any(item.non_private for item in earlier):
+        if (steps > 0 and not self.has_price) or any(item.non_private for item in earlier):
             return Evaluation(epsilon=math.inf, certified_by="nobody", error_bound=0.0)
         together = total_events([self.event(steps)] if steps > 0 else [], paid, earlier)
         return dearest(together, delta=self.delta, adjacency=self.adjacency)
@@ -283,17 +309,18 @@ class Plan:
         """Refuse paid items and earlier runs that cannot be priced together with these steps."""
         for item in earlier:
             self._check_earlier(item)
-        steps = [] if self.non_private else [self.event()]
-        check_together(steps, paid, earlier, self.adjacency)
+        marked_price.check_paid(self, paid)
+        check_together([self.event()] if self.has_price else [], paid, earlier, self.adjacency)
 
     def _check_earlier(self, item: Earlier) -> None:
         plan = Plan.from_json(item.plan)
-        event = None if plan.non_private or not item.steps else plan.event(item.steps)
+        event = plan.event(item.steps) if plan.has_price and item.steps else None
         if (event, plan.adjacency) != (item.event, item.adjacency):
             raise LedgerError(
                 "an earlier run's event is not the one of its own plan: it was edited."
             )
-        check_inherited(item, self.adjacency, non_private=self.non_private)
+        promises_nothing = self.non_private or marked_price.takes_over(self, plan)
+        check_inherited(item, self.adjacency, non_private=promises_nothing)
 
     def deltas(
         self,
@@ -309,63 +336,20 @@ class Plan:
 
     def cautions(self) -> list[str]:
         """What a careful reader would ask about, in words."""
-        drawn = self.steps * (self.divisor if self.sampler.unit is SamplingUnit.USER else math.inf)
-        return cautions(self.delta, self.num_users, self.parts, users_drawn=drawn)
+        return cautions_of(self)
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """Everything that could have been chosen otherwise."""
         return (self.sampler, self.update, self.clip, self.noise)
 
-    def statement(
-        self,
-        *,
-        steps: int | None = None,
-        fixed_seed: bool = False,
-        paid: Sequence[Paid] = (),
-        earlier: Sequence[Earlier] = (),
-        unfinished: bool = False,
-        model_check: str = "",
-        doubts: Sequence[str] = (),
-        others: Sequence[str] = (),
-        epsilon_of_all: float | None = None,
-        more_cautions: Sequence[str] = (),
-    ) -> Statement:
+    def statement(self, *, steps: int | None = None, **said: Unpack[Said]) -> Statement:
         """What may be said about a model after `steps` steps of this plan, `paid` and `earlier`.
 
         An `unfinished` record, a `fixed_seed` and `doubts` promise nothing, and so do those of an
         earlier run. `others` were released about the same people (`Statement`).
         """
-        steps = self.steps if steps is None else steps
-        found = self._evaluation(steps, paid, earlier)
-        fixed_seed = fixed_seed or any(item.fixed_seed for item in earlier)
-        doubts = (*doubts, *(reason for item in earlier for reason in item.doubts))
-        promised = not fixed_seed and not unfinished and not doubts
-        return Statement(
-            epsilon=found.epsilon,
-            delta=self.delta,
-            adjacency=self.adjacency.value,
-            neighbours=self.adjacency.meaning,
-            promise=promise_in_words(self.adjacency, found.epsilon) if promised else "",
-            sampler=self.sampler.words,
-            sampling=self.sampler.unit.value,
-            noise=self.noise.title,
-            mechanism=mechanism_in_words(self.parts[1:], self.divisor),
-            steps=steps,
-            num_users=self.num_users,
-            certified_by=found.certified_by,
-            paid=tuple(paid_in_words(item, self.delta, self.adjacency) for item in paid),
-            earlier=tuple(earlier_in_words(item, self.delta, self.adjacency) for item in earlier),
-            model_check=model_check,
-            fixed_seed=fixed_seed,
-            unfinished=unfinished,
-            doubts=doubts,
-            others=tuple(others),
-            epsilon_of_all=epsilon_of_all,
-            cautions=(*self.cautions(), *of_the_record(fixed_seed, unfinished), *more_cautions),
-            assumptions=assumptions(self.num_users, self.adjacency, bool(paid), earlier),
-            not_covered=not_covered(paid=bool(paid)),
-        )
+        return statement_of(self, self.steps if steps is None else steps, **said)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, for the ledger."""
@@ -380,6 +364,7 @@ class Plan:
             "delta": self.delta,
             "adjacency": self.adjacency.value,
             "non_private": self.non_private,
+            **marks.to_json(self.mark),
         }
 
     @staticmethod
@@ -397,4 +382,5 @@ class Plan:
                 delta=data["delta"],
                 adjacency=Adjacency(data["adjacency"]),
                 non_private=data["non_private"],
+                mark=marks.from_json(data),
             )

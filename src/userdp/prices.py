@@ -23,6 +23,7 @@ from userdp.paid import Paid, all_events
 from userdp.sampling import PoissonRecords, PoissonUsers, Sampler
 from userdp.statement import epsilon_text
 from userdp.units import Adjacency
+from userdp.updates.halting import HaltingTest
 
 # A price maps a sampler, a noise and t to the event of the first t steps.
 Price = Callable[[Any, Any, int], events.DpEvent]
@@ -40,6 +41,8 @@ def _users(sampler: PoissonUsers, noise: Gaussian) -> events.DpEvent:
 
 
 def _records(sampler: PoissonRecords, noise: Gaussian) -> events.DpEvent:
+    if sampler.is_unbounded:
+        raise UnaccountedPlanError("users with any number of records have no price.")
     return events.poisson_records_gaussian(
         record_sampling_prob=sampler.record_sampling_prob,
         group_size=sampler.group_size,
@@ -51,7 +54,8 @@ def _records(sampler: PoissonRecords, noise: Gaussian) -> events.DpEvent:
 # step k times. So there is no rule for sampling "users" there (Ganesh et al. 2025, Def. 2.1).
 ONE_OWNER = (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT, Adjacency.REPLACE)
 
-_PRICES: dict[tuple[type[Sampler], type[Noise], Adjacency], Price] = {}
+Table = dict[tuple[type[Sampler], type[Noise], Adjacency], Price]
+_PRICES: Table = {}
 
 
 def set_price(
@@ -71,22 +75,71 @@ set_price(PoissonUsers, Gaussian, ONE_OWNER, each_step(_users))
 set_price(PoissonRecords, Gaussian, tuple(Adjacency), each_step(_records))
 
 
-def event_of(sampler: Sampler, noise: Noise, adjacency: Adjacency, *, steps: int) -> events.DpEvent:
+def _everybody(sampler: PoissonUsers, noise: Gaussian) -> events.DpEvent:
+    if sampler.user_sampling_prob != 1:
+        raise UnaccountedPlanError(
+            "a filter has a price where every user is in every step: set expected_cohort_size to "
+            "num_users, or use another update."
+        )
+    return _users(sampler, noise)
+
+
+# With a halting test a step's noise is scaled to how far one user moves the filtered mean, and the
+# test itself is paid for once (docs/accounting.md). That bound holds for a user who is exchanged,
+# too, but the events of replace would count it twice.
+_TESTED: Table = {
+    (PoissonUsers, Gaussian, adjacency): each_step(_everybody)
+    for adjacency in (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT)
+}
+
+
+def check_test(test: HaltingTest, delta: float, *, is_usual: bool) -> None:
+    """Refuse a test that proves nothing, or that has no price in its plan.
+
+    A plan is usual if its clip norm is finite and fixed, and if it has no mark.
+    """
+    test.check()
+    if not test.delta < delta:
+        raise InputError(
+            f"threshold_delta={test.delta:g} leaves nothing of delta={delta:g} for the steps: "
+            "lower it."
+        )
+    if not is_usual:
+        raise UnaccountedPlanError(
+            "a filter takes a fixed, finite clip norm, and neither record_level nor hypothetical "
+            "numbers: it has no price otherwise. Use another update."
+        )
+
+
+def event_of(
+    sampler: Sampler,
+    noise: Noise,
+    adjacency: Adjacency,
+    *,
+    steps: int,
+    test: HaltingTest | None = None,
+) -> events.DpEvent:
     """The cost of the first `steps` steps of these parts; parts without a price are refused.
 
     >>> event_of(PoissonUsers(user_sampling_prob=0.1, group_size=4),
     ...          Gaussian(noise_multiplier=2.0), Adjacency.ADD_REMOVE, steps=9).count
     9
     """
-    return price_of(sampler, noise, adjacency)(sampler, noise, steps)
+    taken = price_of(sampler, noise, adjacency, test)(sampler, noise, steps)
+    if test is None:
+        return taken
+    return events.combined([taken, events.above_threshold(epsilon=test.epsilon, delta=test.delta)])
 
 
-def price_of(sampler: object, noise: object, adjacency: Adjacency) -> Price:
+def price_of(
+    sampler: object, noise: object, adjacency: Adjacency, test: HaltingTest | None = None
+) -> Price:
     """The table's entry for these parts."""
-    price = _PRICES.get((type(sampler), type(noise), adjacency))  # type: ignore[arg-type]
+    table = _PRICES if test is None else _TESTED
+    price = table.get((type(sampler), type(noise), adjacency))  # type: ignore[arg-type]
     if price is None:
         known = ", ".join(
-            sorted({f"{s.__name__} + {n.__name__}" for s, n, a in _PRICES if a is adjacency})
+            sorted({f"{s.__name__} + {n.__name__}" for s, n, a in table if a is adjacency})
         )
         raise UnaccountedPlanError(
             f"{type(sampler).__name__} + {type(noise).__name__} has no accounting rule here under "
@@ -106,6 +159,7 @@ def calibrate(
     adjacency: Adjacency,
     paid: Sequence[Paid] = (),
     earlier: Sequence[Earlier] = (),
+    test: HaltingTest | None = None,
 ) -> float:
     """The least noise multiplier at which everything together costs at most `epsilon`.
 
@@ -133,6 +187,7 @@ def calibrate(
                     replace(kind, noise_multiplier=noise_multiplier),
                     adjacency,
                     steps=steps,
+                    test=test,
                 ),
             ]
         ),

@@ -13,7 +13,8 @@ from typing import Any
 from userdp.data.array_files import file_digest
 from userdp.errors import InputError
 from userdp.history import ANCESTRY_FILE, read_history
-from userdp.ledger import UNVERIFIED, Ledger
+from userdp.ledger import Ledger
+from userdp.ledger_rows import UNVERIFIED
 from userdp.lock import Owner, lock_path
 from userdp.run_files import (
     is_statement_file,

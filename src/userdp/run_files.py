@@ -11,9 +11,11 @@ needs no torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hmac
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +23,11 @@ from typing import TYPE_CHECKING
 
 from userdp.chain import read_key, write_private
 from userdp.data.array_files import PSEUDONYM_BYTES, file_digest
+from userdp.durable import write_file
 from userdp.errors import LedgerError
 from userdp.history import home_of
-from userdp.ledger import UNVERIFIED, Ledger
+from userdp.ledger import Ledger
+from userdp.ledger_rows import UNVERIFIED
 from userdp.statement import Statement
 
 if TYPE_CHECKING:
@@ -135,7 +139,8 @@ def missing_rows(run: Path, ledger: Ledger) -> str | None:
     ]
     if later:
         return f"checkpoints/{later[0].name}"
-    return "model" if (run / "model").exists() and ledger.steps < ledger.plan.steps else None
+    is_short = ledger.steps < ledger.plan.steps and not ledger.is_halted
+    return "model" if (run / "model").exists() and is_short else None
 
 
 def rewritten_files(run: Path, ledger: Ledger) -> list[str]:
@@ -289,3 +294,20 @@ def _mark(key: bytes, digest: str, content: bytes) -> bytes:
 
 def _users_file(run: Path, digest: str) -> Path:
     return run / "secret" / "users" / f"{digest}.bin"
+
+
+def discard(run: Path) -> None:
+    """Delete the files of a run that has released nothing."""
+    for name in ("checkpoints", "trackers", "secret"):
+        shutil.rmtree(run / name, ignore_errors=True)
+    # The ledger goes last: as long as it is there, the rest is a run's and may be deleted.
+    for name in ("validation.jsonl", "run.json", "config.toml", "ledger.jsonl"):
+        (run / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        # If the directory is not empty, it stays: the other files in it are not the run's.
+        run.rmdir()
+
+
+def write_statement(run: Path, statement: Statement) -> None:
+    """Leave the statement in the run's directory."""
+    write_file(run / "statement.json", statement_file(statement))

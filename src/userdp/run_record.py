@@ -15,7 +15,6 @@ import dataclasses
 import hashlib
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
@@ -42,7 +41,7 @@ from userdp.models.load import adapter_tensors, save_model
 from userdp.models.proven import model_check
 from userdp.plan import Plan
 from userdp.remembered import CHECKPOINTS
-from userdp.run_files import model_files, statement_file
+from userdp.run_files import discard, model_files, write_statement
 from userdp.same_run import (
     NOISE_KEY,
     check_hardware,
@@ -281,6 +280,17 @@ class RunRecord:
             self.ledger.charge_step()
         self._position += 1
 
+    @property
+    def is_halted(self) -> bool:
+        """Whether a test ended the run, and no step of it has to be taken again."""
+        return self.ledger.is_halted and not self.is_repeating
+
+    def halt(self) -> None:
+        """Charge the next step, which failed its test: the run ends. Returns once on disk."""
+        self.charge_step()
+        if not self.ledger.is_halted:
+            self.ledger.halt()
+
     def doubt(self, reason: str) -> None:
         """Record why nothing is promised from here on; returns once it is on disk."""
         if reason not in self.ledger.doubts:
@@ -375,20 +385,3 @@ def checkpoints_of(run: Path, saving: Saving | None = None) -> Checkpoints:
     if key is None:
         raise LedgerError(f"{run / 'secret'} lacks the run's key: no checkpoint can be trusted.")
     return Checkpoints(run / CHECKPOINTS, key, saving)
-
-
-def discard(run: Path) -> None:
-    """Delete the files of a run that has released nothing."""
-    for name in ("checkpoints", "trackers", "secret"):
-        shutil.rmtree(run / name, ignore_errors=True)
-    # The ledger goes last: as long as it is there, the rest is a run's and may be deleted.
-    for name in ("validation.jsonl", "run.json", "config.toml", "ledger.jsonl"):
-        (run / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        # If the directory is not empty, it stays: the other files in it are not the run's.
-        run.rmdir()
-
-
-def write_statement(run: Path, statement: Statement) -> None:
-    """Leave the statement in the run's directory."""
-    write_file(run / "statement.json", statement_file(statement))

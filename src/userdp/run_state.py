@@ -18,7 +18,8 @@ from userdp.interrupts import InterruptedRunError
 from userdp.ledger import Ledger
 from userdp.losses import Batch
 from userdp.models.checks import trainable_parameters
-from userdp.run_record import RunRecord, checkpoints_of, write_statement
+from userdp.run_files import write_statement
+from userdp.run_record import RunRecord, checkpoints_of
 from userdp.step import PrivateStep
 
 

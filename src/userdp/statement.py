@@ -48,6 +48,10 @@ class Statement:
     `epsilon_of_all` is that of all of them together with this one: None if there are none, or if
     they have no price together. `promise` is empty where no reassuring words go with it. `doubts`
     are what was seen to be wrong while the run went on.
+
+    A `mark` is why nothing is promised, by choice (`marks.py`). It comes first in every text.
+    `epsilon` is then still what all of a user's records cost, and `record_level_epsilon` or
+    `hypothetical_epsilon` is what the mark prices.
     """
 
     epsilon: float
@@ -63,6 +67,9 @@ class Statement:
     promise: str
     unit: str = "user"
     sampling: str = "user"
+    mark: str = ""
+    record_level_epsilon: float | None = None
+    hypothetical_epsilon: float | None = None
     paid: tuple[str, ...] = ()
     earlier: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
@@ -84,9 +91,9 @@ class Statement:
     def guarantee(self) -> bool:
         """Whether anything is promised: not if the noise can be repeated or the record is cut.
 
-        Nor if something was seen to be wrong.
+        Nor if something was seen to be wrong, nor under a mark.
         """
-        return self.is_private and not (self.fixed_seed or self.unfinished or self.doubts)
+        return self.is_private and not (self.mark or self._reasons)
 
     @property
     def sentence(self) -> str:
@@ -97,13 +104,47 @@ class Statement:
         )
         if self.guarantee:
             return priced
+        if self.mark:
+            return " ".join([f"{self.mark}.", *self._under_the_mark()])
         if not self.is_private:
             return "No privacy guarantee."
-        reasons = ["a fixed seed was used, and whoever knows it can remove the noise"] * (
-            self.fixed_seed
-        ) + ["the record is unfinished, and what it leaves out is not counted"] * self.unfinished
-        reasons += self.doubts
-        return f"No privacy guarantee: {'; '.join(reasons)}. Only planned: {priced}"
+        return f"No privacy guarantee: {'; '.join(self._reasons)}. Only planned: {priced}"
+
+    @property
+    def _reasons(self) -> list[str]:
+        """Why nothing is promised, though there is a price."""
+        return [
+            *["a fixed seed was used, and whoever knows it can remove the noise"] * self.fixed_seed,
+            *["the record is unfinished, and what it leaves out is not counted"] * self.unfinished,
+            *self.doubts,
+        ]
+
+    def _under_the_mark(self) -> list[str]:
+        """What is said after the mark: nothing is promised, and what the mark prices."""
+        why = f": {'; '.join(self._reasons)}" if self._reasons else " for the people in the data"
+        said = [f"No privacy guarantee{why}."]
+        planned = "Only planned, for" if self._reasons else "For"
+        if self.record_level_epsilon is not None:
+            said.append(
+                f"{planned} one record alone, which is one row of tokens: "
+                f"{self._numbers(self.record_level_epsilon)} at record level, {self.adjacency}. A "
+                "user may have many."
+            )
+        if self.hypothetical_epsilon is not None:
+            said.append(
+                f"{planned} the hypothetical people: {self._numbers(self.hypothetical_epsilon)}."
+            )
+        if math.isfinite(self.epsilon):
+            said.append(
+                f"All records of a user in this data cost epsilon={epsilon_text(self.epsilon)}, "
+                "which is not claimed."
+            )
+        return said
+
+    def _numbers(self, epsilon: float) -> str:
+        if not math.isfinite(epsilon):
+            return "no finite epsilon"
+        return f"(epsilon={epsilon_text(epsilon)}, delta={self.delta:g})"
 
     @property
     def _together(self) -> tuple[str, ...]:
@@ -119,14 +160,16 @@ class Statement:
     def to_json(self) -> dict[str, Any]:
         """Plain data. `epsilon` is null if nothing is promised, `planned_epsilon` is the price.
 
-        Both are rounded up.
+        All are rounded up. What is not finite is null.
         """
         data = dataclasses.asdict(self)
         priced = round_up(self.epsilon) if self.is_private else None
         data["epsilon"] = priced if self.guarantee else None
         data["planned_epsilon"] = priced
-        if self.epsilon_of_all is not None:
-            data["epsilon_of_all"] = round_up(self.epsilon_of_all)
+        for name in ("epsilon_of_all", "record_level_epsilon", "hypothetical_epsilon"):
+            value = data[name]
+            if value is not None:
+                data[name] = round_up(value) if math.isfinite(value) else None
         return {"guarantee": self.guarantee, "sentence": self.sentence} | data
 
     def __str__(self) -> str:

@@ -134,7 +134,12 @@ class PrivateStep:
     @property
     def steps_left(self) -> int:
         """How many planned steps are not yet taken."""
-        return self.plan.steps - self.record.steps
+        return 0 if self.is_halted else self.plan.steps - self.record.steps
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether a step failed the plan's test, which ended the run."""
+        return self.record.is_halted
 
     def cohorts(self) -> Iterator[Cohort]:
         """The cohort of every remaining step. Apply each one before asking for the next."""
@@ -143,6 +148,11 @@ class PrivateStep:
 
     def draw(self) -> Cohort:
         """The next step's cohort: the rows of each group. Secret."""
+        if self.is_halted:
+            raise BudgetExhaustedError(
+                "the run halted: the users' gradients were not close enough to each other for its "
+                "filter. Plan another run, without the filter or with a larger concentration."
+            )
         if self.steps_left <= 0:
             raise BudgetExhaustedError(
                 f"all {self.plan.steps:,} planned steps are taken: another would cost more than "
@@ -192,7 +202,26 @@ class PrivateStep:
             self.record.doubt(
                 f"the paths were seen to differ after {self.record.steps:,} released steps"
             )
-        self._release(total)
+        if self._passes(total):
+            self._release(total)
+        else:
+            self.record.halt()
+
+    def _passes(self, total: ClippedSum) -> bool:
+        """Whether the step's noised score reaches the noised threshold, if the plan has a test.
+
+        This is AboveThreshold: one noise for the threshold, and a new one for each score. The test
+        is paid for once, whatever it answers (Chua et al. 2024, Alg. 3, line 9).
+        """
+        test = self.plan.halting_test
+        if test is None:
+            return True
+        assert total.concentration is not None
+        return test.passes(
+            total.concentration,
+            on_threshold=float(self.record.streams("threshold of a test").rng(0).laplace()),
+            on_score=float(self.record.streams("score of a test").rng(self.record.steps).laplace()),
+        )
 
     def _refuse_memory(self) -> None:
         """The loss or the model gave one group two updates: it keeps something of other groups."""

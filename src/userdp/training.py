@@ -42,6 +42,7 @@ from userdp.interrupts import signals_wait_for_the_step
 from userdp.ledger import Ledger
 from userdp.lineage import earlier_runs
 from userdp.losses import RecordLoss
+from userdp.marked_price import check_selection
 from userdp.optimizers import make_optimizer, make_schedule
 from userdp.paid import Paid
 from userdp.plan import Plan
@@ -189,6 +190,8 @@ def train(
     store.verify()
     before = earlier_runs(model, other_people=other_people, data=store.fingerprint)
     plan.check_paid(paid, earlier=before)
+    if selection is not None or select != "random" or resample:
+        check_selection(plan)
     parents = () if beginning.parent is None else (beginning.parent,)
     homes = history_of(model).homes
     cautions = (*store.cautions, *_check_declared((*homes, *parents), store, before))
@@ -316,9 +319,10 @@ def train(
                     chosen, cohort, task, step=record.steps, streams=record.streams("rows")
                 )
             )
-            if scheduler is not None:
+            # A run that is halted leaves the weights as they were.
+            if scheduler is not None and not record.is_halted:
                 scheduler.step()
-            if average is not None:
+            if average is not None and not record.is_halted:
                 average.update()
             record.step_done()
             # Before the checkpoint: a run that goes on from it has this step's point.

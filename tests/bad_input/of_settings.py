@@ -113,7 +113,7 @@ TABLE: list[Bad] = [
     trained("a group of nobody", "group_size", privacy="group_size = 0"),
     trained("half a record", "group_size", privacy="group_size = 2.5"),
     trained("no step", "steps", training="steps = 0"),
-    trained("not private, with noise", "non_private=True", privacy="non_private = true"),
+    trained("not private, with a target", "non_private=True", privacy="non_private = true"),
     trained("a paid file that is not there", "no such file", privacy="paid = ['look.json']"),
     trained("a paid file that is none", "not a paid item", privacy="paid = ['run.toml']"),
     Bad(

@@ -118,6 +118,9 @@ def test_ledger_and_statement_hold_no_loss_norm_or_cohort(run: Path) -> None:
         "doubts",
         "others",
         "epsilon_of_all",
+        "mark",
+        "record_level_epsilon",
+        "hypothetical_epsilon",
     }
     # The run has a fixed seed: what was planned is told, and nothing is promised.
     assert statement["guarantee"] is False

@@ -19,6 +19,7 @@ from userdp.clipping.rules import (
 from userdp.noise import Gaussian
 from userdp.parts import Part, Registry
 from userdp.sampling import PoissonRecords, PoissonUsers
+from userdp.updates.filter import Filter
 from userdp.updates.mean_gradient import MeanGradient
 
 AnyPart = TypeVar("AnyPart", bound=Part)
@@ -38,6 +39,8 @@ EXAMPLES: list[Part] = [
     AutomaticClip(stability=1e-6),
     AdaptiveClip(clip_norm=2.0, count_noise=3.0),
     MeanGradient(),
+    Filter(),
+    Filter(concentration=0.05, threshold=0.9, threshold_epsilon=3.0, threshold_delta=1e-8),
 ]
 
 

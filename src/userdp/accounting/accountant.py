@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-from userdp.accounting import certificate, least_noise, rdp_and_pld, roots, steps
+from userdp.accounting import added, certificate, least_noise, rdp_and_pld, roots, steps
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.errors import InputError
@@ -63,12 +63,20 @@ def check_epsilon(target: float) -> None:
 
 def can_price(event: DpEvent, adjacency: Adjacency) -> bool:
     """Whether `evaluate` has a rule for the event. Nothing is evaluated."""
+    parts = added.split(event)
+    if parts is not None:
+        return parts.rest is None or can_price(parts.rest, adjacency)
     return certificate.can_price(event, adjacency) or rdp_and_pld.can_price(event, adjacency)
 
 
 def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
     """The smallest certified epsilon at which `event` is (epsilon, delta)-DP, and who says so."""
     check_delta(delta)
+    parts = added.split(event)
+    if parts is not None:
+        return parts.evaluated(
+            lambda rest, left: evaluate(rest, delta=left, adjacency=adjacency), delta
+        )
     rule = certificate if certificate.can_price(event, adjacency) else rdp_and_pld
     return rule.evaluate(event, delta=delta, adjacency=adjacency)
 
@@ -88,6 +96,16 @@ def deltas(
     event: DpEvent, *, epsilons: list[float], delta: float, adjacency: Adjacency
 ) -> list[float]:
     """The delta that belongs to each epsilon: the trade-off of a run that is priced at `delta`."""
+    parts = added.split(event)
+    if parts is not None:
+        rests = [0.0] * len(epsilons)
+        if parts.rest is not None:
+            left = [max(one - parts.epsilon, 0.0) for one in epsilons]
+            rests = deltas(parts.rest, epsilons=left, delta=delta, adjacency=adjacency)
+        return [
+            min(rest + parts.delta, 1.0) if one >= parts.epsilon else 1.0
+            for one, rest in zip(epsilons, rests, strict=True)
+        ]
     if certificate.can_price(event, adjacency):
         return certificate.deltas(event, epsilons=epsilons, adjacency=adjacency)
     return rdp_and_pld.deltas(event, epsilons=epsilons, delta=delta, adjacency=adjacency)

@@ -33,6 +33,14 @@ from userdp.errors import InputError, LedgerError
 DpEvent = dp_event.DpEvent
 
 
+@attrs.frozen(eq=True)
+class EpsilonDeltaDpEvent(DpEvent):
+    """A mechanism known by one (epsilon, delta) only. `added` prices it with others."""
+
+    epsilon: float
+    delta: float
+
+
 def poisson_users_gaussian(*, user_sampling_prob: float, noise_multiplier: float) -> DpEvent:
     """One step of user-level sampling: the Poisson-sampled Gaussian mechanism.
 
@@ -161,6 +169,16 @@ def fixed_size_users_gaussian(
     )
 
 
+def above_threshold(*, epsilon: float, delta: float) -> EpsilonDeltaDpEvent:
+    """AboveThreshold over a whole run, up to its first halt, however many steps it lets pass.
+
+    It is epsilon-DP. With probability `delta` it lets a step pass that it should not, and then
+    nothing bounds what that step tells.
+    Reference: Dwork and Roth 2014, Alg. 1 and Thm. 3.23.
+    """
+    return EpsilonDeltaDpEvent(epsilon, delta)
+
+
 def combined(parts: Sequence[DpEvent]) -> DpEvent:
     """Several mechanisms on the same users, such as planning, tuning and training, as one event.
 
@@ -179,6 +197,7 @@ def repeated(step_event: DpEvent, count: int) -> DpEvent:
 _KNOWN: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
+        EpsilonDeltaDpEvent,
         dp_event.ComposedDpEvent,
         dp_event.GaussianDpEvent,
         dp_event.LaplaceDpEvent,

@@ -5,7 +5,8 @@ outliers are removed and less noise is added. The first failed check ends the ru
 (epsilon/2, delta/2). The threshold test gets epsilon/2 for the whole run, and the removal of
 outliers gets delta/2.
 
-The filter is priced here. The training step that uses it is not part of this version.
+These are the paper's numbers, for comparison. What is trained here has constants of its own, which
+are proven (`updates/halting.py`, docs/accounting.md).
 Reference: Chua et al. 2024 (Mind the privacy unit), App. A, Alg. 3; Asi and Liu 2024, Alg. 1.
 """
 
@@ -66,14 +67,3 @@ def filter_plan(
         threshold_epsilon=epsilon / 2,
         noise_stddev=noise_multiplier * concentration * math.sqrt(8 * logarithm) / num_users,
     )
-
-
-def above_threshold_noise(*, epsilon: float, sensitivity: float) -> tuple[float, float]:
-    """The Laplace scales of AboveThreshold, on the threshold and on each query: epsilon-DP in all.
-
-    Reference: Dwork and Roth 2014, Alg. 1.
-
-    >>> above_threshold_noise(epsilon=1.0, sensitivity=1.0)
-    (2.0, 4.0)
-    """
-    return 2 * sensitivity / epsilon, 4 * sensitivity / epsilon

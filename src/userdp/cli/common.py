@@ -82,8 +82,16 @@ def promised(statement: Statement) -> dict[str, Any]:
         "delta": statement.delta,
         "guarantee": statement.guarantee,
         "planned_epsilon": priced,
+        **marked(statement),
         "cautions": list(statement.cautions),
     }
+
+
+def marked(statement: Statement) -> dict[str, Any]:
+    """Why nothing is promised by choice, and what is priced instead; nothing for other runs."""
+    names = ("mark", "record_level_epsilon", "hypothetical_epsilon")
+    said = statement.to_json()
+    return {name: said[name] for name in names} if statement.mark else {}
 
 
 def say(message: str) -> None:

@@ -80,9 +80,10 @@ class ClippedSum:
     """The sum of a cohort's clipped updates, their number, and how many were within the clip norm.
 
     A group without a record is not counted: its user changes no number by being there. Secret until
-    noise is added.
+    noise is added. `concentration` is the score of a halting test, where there is one.
     """
 
     total: FlatBuffer
     num_within: Tensor
     num_updates: int
+    concentration: float | None = None

@@ -8,12 +8,14 @@ from typing import Any, Protocol
 from torch import nn
 
 from userdp.clipping.fast import FastClipping
+from userdp.clipping.filtered import FilteredClipping
 from userdp.clipping.flat import ClippedSum
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
 from userdp.losses import Batch, RecordLoss
 from userdp.updates.contract import UpdateRule
+from userdp.updates.halting import HaltingTest
 
 
 class Summation(Protocol):
@@ -49,6 +51,7 @@ def summation(
     settings: StepSettings,
     sequence_length: int | None,
     every_shape: bool = True,
+    test: HaltingTest | None = None,
 ) -> Summation:
     """The fast path if it is asked for and updates are mean gradients, else the plain loop."""
     if settings.path == "fast" and update.is_mean_gradient:
@@ -61,7 +64,7 @@ def summation(
             sequence_length=sequence_length,
             every_shape=every_shape,
         )
-    return PlainClipping(
+    plain = PlainClipping(
         model,
         parameters,
         record_loss=record_loss,
@@ -69,3 +72,4 @@ def summation(
         microbatch_records=settings.microbatch_records,
         compute_dtype=settings.compute_dtype,
     )
+    return plain if test is None else FilteredClipping(plain, model, parameters, test)

@@ -84,6 +84,20 @@ class Sampler(Part):
         return index
 
     @property
+    def is_unbounded(self) -> bool:
+        """Whether users keep any number of rows. Then nothing has a price at user level."""
+        return False
+
+    def of_one_record(self) -> Sampler | None:
+        """The sampler as it is for one row alone, if rows are drawn and clipped one by one."""
+        return None
+
+    def at_rate(self, factor: float) -> Sampler | None:
+        """The sampler with `factor` times its rate; None if it has no rate to choose."""
+        del factor
+        return None
+
+    @property
     def rows_in_a_group(self) -> int:
         """The most rows that one group can have."""
         return self.group_size if self.unit is SamplingUnit.USER else 1

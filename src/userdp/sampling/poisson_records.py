@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -13,6 +13,9 @@ from userdp.sampling.cohort import Cohort
 from userdp.sampling.contract import SAMPLERS, PublicNumbers, Sampler, at_most, check_probability
 from userdp.streams import Streams
 from userdp.units import SamplingUnit
+
+# As a `group_size`: users have any number of records. Only record-level privacy has a price then.
+UNBOUNDED = 2**62
 
 
 @SAMPLERS.register
@@ -38,6 +41,19 @@ class PoissonRecords(Sampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_probability("record_sampling_prob", self.record_sampling_prob)
+
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether users have any number of records. Then nothing has a price at user level."""
+        return self.group_size >= UNBOUNDED
+
+    def of_one_record(self) -> PoissonRecords:
+        """Every row has its own coin."""
+        return replace(self, group_size=1)
+
+    def at_rate(self, factor: float) -> PoissonRecords:
+        """Every row with another coin."""
+        return replace(self, record_sampling_prob=self.record_sampling_prob * factor)
 
     @classmethod
     def configured(cls, public: PublicNumbers, **own: Any) -> Self:
@@ -67,7 +83,8 @@ class PoissonRecords(Sampler):
     @property
     def words(self) -> str:
         """Which records take part in a step."""
+        kept = "any number of" if self.is_unbounded else f"at most {self.group_size}"
         return (
-            f"Poisson sampling of records, rate={self.record_sampling_prob:.6g}, at "
-            f"most {self.group_size} records a user"
+            f"Poisson sampling of records, rate={self.record_sampling_prob:.6g}, {kept} records a "
+            "user"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -37,6 +37,10 @@ class PoissonUsers(Sampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_probability("user_sampling_prob", self.user_sampling_prob)
+
+    def at_rate(self, factor: float) -> PoissonUsers:
+        """Every user with another coin."""
+        return replace(self, user_sampling_prob=self.user_sampling_prob * factor)
 
     @classmethod
     def configured(cls, public: PublicNumbers, **own: Any) -> Self:

@@ -1,7 +1,8 @@
 """What an update rule is: one group of records in, one update out, before any clipping.
 
 A group's update depends on that group alone, whatever else is in the step. The clip rule decides
-how large it may be, so an update rule needs no price of its own.
+how large it may be, so an update rule needs no price of its own. A rule with a `halting_test` has
+one (`prices.py`): which groups count then depends on all of them.
 
 torch is needed only to compute an update.
 """
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from userdp.parts import Part, Registry
+from userdp.updates.halting import HaltingTest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,6 +43,11 @@ class UpdateRule(Part):
         microbatch_records: int | None = None,
     ) -> list[Tensor]:
         """The group's update in float32 or better; the model and its gradients stay as they are."""
+
+    def halting_test(self, *, num_users: int, steps: int) -> HaltingTest | None:
+        """The test that every step of a run must pass; None if there is none."""
+        del num_users, steps
+        return None
 
 
 UPDATE_RULES: Registry[UpdateRule] = Registry("update")

@@ -1,0 +1,207 @@
+"""Runs that promise nothing by choice: what they price, and what they really cost."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from dp_accounting.dp_event import GaussianDpEvent
+
+from userdp.accounting import accountant, events
+from userdp.earlier import Earlier
+from userdp.errors import InputError, LedgerError, UnaccountedPlanError
+from userdp.ledger import Ledger
+from userdp.marks import Hypothetical, RecordLevel
+from userdp.plan import Plan
+from userdp.units import Adjacency
+
+DELTA = 1e-3
+
+
+def records(**changes: Any) -> Plan:
+    settings: dict[str, Any] = {
+        "num_users": 60,
+        "expected_batch_size": 30,
+        "group_size": 3,
+        "steps": 20,
+        "clip_norm": 1.0,
+        "noise_multiplier": 2.0,
+        "delta": DELTA,
+        "mark": RecordLevel(),
+    }
+    return Plan.sample_records(**(settings | changes))
+
+
+def users(**changes: Any) -> Plan:
+    settings: dict[str, Any] = {
+        "num_users": 1000,
+        "expected_cohort_size": 20,
+        "group_size": 3,
+        "steps": 20,
+        "clip_norm": 1.5,
+        "noise_multiplier": 1.0,
+        "delta": DELTA,
+        "mark": Hypothetical(num_users=50_000, expected_groups=400),
+    }
+    return Plan.sample_users(**(settings | changes))
+
+
+def poisson_epsilon(rate: float, noise: float, adjacency: Adjacency, steps: int = 20) -> float:
+    event = events.poisson_users_gaussian(user_sampling_prob=rate, noise_multiplier=noise)
+    return accountant.epsilon(events.repeated(event, steps), delta=DELTA, adjacency=adjacency)
+
+
+def test_without_a_cap_a_record_is_priced_by_its_own_coin() -> None:
+    plan = records(group_size=None, num_records=300)
+    statement = plan.statement()
+    expected = poisson_epsilon(30 / 300, 2.0, Adjacency.ADD_REMOVE)
+    assert statement.record_level_epsilon == pytest.approx(expected)
+    assert statement.epsilon == math.inf
+    assert not plan.has_price
+    assert "any number of records" in statement.sampler
+
+
+def test_with_a_cap_a_record_may_take_anothers_place_and_is_priced_as_an_exchange() -> None:
+    rate = 30 / 180
+    capped = records().statement().record_level_epsilon
+    assert capped == pytest.approx(poisson_epsilon(rate, 2.0, Adjacency.REPLACE))
+    # What is zeroed out keeps its place, so the cap chooses the same records.
+    zeroed = records(adjacency=Adjacency.ZERO_OUT).statement().record_level_epsilon
+    assert zeroed == pytest.approx(poisson_epsilon(rate, 2.0, Adjacency.ZERO_OUT))
+    assert capped is not None
+    assert zeroed is not None
+    assert zeroed < capped
+
+
+def test_a_capped_run_still_has_its_price_at_user_level_for_the_budget() -> None:
+    marked, plain = records(), records(mark=None)
+    assert marked.event() == plain.event()
+    assert marked.statement().epsilon == plain.statement().epsilon
+
+
+def test_noise_is_calibrated_at_record_level() -> None:
+    plan = records(noise_multiplier=None, epsilon=4.0)
+    found = plan.statement()
+    assert found.record_level_epsilon == pytest.approx(4.0, rel=1e-3)
+    assert found.record_level_epsilon is not None
+    assert found.record_level_epsilon <= 4.0
+    assert found.epsilon > 6
+    promised = records(mark=None, noise_multiplier=None, epsilon=4.0)
+    assert plan.noise.noise_multiplier < promised.noise.noise_multiplier
+
+
+def test_a_hypothetical_run_is_priced_with_its_numbers_and_noised_as_its_average() -> None:
+    plan = users()
+    # Noise on the average: z C / M' (McMahan et al. 2018, Sec. 3).
+    assert plan.noise_stddev / plan.divisor == pytest.approx(1.0 * 1.5 / 400)
+    found = plan.statement()
+    expected = poisson_epsilon(400 / 50_000, 1.0, Adjacency.ADD_REMOVE)
+    assert found.hypothetical_epsilon == pytest.approx(expected)
+    real = poisson_epsilon(20 / 1000, 20 / 400, Adjacency.ADD_REMOVE)
+    assert found.epsilon == pytest.approx(real)
+    assert plan.event() == users(mark=None, noise_multiplier=0.05).event()
+
+
+def test_more_users_alone_keep_the_real_cohort() -> None:
+    # Charles et al. 2024, Fig. 8.
+    plan = users(mark=Hypothetical(num_users=10_000, expected_groups=20))
+    assert plan.noise.noise_multiplier == 1.0
+    expected = poisson_epsilon(20 / 10_000, 1.0, Adjacency.ADD_REMOVE)
+    assert plan.statement().hypothetical_epsilon == pytest.approx(expected)
+
+
+def test_the_numbers_of_mcmahan_2018_table_2_come_out() -> None:
+    plan = Plan.sample_users(
+        num_users=763_430,
+        expected_cohort_size=100,
+        group_size=1,
+        steps=5000,
+        clip_norm=15.0,
+        noise_multiplier=1.0,
+        delta=1e-9,
+        mark=Hypothetical(num_users=763_430, expected_groups=5000),
+    )
+    assert plan.noise_stddev / plan.divisor == pytest.approx(0.003)
+    found = plan.statement()
+    # 4.634 by the moments accountant of 2018, 3.90 exactly.
+    assert found.hypothetical_epsilon == pytest.approx(3.90, abs=0.01)
+    assert found.epsilon > 10_000
+
+
+@pytest.mark.parametrize("plan", [records(), records(group_size=None, num_records=300), users()])
+def test_a_marked_plan_survives_its_json_and_an_unmarked_one_is_written_as_before(
+    plan: Plan,
+) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "mark" in plan.to_json()
+    assert "mark" not in users(mark=None).to_json()
+
+
+def test_a_mark_that_nobody_knows_is_refused() -> None:
+    for mark in ({"type": "Other"}, {"type": "RecordLevel", "x": 1}, {}, "RecordLevel"):
+        with pytest.raises(LedgerError):
+            Plan.from_json(users().to_json() | {"mark": mark})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: users(mark=RecordLevel()), "one by one"),
+        (lambda: records(group_size=None, num_records=300, mark=None), "any number of records"),
+        (lambda: records(group_size=None), "num_records"),
+        (lambda: records(non_private=True), "claims nothing"),
+        (lambda: records(adjacency=Adjacency.FIXED_GRAPH_ZERO_OUT), "kept several times"),
+        (lambda: users(mark=Hypothetical(num_users=100, expected_groups=400)), "not a probability"),
+        (lambda: Hypothetical(num_users=1, expected_groups=4), "at least 2"),
+        (lambda: Hypothetical(num_users=100, expected_groups=math.nan), "at least 1"),
+    ],
+)
+def test_what_has_no_price_under_a_mark_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def entry(plan: Plan, steps: int = 5) -> Earlier:
+    return Earlier(
+        run="a" * 64,
+        data="",
+        plan=plan.to_json(),
+        event=plan.event(steps) if plan.has_price else None,
+        steps=steps,
+        adjacency=plan.adjacency,
+        fixed_seed=False,
+    )
+
+
+def test_a_promise_after_a_marked_run_counts_what_that_run_really_cost() -> None:
+    plan = users(mark=None, noise_multiplier=2.0)
+    before = entry(users())
+    plan.check_paid([], earlier=[before])
+    found = plan.statement(earlier=[before])
+    assert found.guarantee
+    assert found.epsilon > 5 * plan.statement().epsilon
+    unbounded = entry(records(group_size=None, num_records=300))
+    with pytest.raises(UnaccountedPlanError, match="without privacy"):
+        plan.check_paid([], earlier=[unbounded])
+
+
+def test_earlier_runs_are_priced_by_the_same_mark() -> None:
+    plan = records(group_size=None, num_records=300)
+    plan.check_paid([], earlier=[entry(plan, steps=20)])
+    both = plan.statement(earlier=[entry(plan, steps=20)])
+    expected = poisson_epsilon(0.1, 2.0, Adjacency.ADD_REMOVE, steps=40)
+    assert both.record_level_epsilon == pytest.approx(expected)
+    # A user's mean may turn round when one record is left out: it has no price by the record.
+    with pytest.raises(UnaccountedPlanError, match="one by one"):
+        plan.check_paid([], earlier=[entry(users(mark=None))])
+    twice = users().statement(earlier=[entry(users(), steps=20)])
+    assert twice.hypothetical_epsilon == pytest.approx(
+        poisson_epsilon(400 / 50_000, 1.0, Adjacency.ADD_REMOVE, steps=40)
+    )
+
+
+def test_a_look_at_users_has_no_price_by_the_record() -> None:
+    ledger = Ledger.create(records(), bound_to={}, fixed_seed=False)
+    with pytest.raises(UnaccountedPlanError, match="none for single records"):
+        ledger.charge(GaussianDpEvent(9.0), what="x")
