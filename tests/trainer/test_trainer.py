@@ -235,10 +235,6 @@ def test_events_inside_a_step_and_skipped_epochs_are_refused(
         ({"train_dataset": [{"text": "red"}]}, "no column 'user_id'"),
         ({"train_dataset": None}, "train_dataset is missing"),
         ({"train_dataset": [{"user_id": "a", "words": "red"}]}, "none of the columns 'text'"),
-        (
-            {"train_dataset": [{"user_id": "a", "prompt": "red", "completion": "blue"}]},
-            "completion_only_loss=False",
-        ),
         ({"data_collator": lambda rows: rows}, "sees records of several users"),
         ({"compute_loss_func": lambda outputs, labels: 0}, "a loss over a batch mixes users"),
         ({"compute_metrics": lambda prediction: {}}, "computed here"),
@@ -286,11 +282,25 @@ def test_records_of_every_form(make: Callable[..., UserDPTrainer], tmp_path: Pat
     assert store("second", store=tmp_path / "shared").fingerprint == shared.fingerprint
 
 
-def test_assistant_only_loss_is_refused(tmp_path: Path, llama: str) -> None:
+def test_the_ledger_says_which_tokens_carry_loss(tmp_path: Path, llama: str) -> None:
     trl = pytest.importorskip("trl", reason="trl is not installed")
-    args = trl.SFTConfig(str(tmp_path / "out"), assistant_only_loss=True, use_cpu=True, bf16=False)
-    with pytest.raises(InputError, match="assistant_only_loss=True is not in this version"):
-        UserDPTrainer(llama, args, train_dataset=chats(USERS), **PRIVACY)
+    pairs = [
+        {"user_id": f"u{n % USERS}", "prompt": "red", "completion": " green"} for n in range(9)
+    ]
+
+    def task(name: str, dataset: Any, **given: Any) -> str:
+        args = trl.SFTConfig(
+            str(tmp_path / name), use_cpu=True, bf16=False, max_steps=1, max_length=32, **given
+        )
+        trainer = UserDPTrainer(llama, args, train_dataset=dataset, **PRIVACY)
+        trainer.train()
+        assert trainer.run is not None
+        return trainer.run.ledger.bound_to["task"]
+
+    assert task("all", chats(USERS)) == "causal"
+    assert task("assistant", chats(USERS), assistant_only_loss=True) == "chat"
+    assert task("pairs", pairs) == "chat"
+    assert task("joined", pairs, completion_only_loss=False) == "causal"
 
 
 def test_what_was_spent_before_is_composed_however_the_model_was_loaded(

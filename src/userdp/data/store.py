@@ -159,6 +159,8 @@ class UserStore:
         *,
         user: str = "user_id",
         text: str = "text",
+        completion: str | None = None,
+        label: str | None = None,
         time: str | None = None,
         key: str | Path | None = None,
         ids: IdRule = IdRule.REFUSE,
@@ -167,9 +169,10 @@ class UserStore:
 
         `data` is a `datasets.Dataset`, also one that is streamed, a pandas DataFrame, a pyarrow
         Table or a list of dicts. `user`, `text` and `time` name its columns; a column of chat
-        messages is kept as chats. The pseudonym key is made in `secret/` beside `out`, or is `key`:
-        stores under one key can be compared user by user. `ids` says what ids that differ only in
-        case, width or white space mean.
+        messages is kept as chats. With `completion`, texts are the prompts that it completes; with
+        `label`, each text has a class. The pseudonym key is made in `secret/` beside `out`, or is
+        `key`: stores under one key can be compared user by user. `ids` says what ids that differ
+        only in case, width or white space mean.
 
         Without `out` the store lies in a temporary folder, readable by its owner only, and goes
         with the object or the process. What is spent on its people is forgotten with it: give `out`
@@ -178,6 +181,7 @@ class UserStore:
         from userdp.data.importers.columns import Columns
         from userdp.data.importers.loaded import loaded_batches
 
+        columns = Columns(user=user, text=text, time=time, completion=completion, label=label)
         # mkdtemp gives a folder that nobody else can look into.
         temporary = Path(tempfile.mkdtemp(prefix="userdp-")) if out is None else None
         place = Path(out or "") if temporary is None else temporary / "store"
@@ -185,7 +189,7 @@ class UserStore:
         is_new = not key_path.exists()
         try:
             write_batches(
-                loaded_batches(data, Columns(user=user, text=text, time=time)),
+                loaded_batches(data, columns),
                 place,
                 pseudonyms=Pseudonyms.under(load_or_create_key(key_path)),
                 id_rule=ids,

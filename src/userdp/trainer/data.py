@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from userdp.data.identity import key_beside
 from userdp.data.store import UserStore
 from userdp.durable import OWNER_ONLY_DIRECTORY
 from userdp.errors import InputError
+from userdp.task_names import TaskName
 
 # Whom the rows of a dataset belong to that is declared to have none of the training users.
 NOBODY_HERE = "somebody else"
@@ -22,34 +24,36 @@ NOBODY_HERE = "somebody else"
 Formatting = Callable[[dict[str, Any]], str]
 
 
-def task_for(columns: list[str], args: Any) -> tuple[str, str]:
-    """Which column (or template of columns) is learned, and by which task of `userdp.tasks`.
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """Which column, or template of columns, is learned; `completion` is learned after `text`."""
 
-    The order is that of TRL: prompts with completions, chats, texts. As there, every token of a
-    chat carries loss unless `assistant_only_loss` is set.
-    """
+    text: str
+    completion: str | None = None
+
+
+def learned_columns(columns: list[str], args: Any) -> Learned:
+    """What of a dataset is learned. The order is that of TRL: completions, chats, texts."""
     text = getattr(args, "dataset_text_field", "text")
     if "prompt" in columns and "completion" in columns:
-        if getattr(args, "completion_only_loss", None) is not False:
-            raise InputError(
-                "prompts with completions carry loss on the completions alone, which is not in "
-                "this version: set completion_only_loss=False, or join both in a column of texts."
-            )
-        return "{prompt}{completion}", "causal"
-    for name in ("messages", "conversations"):
+        if getattr(args, "completion_only_loss", None) is False:
+            return Learned(text="{prompt}{completion}")
+        return Learned(text="prompt", completion="completion")
+    for name in ("messages", "conversations", text):
         if name in columns:
-            if getattr(args, "assistant_only_loss", False):
-                raise InputError(
-                    "assistant_only_loss=True is not in this version: leave it out, and every "
-                    "token of a chat carries loss."
-                )
-            return name, "causal"
-    if text in columns:
-        return text, "causal"
+            return Learned(text=name)
     raise InputError(
         f"train_dataset has none of the columns {text!r}, 'messages', or 'prompt' and "
         "'completion': name the column of texts with dataset_text_field, or give formatting_func."
     )
+
+
+def task_of(store: UserStore, args: Any) -> TaskName:
+    """Which tokens carry loss, as in TRL: completions alone, but all of a chat unless told so."""
+    if store.text_kind == "pair":
+        return "chat"
+    is_chat = store.text_kind == "chat" and getattr(args, "assistant_only_loss", False)
+    return "chat" if is_chat else "causal"
 
 
 def columns_of(dataset: Any) -> list[str]:
@@ -113,8 +117,10 @@ def evaluation_store(
         store = _imported(dataset, args, user, None, shared_key, formatting)
     elif is_public:
         rows = ({**row, user: NOBODY_HERE} for row in dataset)
-        choice, _ = task_for(columns_of(dataset), args)
-        return UserStore.from_dataset(rows, user=user, text=choice)
+        chosen = learned_columns(columns_of(dataset), args)
+        return UserStore.from_dataset(
+            rows, user=user, text=chosen.text, completion=chosen.completion
+        )
     else:
         raise InputError(
             f"eval_dataset has no column {user!r}, so nobody can tell whether training users are "
@@ -141,8 +147,10 @@ def _imported(
     if formatting is not None:
         rows = _formatted(dataset, user, formatting)
         return UserStore.from_dataset(rows, place, user=user, text="text", key=key)
-    choice, _ = task_for(columns_of(dataset), args)
-    return UserStore.from_dataset(dataset, place, user=user, text=choice, key=key)
+    chosen = learned_columns(columns_of(dataset), args)
+    return UserStore.from_dataset(
+        dataset, place, user=user, text=chosen.text, completion=chosen.completion, key=key
+    )
 
 
 def _formatted(dataset: Any, user: str, formatting: Formatting) -> Iterator[dict[str, Any]]:

@@ -19,18 +19,17 @@ from transformers.trainer_utils import TrainOutput
 
 from userdp.checkpoints import Saving
 from userdp.data.store import UserStore
-from userdp.data.tokens import tokenise
 from userdp.durable import OWNER_ONLY_DIRECTORY, write_file
 from userdp.errors import InputError
-from userdp.evaluation import evaluate
+from userdp.evaluation import evaluate_store
 from userdp.history import history_of
 from userdp.lineage import earlier_runs
 from userdp.models.load import load_model, load_tokenizer, remember
 from userdp.plan import Plan
 from userdp.statement import Statement
-from userdp.tasks import CausalTask
+from userdp.tasks import task_named
 from userdp.trainer.arguments import check_arguments
-from userdp.trainer.data import Formatting, evaluation_store, training_store
+from userdp.trainer.data import Formatting, evaluation_store, task_of, training_store
 from userdp.trainer.loop import STATE_FILE, Loop, Metrics, callbacks_of
 from userdp.trainer.settings import (
     cohort_of,
@@ -216,7 +215,7 @@ class UserDPTrainer:
             optimizer=self.optimizer,
             scheduler=self.lr_scheduler,
             sequence_length=self._sequence_length,
-            task=CausalTask(pad_token=self.processing_class.pad_token_id),
+            task=task_of(self.train_store, self.args),
             settings=step_settings_of(self.args),
             out=run,
             other_people=self._other_people,
@@ -310,8 +309,13 @@ class UserDPTrainer:
         return self._measured(self.eval_store, "eval")
 
     def _measured(self, store: UserStore, prefix: str) -> Metrics:
-        rows = tokenise(store, self.processing_class, sequence_length=self._sequence_length)
-        found = evaluate(self.model, rows, pad_token=self.processing_class.pad_token_id)
+        found = evaluate_store(
+            self.model,
+            self.processing_class,
+            store,
+            sequence_length=self._sequence_length,
+            task=task_named(task_of(store, self.args), self.processing_class),
+        )
         return {
             f"{prefix}_loss": found.loss,
             f"{prefix}_perplexity": found.perplexity,
