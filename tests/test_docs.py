@@ -125,11 +125,11 @@ def test_the_ten_lines_of_the_readme_run(
     tokenizer = models_zoo.word_tokenizer()
     model: Any = models_zoo.gpt2(vocabulary=len(tokenizer), positions=128)
     for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "models" / "gpt2")
+        part.save_pretrained(tmp_path / "models" / "smollm2")
     (tmp_path / "store").symlink_to(train_store)
     monkeypatch.chdir(tmp_path)
     # The example as it stands, but for its length.
-    example = block[1].replace("steps=500", "steps=2")
+    example = block[1].replace("num_users=5000", "num_users=5000, steps=2")
     assert example != block[1]
     names: dict[str, Any] = {}
     exec(compile(example, "<the ten lines>", "exec"), names)
