@@ -45,7 +45,7 @@ class Config(Section):
     data: DataSettings
     model: ModelSettings
     privacy: PrivacySettings
-    training: TrainingSettings = Field(default_factory=TrainingSettings)
+    training: TrainingSettings = Field(default_factory=lambda: TrainingSettings.model_validate({}))
 
     def plan(self) -> Plan:
         """The plan that these settings describe, with the noise calibrated if epsilon is given.

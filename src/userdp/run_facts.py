@@ -133,7 +133,7 @@ def _schedule_name(scheduler: Any) -> str:
 
 def _classes(model: Any) -> tuple[str, ...]:
     """The names of the classes of a model that classifies."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not str((getattr(config, "architectures", None) or [""])[0]).endswith("Classification"):
         return ()
     return tuple(str(name) for _, name in sorted(config.id2label.items()))

@@ -133,7 +133,6 @@ def test_configuration_gives_its_clip_rule(rule: ClipRule, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("lines", "named"),
     [
-        ([], "clip_norm is missing"),
         (['clipping = "per-layer"'], "clip_norm is missing"),
         (['clipping = "adaptive"', "clip_norm = 1"], "clip_count_noise is missing"),
         (['clipping = "adaptive"', "clip_count_noise = 3"], "clip_norm is missing"),

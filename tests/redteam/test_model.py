@@ -690,7 +690,7 @@ def test_a_model_of_ones_own_is_probed_before_train_takes_a_step(tmp_path: Any) 
     model = TwoWays(len(tokenizer))
     plan = everybody(30, group_size=3)
     with pytest.raises(MixedExamplesError, match="padded"):
-        train(model, tokenizer, store, plan, sequence_length=16)
+        train(model, tokenizer, store, plan, sequence_length=16, learning_rate=0.01)
     step = PrivateStep(
         model, torch.optim.SGD(model.parameters(), lr=0.1), plan, UserIndex.from_owners(range(30))
     )

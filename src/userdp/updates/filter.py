@@ -93,8 +93,10 @@ class Filter(UpdateRule):
     @property
     def words(self) -> str:
         """What must be close, and what the test costs."""
+        # As it was asked for.
+        target = self.threshold_epsilon
         return (
             f"filter of Asi & Liu (concentration={self.concentration:g} clip norms, threshold="
-            f"{self.threshold:g}, threshold_epsilon={self.threshold_epsilon:g}, threshold_delta="
+            f"{self.threshold:g}, threshold_epsilon={target!r}, threshold_delta="
             f"{self.threshold_delta:g}, at most {self.memory_gib:g} GiB of gradients)"
         )
