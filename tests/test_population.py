@@ -133,6 +133,7 @@ def test_a_debit_of_another_process_is_counted(store: UserStore) -> None:
     assert [entry["what"] for entry in population.entries(DELTA)] == ["ours", *["theirs"] * 5]
 
 
+@pytest.mark.slow
 def test_a_hundred_equal_runs_are_one_part(
     store: UserStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -530,6 +531,7 @@ def test_rows_that_make_no_sense_are_refused_though_the_chain_holds(
         population.spent(DELTA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_any_order_of_runs_looks_and_ends_counts_what_was_planned_or_taken(
     store: UserStore, seed: int

@@ -57,6 +57,7 @@ def test_thorough_probes_find_nothing_in(name: str) -> None:
     assert len(found.probes) > 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", families.SAFE)
 def test_a_random_neighbour_moves_the_fast_sum_by_at_most_the_clip_norm_in(name: str) -> None:
     # Measured without the probe: other lengths, other users, a tight clip norm.

@@ -130,6 +130,7 @@ def test_protected_users_cannot_be_public(
     assert other.cautions(UserStore.open(train_store)) == [DECLARED, UNCHECKED]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_the_same_public_records(
     base_model: Path, train_store: Path, tmp_path: Path, public: UserStore
 ) -> None:

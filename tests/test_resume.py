@@ -162,6 +162,7 @@ def test_adaptive_clipping_and_the_plain_path_go_on(root: Path, tmp_path: Path, 
     assert_same(run(root, tmp_path / "b", resume=True, **options), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adamw"])
 def test_every_optimizer_goes_on(root: Path, tmp_path: Path, name: str) -> None:
     options: dict[str, Any] = {"chosen": plan(steps=3), "optimizer": name, "every": 1, "lr": 1e-3}

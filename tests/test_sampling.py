@@ -199,6 +199,7 @@ def test_rows_of_a_large_user_are_equally_likely() -> None:
     assert np.abs(counts / 20_000 - 0.4).max() < 4 * np.sqrt(0.4 * 0.6 / 20_000)
 
 
+@pytest.mark.slow
 @pytest.mark.statistical
 def test_group_size_one_record_sampling_has_the_distribution_of_user_sampling() -> None:
     # ELS with G = 1 and one record a user against ULS: all 2^4 cohorts, 40,000 draws each, seeds 5

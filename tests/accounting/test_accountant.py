@@ -92,6 +92,7 @@ def test_where_the_library_cannot_our_own_bound_stands_and_says_so(delta, noise)
     assert 0 < found.error_bound < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("noise", "steps"), [(1e-5, 1000), (0.05, 1000), (2.0, 200_000)])
 def test_no_error_bound_is_stated_where_none_was_measured(noise, steps):
     found = accountant.evaluate(records(1, 0.01, steps)(noise), delta=1e-6, adjacency=ADD_REMOVE)

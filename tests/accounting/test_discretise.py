@@ -22,6 +22,7 @@ def delta_of(atoms, epsilon: float) -> float:
     return float((atoms.mass[over] * -np.expm1(epsilon - loss[over])).sum()) + atoms.infinite
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     noise=st.floats(0.3, 6.0),

@@ -68,6 +68,7 @@ def sampled(group_size: int, noise: float, steps: int = 50) -> events.DpEvent:
     return events.repeated(step, steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize("shape", [best_of_runs.LOGARITHMIC, best_of_runs.POISSON])
 def test_sampled_training_after_tuning_costs_more_than_either_and_at_most_their_sum(

@@ -31,6 +31,7 @@ def test_moments_accountant_gives_mcmahan_2018_to_the_printed_digits(entry: mcma
     assert entry.as_printed(found) == entry.printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ENTRIES, ids=named)
 def test_pld_epsilon_is_below_mcmahan_2018_and_next_to_the_documented_one(entry: mcmahan.Entry):
     # Our own bound alone, which takes milliseconds; the documented value is the certified one.
@@ -52,6 +53,7 @@ def documented_pld() -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", HANDFUL, ids=named)
 def test_documented_pld_value_is_the_certified_one(entry: mcmahan.Entry):
     assert entry.pld() == dict(zip(ENTRIES, documented_pld(), strict=True))[entry]

@@ -20,6 +20,7 @@ HAS_SPARK = importlib.util.find_spec("pyspark") is not None
 needs_spark = pytest.mark.skipif(not HAS_SPARK, reason="PySpark is not installed: userdp[spark]")
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(graphs.edges(max_users=8, max_records=40), st.integers(1, 4))
 def test_rounds_equal_the_sequential_selection(graph: Edges, bound: int) -> None:

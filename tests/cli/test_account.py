@@ -31,6 +31,7 @@ def test_account_has_the_keys_of_the_contract():
     assert {"epsilon", "delta", "adjacency", "unit", "accountant", "certified_by"} <= set(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

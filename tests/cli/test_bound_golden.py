@@ -35,6 +35,7 @@ def bound(name: str, k: int, method: str, out: Path) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 @needs_shared
 @pytest.mark.parametrize("name", GRAPHS)
 def test_greedy_gives_the_golden_selections(name: str, tmp_path: Path) -> None:
@@ -65,6 +66,7 @@ def test_with_one_owner_a_record_greedy_is_optimal_and_counted_by_hand(tmp_path:
             assert found["optimal"] is True
 
 
+@pytest.mark.slow
 @needs_shared
 @pytest.mark.parametrize("name", GRAPHS)
 def test_exact_gives_the_golden_optima(name: str, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ PLAN = Plan.sample_users(
 )
 
 
+@pytest.mark.slow
 def test_a_log_has_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     now = 100.0
     progress = TrainingProgress(PLAN, (), (), bar=None, clock=lambda: now)

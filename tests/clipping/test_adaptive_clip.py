@@ -70,6 +70,7 @@ def run(step: PrivateStep, norms: Tensor = NORMS, width: int = 3) -> list[float]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0.05, 5.0])
 @pytest.mark.parametrize("target", [0.2, 0.9])
 def test_clip_norm_converges_to_the_quantile_of_the_norms(target: float, first: float) -> None:

@@ -50,6 +50,7 @@ def checkpointing(**settings: Any) -> StepSettings:
 # ---- the sum
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forms", FORMS)
 @pytest.mark.parametrize("mix_sizes", [False, True])
 @pytest.mark.parametrize("name", NAMES)

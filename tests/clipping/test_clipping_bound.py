@@ -105,6 +105,7 @@ def test_bfloat16_users_contribute_at_most_the_clip_norm(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forms", FORMS)
 @pytest.mark.parametrize("name", ["llama tied + lora", "llama", "own parameter", "lstm tied"])
 def test_bfloat16_users_of_other_models_are_bounded_too(name: str, forms: str) -> None:

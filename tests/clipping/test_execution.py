@@ -66,6 +66,7 @@ def forget_losses() -> None:
 LENGTHS = [[5, 9], [9, 2], [], [9, 7], [9, 9]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2 tied", "llama tied", "gpt2 + lora"])
 def test_compiled_blocks_give_the_plain_loops_sum_without_graph_breaks(
     name: str, traced_only: list[Any]
@@ -117,12 +118,14 @@ def test_compiled_blocks_give_the_plain_loops_sum_for_layers_without_a_rule_and_
     assert_same_as_plain(model, groups, record_loss=models_zoo.loss_of(name), settings=COMPILED)
 
 
+@pytest.mark.slow
 def test_compiled_pairs_give_the_plain_loops_sum() -> None:
     with pairs_wherever_possible():
         model = shake(models_zoo.build("gpt2 tied"))
         assert_same_as_plain(model, cohort(LENGTHS), settings=COMPILED)
 
 
+@pytest.mark.slow
 def test_compiled_user_in_pieces_gives_the_plain_loops_sum() -> None:
     model = shake(models_zoo.build("gpt2 tied"))
     settings = StepSettings(compile_blocks=True, microbatch_tokens=10)
@@ -148,6 +151,7 @@ def test_a_module_the_caller_compiled_stays_compiled() -> None:
     assert block._compiled_call_impl is own
 
 
+@pytest.mark.slow
 def test_head_that_a_loss_of_ones_own_leaves_unpadded_goes_into_a_sum_with_room() -> None:
     def own_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return 2 * causal_lm_loss(model, batch)
@@ -158,6 +162,7 @@ def test_head_that_a_loss_of_ones_own_leaves_unpadded_goes_into_a_sum_with_room(
             assert_same_as_plain(model, cohort(lengths), record_loss=own_loss, settings=COMPILED)
 
 
+@pytest.mark.slow
 def test_padded_head_has_room_in_the_sum_and_leaves_nothing_there() -> None:
     model: Any = models_zoo.build("gpt2 untied")
     rule = FlatClip(clip_norm=0.5)

@@ -37,6 +37,7 @@ def test_factor_is_hardly_smaller_and_never_larger(dtype: torch.dtype) -> None:
     assert float((found / factors)[:400].median()) >= 1 - 0.3 * eps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_stay_within_the_norm_asked_for_once_rounded(dtype: torch.dtype) -> None:
     # Seeds 0 and 1. By 0.999 no bfloat16 value changes: the norm would be 0.1% too large.

@@ -356,6 +356,7 @@ COHORTS = st.lists(st.lists(st.integers(2, 14), max_size=4), min_size=2, max_siz
 )
 
 
+@pytest.mark.slow
 @hypothesis.given(
     model=models(),
     lengths=COHORTS,

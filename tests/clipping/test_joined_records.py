@@ -121,6 +121,7 @@ def test_joined_sum_is_the_plain_loops(name: str, forms: str) -> None:
         assert_same_as_plain(model, cohort(RAGGED), settings=JOINED, tolerance=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("tokens", [10, 40, 400])
 def test_joined_users_of_every_size_sum_up_as_in_the_plain_loop(mixed: bool, tokens: int) -> None:
@@ -132,6 +133,7 @@ def test_joined_users_of_every_size_sum_up_as_in_the_plain_loop(mixed: bool, tok
     assert_same_as_plain(model, cohort(RAGGED, seed=1), settings=settings, rule=rule)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=25, deadline=None)
 @hypothesis.given(
     lengths=st.lists(

@@ -43,6 +43,7 @@ def test_users_products_are_those_of_their_own_tokens() -> None:
         torch.testing.assert_close(found[user], a[first:last].T @ b[first:last])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [None, ENDS])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_squares_are_those_of_the_values_returned(

@@ -184,6 +184,7 @@ def in_forms(name: str) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "forms"), [case for name in ZOO for case in in_forms(name)])
 def test_mixed_batches_give_the_plain_loops_sum(name: str, forms: str) -> None:
     model = shake(models_zoo.build(name))
@@ -200,6 +201,7 @@ def test_mixed_batches_give_the_plain_loops_sum(name: str, forms: str) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forms", FORMS)
 @pytest.mark.parametrize(
     "rule",

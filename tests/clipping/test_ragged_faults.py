@@ -101,6 +101,7 @@ def test_layer_called_on_unlike_many_tokens_keeps_users_apart(forms: str) -> Non
         assert_same_as_plain(ReadTwice().double(), cohort(RAGGED), settings=MIXED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forms", FORMS)
 @pytest.mark.parametrize("name", ["gpt2 tied", "llama tied and trained + lora"])
 def test_bfloat16_users_of_mixed_batches_contribute_at_most_the_clip_norm(

@@ -52,6 +52,7 @@ def batch(rows: int = 6, *, masked: bool = False) -> dict[str, Tensor]:
     return group
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ZOO)
 def test_verify_passes_on(name: str, dtype: torch.dtype) -> None:

@@ -40,6 +40,7 @@ FAULTS: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_in_the_middle_names_file_and_line_and_leaves_nothing(
     tmp_path: Path, fault: str

@@ -105,6 +105,7 @@ def test_endless_element_is_refused_in_bounded_memory(tmp_path: Path) -> None:
         bring_in(tmp_path / "Posts.xml", tmp_path / "store")
 
 
+@pytest.mark.slow
 @needs_shared
 @pytest.mark.parametrize(
     ("folder", "threads", "records", "users", "edges"),

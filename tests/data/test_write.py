@@ -36,6 +36,7 @@ def plain(
     return kept, [pseudonym(name, KEY) for name in numbers]
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(items=records, rule=st.sampled_from([IdRule.MERGE, IdRule.EXACT]), first_only=st.booleans())
 def test_relational_grouping_equals_plain_dictionaries(

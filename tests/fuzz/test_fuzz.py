@@ -55,6 +55,7 @@ def hunt(target: Target, *, number: int, examples: int) -> None:
     once()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_a_reader_refuses_or_reads(target: Target) -> None:
     hunt(target, number=0, examples=FEW)

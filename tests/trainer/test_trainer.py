@@ -282,6 +282,7 @@ def test_records_of_every_form(make: Callable[..., UserDPTrainer], tmp_path: Pat
     assert store("second", store=tmp_path / "shared").fingerprint == shared.fingerprint
 
 
+@pytest.mark.slow
 def test_the_ledger_says_which_tokens_carry_loss(tmp_path: Path, llama: str) -> None:
     trl = pytest.importorskip("trl", reason="trl is not installed")
     pairs = [
