@@ -18,6 +18,9 @@ import pytest
 
 import userdp
 
+# Each question starts a new interpreter.
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 SOURCE = Path(userdp.__file__).parents[1]
 DOCS = HERE.parent / "docs" / "extending.md"

@@ -129,6 +129,7 @@ def test_plain_loop_gives_each_user_its_own_padding_only() -> None:
     torch.testing.assert_close(total(groups), total(groups[:1]) + total(groups[1:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_joined_records_are_probed_where_they_are_asked_for(name: str) -> None:
     model = families.build(families.SAFE[name])

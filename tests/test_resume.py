@@ -190,6 +190,7 @@ def test_released_is_the_average_of_the_weights_after_each_step(root: Path, tmp_
     assert_same(run(root, tmp_path / "r", ema=0.6, resume=True), found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [1, 3, STEPS])
 def test_an_average_goes_on(root: Path, tmp_path: Path, stop_after: int) -> None:
     whole = run(root, tmp_path / "a", ema=0.9)

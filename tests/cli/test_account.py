@@ -50,6 +50,7 @@ def test_account_and_calibrate_take_every_option(options: str):
     assert 0.99 * 2 <= found["epsilon"] <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", [mcmahan.table_1()[3][3], *mcmahan.table_2()[:2]])
 def test_moments_of_mcmahan_2018_stand_beside_pld_on_the_command_line(entry: mcmahan.Entry):
     found = run(f"account {entry.options} --accountant moments")

@@ -276,6 +276,7 @@ def test_evaluating_on_training_users_needs_an_explicit_word(run: Path, train_st
     assert userdp("evaluate", run, train_store, "--allow-overlap").code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [-3, 0, 1])
 def test_evaluating_on_rows_too_short_to_predict_is_refused(
     run: Path, base_model: Path, held_out_store: Path, length: int

@@ -332,6 +332,7 @@ def flags(model: nn.Module) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [8, 1000])
 @pytest.mark.parametrize("name", NAMES)
 def test_step_leaves_the_model_as_it_was(name: str, tokens: int) -> None:

@@ -67,6 +67,7 @@ def test_a_computed_weight_is_refused_by_name_on_the_fast_path(make: Any) -> Non
     assert NAMES[make] in verify(model, sequence_length=LENGTH, path="fast").cause
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [dora, weight_norm])
 def test_a_computed_weight_is_trained_on_the_plain_path(make: Any) -> None:
     found = verify(make(), sequence_length=LENGTH, path="plain")

@@ -94,6 +94,7 @@ def test_fast_path_matches_plain_loop_for_full_groups_of(name: str, group_size: 
     assert_same_as_plain(model, groups, record_loss=models_zoo.loss_of(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forms", FORMS)
 @pytest.mark.parametrize(
     "rule",

@@ -110,6 +110,7 @@ def test_tokens_weigh_what_they_weigh_in_rows_of_their_own() -> None:
     assert all(abs(weight - rows / 4) < 1e-12 for weight in by_record.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CAN_JOIN)
 @pytest.mark.parametrize("forms", FORMS)
 def test_joined_sum_is_the_plain_loops(name: str, forms: str) -> None:

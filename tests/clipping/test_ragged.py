@@ -216,6 +216,7 @@ def test_every_clip_rule_gives_the_plain_loops_sum(name: str, rule: ClipRule, fo
         )
 
 
+@pytest.mark.slow
 @hypothesis.given(
     lengths=st.lists(st.lists(st.integers(2, 14), max_size=5), min_size=2, max_size=9).filter(any),
     tokens=st.integers(80, 500),

@@ -51,6 +51,7 @@ def test_two_columns_for_one_purpose_are_refused_until_one_is_named(tmp_path: Pa
 cell = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(rows=st.lists(st.tuples(cell.map(lambda text: "u" + text), cell), min_size=1, max_size=12))
 def test_what_python_writes_is_read_back(

@@ -11,6 +11,7 @@ from userdp.bounding.edges import Edges
 from userdp.errors import InputError
 
 
+@pytest.mark.slow
 @given(graphs.edges(max_users=10, max_records=30), st.data())
 def test_a_kept_record_has_all_its_owners_in_its_group(graph: Edges, data: st.DataObject) -> None:
     num_groups = data.draw(st.integers(1, graph.num_users))
