@@ -72,6 +72,7 @@ def test_conjecture_1_holds_on_a_grid(k, p, steps, epsilon):
     assert noise(k, p, steps, epsilon) <= k * noise(1, p, steps, epsilon) * 1.0002
 
 
+@pytest.mark.slow
 def test_noise_falls_when_there_are_more_users_and_is_marked_hypothetical():
     found = recommend(figure_2(4.0, 64), NORMS["same"], user_factors=(10, 100))
     assert len(found.hypothetical) == 4

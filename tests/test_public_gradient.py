@@ -103,6 +103,7 @@ def test_all_public_records_push_as_their_clipped_mean_gradient_does(
             )
 
 
+@pytest.mark.slow
 def test_price_is_that_of_the_private_steps_and_the_statement_says_what_is_public(
     base_model: Path, train_store: Path, public: UserStore
 ) -> None:

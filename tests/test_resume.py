@@ -201,6 +201,7 @@ def test_an_average_goes_on(root: Path, tmp_path: Path, stop_after: int) -> None
     assert_same(run(root, tmp_path / "b", resume=True, ema=0.9), whole)
 
 
+@pytest.mark.slow
 def test_a_longer_run_goes_on_from_the_weights_and_not_from_their_average(
     root: Path, tmp_path: Path
 ) -> None:

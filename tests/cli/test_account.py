@@ -166,6 +166,7 @@ def test_declared_numbers_are_no_peek(tmp_path):
     assert els[0]["group_size"] == 4
 
 
+@pytest.mark.slow
 def test_accounting_needs_no_torch():
     modules = "userdp.cli.plan, userdp.cli.account, userdp.cli.quantile"
     code = f"import sys; import {modules}; print('torch' in sys.modules)"

@@ -185,6 +185,7 @@ def test_lora_run_saves_the_adapter_alone_and_evaluates(
     assert evaluated["loss"] == pytest.approx(data["loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_record_sampling_trains(config_file: WriteConfig, tmp_path: Path) -> None:
     path = config_file()
     path.write_text(
@@ -251,6 +252,7 @@ def test_report_mentions_epsilon_and_assumptions(run: Path) -> None:
     assert {path.name for path in run.iterdir()} == RUN_FILES | REPORT_FILES
 
 
+@pytest.mark.slow
 def test_report_can_be_written_again(run: Path) -> None:
     first = userdp("report", run, "--json").json
     before = Path(first["card"]).read_bytes()
@@ -414,6 +416,7 @@ def test_run_without_its_model_cannot_be_evaluated(run: Path, held_out_store: Pa
     refused(userdp("evaluate", run, held_out_store), "holds no model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", ["", "\n[model.lora]\nrank = 2"])
 def test_personalize_a_run(
     lora: str, config_file: WriteConfig, tmp_path: Path, train_store: Path, held_out_store: Path

@@ -79,6 +79,7 @@ BAD: dict[str, tuple[bytes, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BAD)
 def test_bad_line_is_refused_with_its_file_and_number(what: str, tmp_path: Path) -> None:
     content, number = BAD[what]

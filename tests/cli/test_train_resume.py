@@ -130,6 +130,7 @@ def test_a_finished_run_says_so_again_or_goes_on(
     assert longer["epsilon"] > again.json["epsilon"]
 
 
+@pytest.mark.slow
 def test_a_run_with_a_target_keeps_its_noise_when_it_goes_on(root: Path, tmp_path: Path) -> None:
     budget, out = "epsilon = 8.0", tmp_path / "run"
     given = config(root, tmp_path, budget=budget)
