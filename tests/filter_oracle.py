@@ -27,6 +27,9 @@ def epsilon_of(lines: list[str]) -> float:
     rows = [json.loads(line) for line in lines]
     plan = rows[0]["plan"]
     steps = sum(row["kind"] == "step" for row in rows)
+    if any(row["kind"] == "halt" for row in rows):
+        # When a run halts depends on the data, so all planned steps are priced.
+        steps = plan["steps"]
     rule = plan["update"]
     left = plan["delta"] - rule["threshold_delta"]
     sigma = plan["noise"]["noise_multiplier"] / math.sqrt(steps)

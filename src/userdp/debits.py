@@ -75,7 +75,7 @@ def counted(
 
 def settle(people: Population, ledger: Ledger) -> None:
     """Count the steps that a run took, instead of those that it planned."""
-    steps = ledger.steps
+    steps = ledger.priced_steps
     people.settle(ledger.run_digest, steps, _event(ledger.plan, steps), doubts=list(ledger.doubts))
 
 

@@ -25,7 +25,8 @@ class EarlyEnd:
     def charge_rest_if_asked(self) -> None:
         """Charge for all planned steps that are left, if the training shall end here."""
         planned = self._record.ledger.plan.steps
-        if self._asked is None or self._record.steps >= planned or not self._asked():
+        is_over = self._record.is_halted or self._record.steps >= planned
+        if self._asked is None or is_over or not self._asked():
             return
         self._after = self._record.steps
         while self._record.steps < planned:

@@ -337,7 +337,7 @@ class Ledger:
             data=self.first["bound_to"].get("data", ""),
             plan=self.plan.to_json(),
             event=self.event(),
-            steps=self.steps,
+            steps=self.priced_steps,
             adjacency=self.plan.adjacency,
             fixed_seed=self.fixed_seed,
             paid=self.paid,
@@ -346,17 +346,18 @@ class Ledger:
 
     def event(self) -> events.DpEvent | None:
         """The cost of the steps taken; None without a step, or without privacy."""
-        return self.plan.event(self.steps) if self.steps and self.plan.has_price else None
+        return self.plan.event(self.priced_steps) if self.steps and self.plan.has_price else None
+
+    @property
+    def priced_steps(self) -> int:
+        """The steps taken; all planned ones if a test ended the run, which depends on data."""
+        return self.plan.steps if self.is_halted else self.steps
 
     def statement(self, *, unfinished: bool = False) -> Statement:
-        """What may be said about the model after everything recorded here, paid items included.
-
-        Set `unfinished` if something else than a missing closing row shows that the record is
-        incomplete.
-        """
+        """What may be said after everything recorded here; `unfinished` if more shows a gap."""
         people = (self.end or {}).get("people", {})
         return self.plan.statement(
-            steps=self.steps,
+            steps=self.priced_steps,
             fixed_seed=self.fixed_seed,
             paid=self.paid,
             earlier=self.earlier,

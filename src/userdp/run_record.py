@@ -221,6 +221,14 @@ class RunRecord:
             raise InputError("the ledger was opened for another plan or another kind of seed.")
         if self._model not in (None, model):
             raise InputError("the record was made for another model: make one for each run.")
+        if plan.halting_test is not None and self._frozen is None and self.ledger.steps:
+            if not self._is_own_secret:
+                raise InputError(
+                    "a run with a filter has one threshold, whose noise is drawn once: a ledger "
+                    "with steps goes on by `train(resume=True)` only."
+                )
+        elif plan.halting_test is not None and self._frozen is not None:
+            raise InputError("a run with a filter has one threshold: make one PrivateStep of it.")
         begin_run(model, self.ledger)
         secret = self._secret.bound_to(self.ledger.run_digest)
         if not secret.fixed_seed and not self._is_own_secret:

@@ -162,7 +162,8 @@ def train(
     if task is None or isinstance(task, str):
         task = named_task(task, model, tokenizer, store)
     if record_loss is not None:
-        task = OwnLoss(task=task, record_loss=record_loss)
+        digest = scheduler_digest(record_loss)
+        task = OwnLoss(task=task, record_loss=record_loss, digest=digest)
     if optimizer is None:
         optimizer = make_optimizer(model, "adamw", learning_rate)
         scheduler = scheduler or make_schedule(optimizer, defaults.SCHEDULE, plan.steps)

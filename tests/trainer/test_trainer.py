@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -381,3 +382,28 @@ def test_the_plan_is_that_of_the_arguments(make: Callable[..., UserDPTrainer]) -
     )
     assert trainer.plan == expected
     assert dataclasses.asdict(trainer.state)["max_steps"] == 8
+
+
+def test_a_trained_adapter_of_unknown_cost_is_refused(
+    make: Callable[..., UserDPTrainer], llama: str
+) -> None:
+    model = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(llama), peft.LoraConfig(r=2)
+    )
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.ones_(weight)
+    with pytest.raises(InputError, match="give the adapter's directory"):
+        make(model=model)
+
+
+def test_a_tracker_that_nobody_looked_at_is_refused(make: Callable[..., UserDPTrainer]) -> None:
+    with pytest.raises(InputError, match="upload the output folder"):
+        make(arguments={"report_to": ["comet_ml"]})
+
+
+def test_a_transform_that_would_not_be_seen_is_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    hidden = datasets.Dataset.from_list(texts(4)).with_transform(lambda rows: rows)
+    with pytest.raises(InputError, match=r"dataset\.map first"):
+        UserStore.from_dataset(hidden, tmp_path / "store")

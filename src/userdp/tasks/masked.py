@@ -80,8 +80,8 @@ class MaskedTask:
 
     @property
     def name(self) -> str:
-        """The share is part of the name."""
-        return f"masked {self.share:g}"
+        """The share, the mask and the tokens that are never hidden are part of the name."""
+        return f"masked {self.share!r} {self.mask_token} {list(self.special_tokens)}"
 
     @property
     def encoding(self) -> Encoding:

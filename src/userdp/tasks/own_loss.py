@@ -17,17 +17,22 @@ from userdp.tasks.contract import Task
 
 @dataclass(frozen=True, kw_only=True)
 class OwnLoss:
-    """A task with another loss per record. What goes into a batch stays the same."""
+    """A task with another loss per record. What goes into a batch stays the same.
+
+    `digest` is that of the loss's code and of what it holds. Under another loss, the same noise
+    would show the difference of the two.
+    """
 
     task: Task
     record_loss: RecordLoss
+    digest: str = ""
 
     @property
     def name(self) -> str:
         """The task's name, and that of the loss."""
         loss: Any = self.record_loss
         own = getattr(loss, "__qualname__", type(loss).__qualname__)
-        return f"{self.task.name}, loss {own}"
+        return f"{self.task.name}, loss {own} {self.digest}".rstrip()
 
     @property
     def encoding(self) -> Encoding:

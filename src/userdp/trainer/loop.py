@@ -35,6 +35,10 @@ FOLDER = re.compile(r"checkpoint-(\d+)")
 Metrics = dict[str, float]
 
 
+# Trackers that send numbers alone.
+SAFE_TRACKERS = {"tensorboard", "trackio", "wandb"}
+
+
 def callbacks_of(args: Any, own: Sequence[Any]) -> list[Any]:
     """The usual callbacks, the trackers in `report_to`, and the caller's own."""
     for callback in own:
@@ -45,6 +49,12 @@ def callbacks_of(args: Any, own: Sequence[Any]) -> list[Any]:
                     f"{kind.__name__} wants {event}, which is inside of a step, where gradients "
                     "have no noise yet: use on_step_end."
                 )
+    unknown = sorted(set(args.report_to) - SAFE_TRACKERS)
+    if unknown:
+        raise InputError(
+            f"report_to={unknown!r}: nobody has looked at what it sends, and some such trackers "
+            "upload the output folder with its secrets. Use tensorboard, trackio, wandb or 'none'."
+        )
     watching = os.environ.get("WANDB_WATCH", "false")
     if "wandb" in args.report_to and watching in ("all", "gradients"):
         raise InputError(

@@ -28,6 +28,7 @@ from userdp.models.load import load_model, load_tokenizer, remember
 from userdp.plan import Plan
 from userdp.statement import Statement
 from userdp.tasks import task_named
+from userdp.trainer.adapters import refuse_unknown_adapter
 from userdp.trainer.arguments import check_arguments
 from userdp.trainer.data import Formatting, evaluation_store, task_of, training_store
 from userdp.trainer.loop import STATE_FILE, Loop, Metrics, callbacks_of
@@ -377,6 +378,7 @@ def _prepared(
         source = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
         if Path(source).is_dir() and not history_of(model).all_entries():
             remember(model, Path(source))
+        refuse_unknown_adapter(model)
         if tokenizer is None:
             if not source:
                 raise InputError("processing_class is missing: give the model's tokenizer.")

@@ -74,6 +74,11 @@ def saved_dataset_batches(root: Path, columns: Columns) -> Iterator[ImportBatch]
 
 def dataset_batches(dataset: Any, columns: Columns) -> Iterator[ImportBatch]:
     """The records of a loaded `datasets.Dataset`, in its order."""
+    if (getattr(dataset, "format", None) or {}).get("type") == "custom":
+        raise InputError(
+            "the dataset has a transform, which is not seen where its columns are read: apply it "
+            "with dataset.map first."
+        )
     chosen = columns.resolved(list(dataset.column_names), "the dataset")
     arrow = dataset.select_columns(needed(chosen)).with_format("arrow")
     tables = arrow.iter(BATCH_ROWS)
