@@ -22,9 +22,9 @@ TokenMean = Callable[[Tensor, Tensor], Tensor]
 TokenSum = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # Batch entries of joined records (`joined_records`). For every token they hold its position in its
-# record, the number of that record in the row, and the weight of the token's loss.
+# record, how many tokens of the record follow (-1 for padding), and the weight of its prediction.
 JOINED_POSITION = "userdp_position"
-JOINED_RECORD = "userdp_record"
+JOINED_LEFT = "userdp_left"
 JOINED_WEIGHT = "userdp_weight"
 
 
@@ -49,27 +49,23 @@ def causal_lm_loss(
 def joined_lm_loss(model: nn.Module, batch: Batch, *, token_sum: TokenSum | None = None) -> Tensor:
     """The loss of each row of joined records: the weighted sum of its tokens' losses.
 
-    `batch` comes from `joined_records`. A token sees only itself and the tokens before it in its
-    own record.
+    `batch` comes from `joined_records`: the label of a token is what follows it in its record. The
+    model runs with an attention that takes `record_layout` for its mask (`record_attention`).
     """
     output = model(
         input_ids=batch["input_ids"],
         position_ids=batch[JOINED_POSITION],
-        attention_mask=record_mask(batch[JOINED_RECORD]),
+        attention_mask=record_layout(batch),
         use_cache=False,
     )
-    # The first token of a record has no label, so the record before it does not predict it.
-    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
-    weights = F.pad(batch[JOINED_WEIGHT][:, 1:], (0, 1))
-    return (token_sum or weighted_token_loss)(logits_of(output), labels, weights)
+    sum_up = token_sum or weighted_token_loss
+    return sum_up(logits_of(output), batch["labels"], batch[JOINED_WEIGHT])
 
 
-def record_mask(record_in_row: Tensor) -> Tensor:
-    """Which tokens of a row see which: each sees itself and those before it in its record."""
-    length = record_in_row.shape[1]
-    same = record_in_row[:, :, None] == record_in_row[:, None, :]
-    causal = torch.ones(length, length, dtype=torch.bool, device=record_in_row.device).tril()
-    return (same & causal)[:, None]
+def record_layout(batch: Batch) -> Tensor:
+    """Where joined records lie: position and tokens left of each token, (rows, 1, length, 2)."""
+    layout = torch.stack((batch[JOINED_POSITION], batch[JOINED_LEFT]), -1)
+    return layout[:, None].to(torch.int32)
 
 
 def masked_lm_loss(

@@ -31,20 +31,22 @@ from userdp.clipping.batches.joined_records import (
     joined,
     separated,
 )
-from userdp.clipping.batches.users import Users, power_of_two
+from userdp.clipping.batches.users import Users
+from userdp.clipping.execute.record_attention import RECORD_ATTENTION, attention_named
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.rules import FlatClip, PerLayerClip
 from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError
 from userdp.losses import (
     IGNORED_LABEL,
-    JOINED_RECORD,
+    JOINED_LEFT,
+    JOINED_POSITION,
     JOINED_WEIGHT,
     Batch,
     causal_lm_loss,
     joined_lm_loss,
     masked_lm_loss,
-    record_mask,
+    record_layout,
 )
 
 JOINED = StepSettings(join_records=True)
@@ -75,39 +77,30 @@ def records_of(group: dict[str, Tensor]) -> list[list[int]]:
 
 
 @hypothesis.given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
-    longest=st.integers(1, 130),
-    ladder=st.booleans(),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), row=st.integers(1, 70)
 )
-def test_every_record_is_in_one_row_once_and_comes_out_as_it_went_in(
-    lengths: list[int], longest: int, ladder: bool
+def test_every_record_is_there_once_and_comes_out_as_it_went_in(
+    lengths: list[int], row: int
 ) -> None:
     (group,) = cohort([lengths])
-    found = joined(group, longest, ladder=ladder)
+    found = joined(group, row)
     apart = separated(found)
     assert records_of(apart) == records_of(group)
     assert apart["input_ids"].shape[1] == max(lengths)
-    rows, width = found["input_ids"].shape
-    assert width <= max(longest, max(lengths))
-    assert rows * width <= len(lengths) * (power_of_two(max(lengths)) if ladder else max(lengths))
-    used = int((found[JOINED_RECORD] > 0).sum())
-    assert used == sum(lengths)
+    assert found["input_ids"].shape == (-(-sum(lengths) // row), row)
+    assert int((found[JOINED_LEFT] >= 0).sum()) == sum(lengths)
 
 
 def test_tokens_weigh_what_they_weigh_in_rows_of_their_own() -> None:
     (group,) = cohort([[5, 3, 9, 2]])
     found = joined(group, 12)
     rows = len(found["input_ids"])
-    labelled = found["labels"] != IGNORED_LABEL
-    by_record = {
-        (row, int(number)): float(found[JOINED_WEIGHT][row][own & labelled[row]].sum())
-        for row, numbers in enumerate(found[JOINED_RECORD])
-        for number in numbers.unique()
-        if number > 0
-        for own in [numbers == number]
-    }
-    assert len(by_record) == 4
-    assert all(abs(weight - rows / 4) < 1e-12 for weight in by_record.values())
+    line = {name: tensor.flatten() for name, tensor in found.items()}
+    record = ((line[JOINED_POSITION] == 0) & (line[JOINED_LEFT] >= 0)).cumsum(0)
+    labelled = line["labels"] != IGNORED_LABEL
+    by_record = torch.zeros(5, dtype=torch.float64)
+    by_record.index_add_(0, record[labelled], line[JOINED_WEIGHT][labelled])
+    assert torch.allclose(by_record[1:], torch.tensor(rows / 4, dtype=torch.float64))
 
 
 @pytest.mark.slow
@@ -211,8 +204,12 @@ def test_a_model_that_leaves_the_mask_or_the_positions_out_is_found_out() -> Non
     assert can_join(model, causal_lm_loss, 16)
 
     def without_mask(input_ids, position_ids=None, attention_mask=None, **rest):  # type: ignore[no-untyped-def]
-        # A mask of its own, or transformers would find the records by their positions.
-        own = None if attention_mask is None else record_mask(torch.zeros_like(input_ids))
+        own = attention_mask
+        if own is not None:
+            # As if all tokens were one record.
+            place = torch.arange(input_ids.numel()).view(input_ids.shape)
+            left = input_ids.numel() - 1 - place
+            own = record_layout({JOINED_POSITION: place, JOINED_LEFT: left})
         return honest(input_ids=input_ids, position_ids=position_ids, attention_mask=own, **rest)
 
     def without_positions(input_ids, position_ids=None, attention_mask=None, **rest):  # type: ignore[no-untyped-def]
@@ -230,18 +227,19 @@ def test_other_losses_are_not_joined() -> None:
 
 
 def test_no_record_sees_another() -> None:
-    # Other tokens in the first record of a row leave the losses of the second as they are.
+    # Other tokens in the first record leave the losses of the second as they are. Each reaches from
+    # one row into the next.
     model = shake(models_zoo.build("gpt2 tied"))
     (group,) = cohort([[6, 5]])
-    found = joined(group, 16)
-    assert len(found["input_ids"]) == 1
-    first = found[JOINED_RECORD][0] == 1
+    found = joined(group, 4)
+    assert len(found["input_ids"]) == 3
+    first = torch.arange(12).view(3, 4) < 6
     only_second = found | {JOINED_WEIGHT: torch.where(first, 0.0, found[JOINED_WEIGHT])}
     ids = torch.where(first, (found["input_ids"] + 3) % models_zoo.VOCABULARY, found["input_ids"])
-    with torch.no_grad():
+    with torch.no_grad(), attention_named(model, RECORD_ATTENTION):
         before = joined_lm_loss(model, only_second)
         after = joined_lm_loss(model, only_second | {"input_ids": ids})
-    assert float(before) > 0
+    assert float(before.sum()) > 0
     assert torch.allclose(before, after, rtol=1e-13, atol=0)
     assert middle_clip(model, cohort([[6, 5], [3]])) > 0
 

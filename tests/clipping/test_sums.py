@@ -146,6 +146,7 @@ def test_rows_that_nearly_cancel_do_not_hide_the_rest(form: str, size: float) ->
         user_of_row=torch.arange(users).repeat_interleave(2),
         fewest_rows=1,
         most_rows=2,
+        full_rows=2 * users,
     )
     made: Form = EmbeddingRows(ids_UL=ids, gradients_ULD=rows)
     if form == "stored by row":

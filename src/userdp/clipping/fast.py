@@ -265,6 +265,7 @@ class FastClipping:
             length=ids.shape[1] if ids is not None and ids.dim() > 1 else 1,
             compute_dtype=self._dtype,
             compile_blocks=self._compile,
+            any_rows=users.ranges is not None,
             merge_lora=self._settings.merge_lora,
             checkpoint_blocks=self._settings.checkpoint_blocks,
         )

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 
 from userdp.clipping.batches.equal import pack_equal
-from userdp.clipping.batches.joined_records import USUAL_ROW, can_join, joined, worth_joining
+from userdp.clipping.batches.joined_records import ROW, can_join, joined, worth_joining
 from userdp.clipping.batches.ragged import Sizes, pack_ragged
 from userdp.clipping.batches.users import Users, has_tokens, power_of_two, size_of
 from userdp.errors import InputError
@@ -131,18 +131,17 @@ class Packing:
         The group's own records and public numbers decide. Joining changes how sums are rounded, and
         one user must not change how others' are.
         """
-        if self._can_join is False or not (self._join_all or worth_joining([group], self._device)):
+        if self._can_join is False or not (
+            self._join_all or worth_joining(group, self._device, self._sequence_length)
+        ):
             return group
         if self._can_join is None:
             self._can_join = can_join(self._model, self._record_loss, self._join_length)
-        longest = size_of(group).length
-        if not self._can_join or longest > self._join_length:
+        if not self._can_join or size_of(group).length > self._join_length:
             return group
-        max_tokens, max_length = self._sizes.max_tokens, self._sizes.max_length
-        row = max(longest, min(USUAL_ROW, max_tokens, max_length or USUAL_ROW))
-        if self._sequence_length is not None:
-            row = max(row, min(self._sequence_length, max_tokens))
-        return joined(group, row, ladder=self._ladder or self.ragged)
+        found = joined(group, ROW.get(self._device, ROW["cpu"]))
+        # A user larger than a batch runs in pieces, and a record must not be cut in two.
+        return found if size_of(found).tokens <= self._sizes.max_tokens else group
 
     @property
     def _join_length(self) -> int:

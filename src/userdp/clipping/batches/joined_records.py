@@ -1,43 +1,47 @@
-"""Several records of a user in one row, so that short records need little padding.
+"""A user's records one after the other, so that short records need little padding.
 
-If a user's records differ in length, rows as long as the longest one are mostly padding. Here
-records lie one after the other in a row. They are placed from the longest to the shortest, each
-into the fullest row that has room. No record sees another: attention is masked record by record,
-and positions begin again with each. A token weighs what it would weigh in a row of its own. So the
-gradient is the same, from fewer tokens.
+If a user's records differ in length, rows as long as the longest one are mostly padding. Here all
+records of a user form one line of tokens, which is cut into short rows of equal length. A record
+may reach from one row into the next: attention follows it (`record_attention`), and all other
+layers see single tokens. No record sees another, and positions begin again with each. A token
+weighs what it would weigh in a row of its own. So the gradient is the same, from fewer tokens.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from userdp.clipping.batches.users import power_of_two, size_of
+from userdp.clipping.batches.users import PADDING, size_of
 from userdp.clipping.execute.models import can_skip_mask, pretrained
+from userdp.clipping.execute.record_attention import RECORD_ATTENTION, attention_named
 from userdp.losses import (
     IGNORED_LABEL,
+    JOINED_LEFT,
     JOINED_POSITION,
-    JOINED_RECORD,
     JOINED_WEIGHT,
     Batch,
     RecordLoss,
     causal_lm_loss,
-    record_mask,
+    record_layout,
 )
 
-# Short records may share rows up to this length; longer ones up to their own.
-USUAL_ROW = 128
-# Records are joined if a smaller share of the padded tokens than this belongs to records. On CUDA
-# attention with a mask makes a step a fifth slower (GPT-2 small on an H200).
-FULL_ENOUGH = {"cpu": 0.8, "cuda": 0.6}
+# Tokens of a row. A user's last row is padded: half a row on average.
+ROW = {"cpu": 16, "cuda": 64}
+# Records are joined if a smaller share of the padded tokens than this belongs to records. On the
+# CPU attention has to move them.
+FULL_ENOUGH = {"cpu": 0.8, "cuda": 0.95}
+# On CUDA records of up to this length are always joined: all users then share the same few batch
+# shapes, and attention is a small part of the step.
+ALWAYS_UP_TO = {"cpu": 0, "cuda": 512}
 _SEPARATE = {"input_ids", "labels", "attention_mask"}
 # The trial joins a record of this many tokens with another one. Rounding may move logits this far.
 _TRIAL = 5
@@ -54,18 +58,20 @@ _UNMASKED = (nn.modules.conv._ConvNd, nn.RNNBase)
 
 def is_joined(batch: Batch) -> bool:
     """Whether rows of the batch may hold several records."""
-    return JOINED_RECORD in batch
+    return JOINED_LEFT in batch
 
 
-def worth_joining(groups: Sequence[Batch], device: str) -> bool:
-    """Whether the groups hold only tokens and labels, and their rows are padded that much."""
-    if not groups or not {"input_ids", "labels"} <= groups[0].keys() <= _SEPARATE:
+def worth_joining(group: Batch, device: str, sequence_length: int | None) -> bool:
+    """Whether joining the group's records saves much; `sequence_length` is the declared one.
+
+    The group must hold tokens and labels, and nothing else that is learned from.
+    """
+    if not {"input_ids", "labels"} <= group.keys() <= _SEPARATE or group["labels"].dim() != 2:
         return False
-    if groups[0]["labels"].dim() != 2:
-        return False
-    padded = sum(size_of(group).tokens for group in groups)
-    own = sum(int(_lengths(group).sum()) for group in groups)
-    return own < FULL_ENOUGH.get(device, 0.0) * padded
+    if sequence_length is not None and sequence_length <= ALWAYS_UP_TO.get(device, 0):
+        return True
+    own = int(_lengths(group).sum())
+    return own < FULL_ENOUGH.get(device, 0.0) * size_of(group).tokens
 
 
 def can_join(model: nn.Module, record_loss: RecordLoss, longest: int) -> bool:
@@ -114,86 +120,91 @@ def _keeps_apart(model: nn.Module, inner: PreTrainedModel, longest: int) -> bool
     weight = next(model.parameters())
     embedding: Any = inner.get_input_embeddings()
     vocabulary = len(embedding.weight)
-    lengths = torch.tensor([_TRIAL, longest])
-    ids = (torch.arange(_TRIAL + longest) % vocabulary).to(weight.device)[None]
-    number = torch.repeat_interleave(lengths).to(weight.device)[None] + 1
-    positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).to(weight.device)[None]
+    first, second = (torch.arange(length)[None] % vocabulary for length in (_TRIAL, longest))
+    other = (first + 1) % vocabulary
+    row = ROW.get(weight.device.type, ROW["cpu"])
 
-    def logits(tokens: Tensor) -> Tensor:
-        mask = record_mask(number)
-        return model(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=False
-        ).logits
+    def together(*records: Tensor) -> Tensor:
+        """The logits of the records in rows that they share."""
+        width = max(record.shape[1] for record in records)
+        ids = torch.cat([F.pad(record, (0, width - record.shape[1])) for record in records])
+        ends = torch.tensor([record.shape[1] for record in records])[:, None]
+        labels = torch.where(torch.arange(width) < ends, ids, IGNORED_LABEL)
+        rows = joined({"input_ids": ids, "labels": labels}, row)
+        sent = {name: tensor.to(weight.device) for name, tensor in rows.items()}
+        with attention_named(model, RECORD_ATTENTION):
+            found = model(
+                input_ids=sent["input_ids"],
+                position_ids=sent[JOINED_POSITION],
+                attention_mask=record_layout(sent),
+                use_cache=False,
+            ).logits
+        return found.flatten(0, 1)[: _TRIAL + longest]
 
     try:
-        together = logits(ids)
-        others = logits(torch.where(number == 1, (ids + 1) % vocabulary, ids))
-        parts = ids.split(lengths.tolist(), 1)
-        expected = torch.cat([model(input_ids=part, use_cache=False).logits for part in parts], 1)
+        same, changed = together(first, second), together(other, second)
+        alone = [
+            model(input_ids=ids.to(weight.device), use_cache=False).logits[0]
+            for ids in (first, second)
+        ]
     except Exception:
-        # The model does not take such masks, although its signature says so.
+        # The model does not take such rows, although its signature says so.
         return False
+    expected = torch.cat(alone)
     tolerance = _TOLERANCES.get(weight.dtype, _COARSE_TOLERANCE)
-    same = bool((together - expected).abs().max() <= tolerance * expected.abs().max())
-    return same and torch.equal(together[:, _TRIAL:], others[:, _TRIAL:])
+    is_close = bool((same - expected).abs().max() <= tolerance * expected.abs().max())
+    return is_close and torch.equal(same[_TRIAL:], changed[_TRIAL:])
 
 
-def joined(group: Batch, longest_row: int, *, ladder: bool = False) -> dict[str, Tensor]:
-    """The group's records laid into rows, at the row length that gives the fewest tokens.
+def joined(group: Batch, row: int) -> dict[str, Tensor]:
+    """The group's records one after the other, in rows of `row` tokens; the last one is padded.
 
-    Rows are at least as long as the longest record, and at most `longest_row` unless it is longer.
-    With `ladder`, tokens are counted as if rows were padded to a power of two. The records of a row
-    are numbered from 1; padding has number 0. Tokens are weighted so that the mean over rows of
-    their weighted losses equals the mean over records of the mean token loss.
+    The label of a token is the label of the token that follows it in its record. Tokens are
+    weighted so that the mean over rows of their weighted losses equals the mean over records of the
+    mean token loss.
     """
     ids, labels = (group[name].cpu().numpy() for name in ("input_ids", "labels"))
     lengths = _lengths(group)
-    rows, starts, width = _best_places(lengths, longest_row, ladder)
-    num_rows = int(rows.max()) + 1
     record = np.repeat(np.arange(len(lengths)), lengths)
     column = np.arange(len(record)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    place = (rows[record], starts[record] + column)
-    own_labels = labels[record, column]
-    # The first token of a record is not predicted.
-    own_labels[column == 0] = IGNORED_LABEL
-    labelled = np.bincount(record[own_labels != IGNORED_LABEL], minlength=len(lengths))
+    left = lengths[record] - column - 1
+    following = np.minimum(column + 1, labels.shape[1] - 1)
+    next_labels = np.where(left > 0, labels[record, following], IGNORED_LABEL)
+    labelled = np.bincount(record[next_labels != IGNORED_LABEL], minlength=len(lengths))
+    num_rows = -(-len(record) // row)
     weights = num_rows / (len(lengths) * np.maximum(labelled, 1))
-    number = _numbers_in_rows(rows, starts)
 
-    def laid(values: NDArray[np.generic], empty: int) -> Tensor:
-        whole = np.full((num_rows, width), empty, values.dtype)
-        whole[place] = values
-        return torch.from_numpy(whole).to(group["input_ids"].device)
+    def laid(name: str, values: NDArray[np.generic]) -> Tensor:
+        line = np.full(num_rows * row, PADDING[name], values.dtype)
+        line[: len(values)] = values
+        return torch.from_numpy(line.reshape(num_rows, row)).to(group["input_ids"].device)
 
-    return {
-        "input_ids": laid(ids[record, column], 0),
-        "labels": laid(own_labels, IGNORED_LABEL),
-        JOINED_POSITION: laid(column, 0),
-        JOINED_RECORD: laid(number[record], 0),
-        JOINED_WEIGHT: laid(weights[record], 0),
+    found = {
+        "input_ids": ids[record, column],
+        "labels": next_labels,
+        JOINED_POSITION: column,
+        JOINED_LEFT: left,
+        JOINED_WEIGHT: weights[record],
     }
+    return {name: laid(name, values) for name, values in found.items()}
 
 
 def separated(rows: Batch) -> dict[str, Tensor]:
     """The joined records, each in a row of its own again, as `causal_lm_loss` takes them."""
-    number = rows[JOINED_RECORD]
-    spans = [
-        (row, start, stop)
-        for row, numbers in enumerate(number)
-        for start, stop in pairwise([*_changes(numbers), len(numbers)])
-        if numbers[start] > 0
-    ]
-    width = max(stop - start for _, start, stop in spans)
-    found: dict[str, Tensor] = {}
-    for name, empty in (("input_ids", 0), ("labels", IGNORED_LABEL)):
-        found[name] = number.new_full((len(spans), width), empty)
-        for record, (row, start, stop) in enumerate(spans):
-            found[name][record, : stop - start] = rows[name][row, start:stop]
+    ids, labels, position, left = (
+        rows[name].flatten() for name in ("input_ids", "labels", JOINED_POSITION, JOINED_LEFT)
+    )
+    starts = ((position == 0) & (left >= 0)).nonzero().flatten().tolist()
+    ends = [start + 1 + int(left[start]) for start in starts]
+    width = max(end - start for start, end in zip(starts, ends, strict=True))
+    found = {
+        "input_ids": ids.new_full((len(starts), width), PADDING["input_ids"]),
+        "labels": labels.new_full((len(starts), width), IGNORED_LABEL),
+    }
+    for record, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        found["input_ids"][record, : end - start] = ids[start:end]
+        found["labels"][record, 1 : end - start] = labels[start : end - 1]
     return found
-
-
-def _changes(numbers: Tensor) -> list[int]:
-    return [0, *((numbers[1:] != numbers[:-1]).nonzero().flatten() + 1).tolist()]
 
 
 def _lengths(group: Batch) -> NDArray[np.int64]:
@@ -201,57 +212,3 @@ def _lengths(group: Batch) -> NDArray[np.int64]:
     labelled = group["labels"].cpu().numpy() != IGNORED_LABEL
     behind = np.argmax(labelled[:, ::-1], axis=1)
     return np.where(labelled.any(1), labelled.shape[1] - behind, 1)
-
-
-def _best_places(
-    lengths: NDArray[np.int64], longest_row: int, ladder: bool
-) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Each record's row and start, and the row width, chosen for the fewest tokens in all."""
-    longest = int(lengths.max())
-    sizes = [max(longest, min(power_of_two(longest), longest_row)) if ladder else longest]
-    while (size := power_of_two(sizes[-1] + 1)) <= longest_row:
-        sizes.append(size)
-
-    def tokens(found: tuple[NDArray[np.int64], NDArray[np.int64], int]) -> int:
-        rows, _, width = found
-        return (int(rows.max()) + 1) * (power_of_two(width) if ladder else width)
-
-    return min((_best_fit(lengths, size) for size in sizes), key=tokens)
-
-
-def _best_fit(
-    lengths: NDArray[np.int64], size: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-    """Each record's row and start, and the width needed, in rows of at most `size` tokens.
-
-    Records are placed from the longest to the shortest, each into the fullest row with room.
-    """
-    # Rows by how much room they have. Bit r of `rooms` says whether a row has room for r tokens.
-    rows_with: list[list[int]] = [[] for _ in range(size + 1)]
-    rooms = num_rows = 0
-    rows, starts = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
-    for record in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[record])
-        enough = rooms >> length
-        if enough:
-            room = length + (enough & -enough).bit_length() - 1
-            row = rows_with[room].pop()
-            if not rows_with[room]:
-                rooms ^= 1 << room
-        else:
-            room, row = size, num_rows
-            num_rows += 1
-        rows[record], starts[record] = row, size - room
-        rows_with[room - length].append(row)
-        rooms |= 1 << (room - length)
-    return rows, starts, int((starts + lengths).max())
-
-
-def _numbers_in_rows(rows: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Each record's number in its row: from 1, in the order of the records' starts."""
-    order = np.lexsort((starts, rows))
-    numbers = np.empty(len(rows), np.int64)
-    sorted_rows = rows[order]
-    firsts = np.searchsorted(sorted_rows, sorted_rows)
-    numbers[order] = np.arange(len(rows)) - firsts + 1
-    return numbers

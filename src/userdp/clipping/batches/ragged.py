@@ -7,13 +7,13 @@ Groups are put into batches from the largest to the smallest. The smaller ones f
 the larger ones leave, so few rows stay without a record. Only the last batch of a cohort is smaller
 than the others.
 
-Users are sorted into kinds by their tokens: up to 512, up to 1,024, and so on. Each kind has its
+Users are sorted into kinds by their tokens: up to 512, up to 2,048, and so on. Each kind has its
 own batches, because the number of places and the cheapest form of a gradient (`forms`) depend on
-the size of the users. If a kind has too few users to fill a batch, smaller users fill it up; if
-they would need more places than the shape has, a shape with twice as many places is used.
+the size of the users. If a kind has too few users to fill a batch, smaller users fill it up. There
+are places for twice as many users as the smallest ones of the kind would need.
 
-Often many users have the largest number of rows, because the sampler allows no more. They share
-batches in which all have the same number of rows: those run fastest.
+Unless records are joined, many users often have the largest number of rows, because the sampler
+allows no more. They share batches in which all have the same number of rows: those run fastest.
 
 Secret: everything here but the budget.
 """
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from userdp.clipping.batches.joined_records import is_joined
 from userdp.clipping.batches.users import (
     Rest,
     RowRanges,
@@ -39,12 +40,12 @@ from userdp.clipping.batches.users import (
 )
 from userdp.losses import Batch
 
-# The most tokens of a user of the first kind; each further kind allows twice as many.
+# The most tokens of a user of the first kind, and how many times as many the next kind allows. Few
+# kinds mean few batch shapes, each of which has to be captured, and compared with the plain loop.
 FIRST_KIND = 512
+NEXT_KIND = 4
 # The last batch of a cohort may have one of these shares of a full batch's rows.
 SMALLER = (1 / 8, 1 / 4, 1 / 2, 3 / 4)
-# If users fill a smaller share of the rows than this, a shape with more places is tried.
-FULL_ENOUGH = 0.9
 SHORTEST_ROW = 16
 ALIGNMENT = 8
 
@@ -58,6 +59,7 @@ class Shape:
     users: int
     fewest_rows: int
     most_rows: int
+    full_rows: int
 
 
 @dataclass(kw_only=True)
@@ -99,20 +101,19 @@ class Sizes:
         """How many users of this many tokens may share a batch."""
         return self.max_users if tokens > FIRST_KIND else self.max_short_users
 
-    def shape(self, rows: int, length: int, share: float = 1.0, *, crowded: bool = False) -> Shape:
-        """The batch, or a share of it, for users of about `rows` rows of this length.
-
-        A `crowded` batch has places for twice as many users, most of them smaller.
-        """
+    def shape(self, rows: int, length: int, share: float = 1.0) -> Shape:
+        """The batch, or a share of it, for users of about `rows` rows of this length."""
         tokens = rows * length
-        upper = max(FIRST_KIND, power_of_two(tokens))
-        lower = upper // 2 if upper > FIRST_KIND else 0
+        upper = FIRST_KIND
+        while upper < tokens:
+            upper *= NEXT_KIND
+        lower = upper // NEXT_KIND if upper > FIRST_KIND else 0
         fewest = lower // length + 1
-        if crowded:
-            fewest = max(1, fewest // 2)
-        most = min(upper // length, power_of_two(self.most_seen))
-        all_rows = max(1, int(self.max_tokens // length * share))
-        users = max(1, all_rows // fewest)
+        most = max(1, min(upper, self.max_tokens) // length)
+        full_rows = max(1, self.max_tokens // length)
+        all_rows = max(1, int(full_rows * share))
+        # Half of the smallest number of rows: smaller users may come in.
+        users = max(1, all_rows // max(1, fewest // 2))
         limit = self.most_users(tokens)
         if limit is not None:
             users = min(users, limit)
@@ -123,6 +124,7 @@ class Sizes:
             users=users + 1,
             fewest_rows=fewest,
             most_rows=most,
+            full_rows=full_rows,
         )
 
 
@@ -138,18 +140,15 @@ def pack_ragged(groups: Sequence[Batch], sizes: Sizes) -> Iterator[Users]:
 
 def _pack(groups: Sequence[Batch], sizes: Sizes) -> Iterator[Users]:
     waiting = _Waiting(groups, sizes)
-    for alike, size in waiting.take_alike(sizes):
-        yield padded_together([groups[i] for i in alike], size, len(alike))
+    if not is_joined(groups[0]):
+        for alike, size in waiting.take_alike(sizes):
+            yield padded_together([groups[i] for i in alike], size, len(alike))
     while (largest := waiting.largest()) is not None:
         length, rows = largest
-        shape, crowded = sizes.shape(rows, length), False
+        shape = sizes.shape(rows, length)
         chosen, used = waiting.fitting(shape)
-        if len(chosen) < len(waiting) and used < FULL_ENOUGH * shape.rows:
-            # The places ran out before the rows did: few users are as large as the largest.
-            shape, crowded = sizes.shape(rows, length, crowded=True), True
-            chosen, used = waiting.fitting(shape)
         waiting.remove(chosen)
-        smaller = (sizes.shape(rows, length, share, crowded=crowded) for share in SMALLER)
+        smaller = (sizes.shape(rows, length, share) for share in SMALLER)
         holding = (s for s in smaller if s.rows >= used and _has_places(s, len(chosen), used))
         yield _filled([groups[i] for i in sorted(chosen)], next(holding, shape))
 
@@ -181,9 +180,6 @@ class _Waiting:
                 yield alike, Size(rows=rows, length=length)
             if not places:
                 del self._places[length, rows]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._places.values()))
 
     def fitting(self, shape: Shape) -> tuple[list[int], int]:
         """Groups for a batch of this shape, and how many rows they take."""
@@ -233,5 +229,6 @@ def _filled(groups: Sequence[Batch], shape: Shape) -> Users:
         user_of_row=torch.repeat_interleave(torch.arange(shape.users), rows_of_user),
         most_rows=shape.most_rows,
         fewest_rows=shape.fewest_rows,
+        full_rows=shape.full_rows,
     )
     return Users(batch=batch, weights=weights, count=shape.users, ranges=ranges)

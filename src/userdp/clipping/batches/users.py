@@ -17,8 +17,8 @@ from torch import Tensor
 
 from userdp.losses import (
     IGNORED_LABEL,
+    JOINED_LEFT,
     JOINED_POSITION,
-    JOINED_RECORD,
     JOINED_WEIGHT,
     Batch,
 )
@@ -31,7 +31,7 @@ PADDING = {
     "attention_mask": 0,
     "token_type_ids": 0,
     JOINED_POSITION: 0,
-    JOINED_RECORD: 0,
+    JOINED_LEFT: -1,
     JOINED_WEIGHT: 0,
 }
 
@@ -47,13 +47,14 @@ class RowRanges:
 
     Every row belongs to a place: first come the users, then places with rows of padding, then
     places without rows. No place has more than `most_rows` rows, and few have less than
-    `fewest_rows`.
+    `fewest_rows`. The largest batch for such users has `full_rows` rows.
     """
 
     starts: Tensor
     user_of_row: Tensor
     fewest_rows: int
     most_rows: int
+    full_rows: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,14 +17,14 @@ from userdp.clipping.batches.joined_records import is_joined, separated
 from userdp.clipping.batches.users import PADDING, Users, is_padded
 from userdp.losses import (
     IGNORED_LABEL,
+    JOINED_LEFT,
     JOINED_POSITION,
-    JOINED_RECORD,
     JOINED_WEIGHT,
     Batch,
 )
 
 # Tensors that say where records lie, not what is in them.
-_LAYOUT = {"attention_mask", JOINED_POSITION, JOINED_RECORD, JOINED_WEIGHT}
+_LAYOUT = {"attention_mask", JOINED_POSITION, JOINED_LEFT, JOINED_WEIGHT}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,10 @@ def row_ends(batch: Batch) -> Tensor:
     used: list[Tensor] = []
     if "labels" in batch and batch["labels"].dim() > 1:
         used.append(batch["labels"] != IGNORED_LABEL)
-    used += [batch[name] > 0 for name in ("attention_mask", JOINED_RECORD) if name in batch]
+    if "attention_mask" in batch:
+        used.append(batch["attention_mask"] > 0)
+    if JOINED_LEFT in batch:
+        used.append(batch[JOINED_LEFT] >= 0)
     if not used:
         return torch.full((len(first),), length, device=first.device)
     places = torch.arange(1, length + 1, device=first.device)

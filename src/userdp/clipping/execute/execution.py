@@ -29,7 +29,8 @@ from userdp.clipping.execute.models import (
     pretrained,
     vocabulary_size,
 )
-from userdp.clipping.kernels.running import allow_recompilations
+from userdp.clipping.execute.record_attention import RECORD_ATTENTION, attention_named
+from userdp.clipping.kernels.running import allow_recompilations, compiled
 from userdp.losses import (
     Batch,
     RecordLoss,
@@ -48,21 +49,11 @@ AttentionInterface.register(CAUSAL_ATTENTION, sdpa_attention_forward)
 
 
 @contextlib.contextmanager
-def without_mask(model: nn.Module) -> Iterator[None]:
-    """Causal attention without a mask inside the `with` block."""
-    inner = pretrained(model)
-    assert inner is not None
-    before: Any = inner.config._attn_implementation
-    inner.set_attn_implementation(CAUSAL_ATTENTION)
-    try:
-        yield
-    finally:
-        inner.set_attn_implementation(before)
+def compiled_blocks(model: nn.Module, *, any_rows: bool) -> Iterator[None]:
+    """The model's decoder blocks, and the layers outside them, compiled inside the `with` block.
 
-
-@contextlib.contextmanager
-def compiled_blocks(model: nn.Module) -> Iterator[None]:
-    """The model's decoder blocks, and the layers outside them, compiled inside the `with` block."""
+    `any_rows` as in `running.compiled`.
+    """
     allow_recompilations()
     inner = pretrained(model)
     names: set[str] = set(inner._no_split_modules or ()) if inner is not None else set()
@@ -79,7 +70,7 @@ def compiled_blocks(model: nn.Module) -> Iterator[None]:
     todo = blocks + alone
     before = {module: module.__dict__.get("_compiled_call_impl") for module in todo}
     for module in todo:
-        module.compile(dynamic=False)
+        module._compiled_call_impl = compiled(module._call_impl, any_rows=any_rows)
     try:
         yield
     finally:
@@ -90,23 +81,23 @@ def compiled_blocks(model: nn.Module) -> Iterator[None]:
 
 
 @cache
-def token_mean(vocabulary: int) -> TokenMean:
+def token_mean(vocabulary: int, any_rows: bool) -> TokenMean:
     """`mean_token_loss` of the first `vocabulary` columns, compiled: no float32 logits are kept."""
 
     def mean(logits: Tensor, labels: Tensor) -> Tensor:
         return mean_token_loss(logits[..., :vocabulary], labels)
 
-    return torch.compile(mean, dynamic=False)
+    return compiled(mean, any_rows=any_rows)
 
 
 @cache
-def token_sum(vocabulary: int) -> TokenSum:
+def token_sum(vocabulary: int, any_rows: bool) -> TokenSum:
     """`weighted_token_loss` of the first `vocabulary` columns, compiled."""
 
     def weighted(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         return weighted_token_loss(logits[..., :vocabulary], labels, weights)
 
-    return torch.compile(weighted, dynamic=False)
+    return compiled(weighted, any_rows=any_rows)
 
 
 class PaddedHead:
@@ -125,11 +116,13 @@ class Execution:
     """How a model is run for batches of one length.
 
     `compute_dtype` is autocast's; None leaves the model's own. `record_loss` as in `updates`.
+    `any_rows`: what is compiled takes any number of rows.
     """
 
     record_loss: RecordLoss
     compute_dtype: torch.dtype | None = None
     compile_blocks: bool = False
+    any_rows: bool = False
     skip_mask: bool = False
     head_padding: int = 0
     merge_lora: bool = False
@@ -143,6 +136,7 @@ class Execution:
         length: int,
         compute_dtype: torch.dtype | None,
         compile_blocks: bool,
+        any_rows: bool = False,
         merge_lora: bool = False,
         checkpoint_blocks: bool = False,
     ) -> Execution:
@@ -153,11 +147,20 @@ class Execution:
             record_loss=record_loss,
             compute_dtype=compute_dtype,
             compile_blocks=compile_blocks,
+            any_rows=any_rows,
             skip_mask=skip,
             head_padding=head_padding(model) if skip else 0,
             merge_lora=merge_lora,
             checkpoint_blocks=checkpoint_blocks,
         )
+
+    def attention(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """The attention that the rows need, inside the `with` block."""
+        if self.record_loss is joined_lm_loss:
+            return attention_named(model, RECORD_ATTENTION)
+        if self.skip_mask:
+            return attention_named(model, CAUSAL_ATTENTION)
+        return contextlib.nullcontext()
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """One loss a row."""
@@ -165,9 +168,13 @@ class Execution:
         if self.skip_mask:
             vocabulary = vocabulary_size(model)
             if record_loss is joined_lm_loss:
-                record_loss = partial(joined_lm_loss, token_sum=token_sum(vocabulary))
+                record_loss = partial(
+                    joined_lm_loss, token_sum=token_sum(vocabulary, self.any_rows)
+                )
             else:
-                record_loss = partial(causal_lm_loss, token_mean=token_mean(vocabulary))
+                record_loss = partial(
+                    causal_lm_loss, token_mean=token_mean(vocabulary, self.any_rows)
+                )
         if self.compute_dtype is None:
             return record_loss(model, batch)
         device = next(iter(batch.values())).device.type
@@ -197,8 +204,7 @@ class Execution:
             if self.checkpoint_blocks:
                 swapped_layers = [module for module, _ in swaps]
                 stack.enter_context(checkpointed_blocks(model, swapped_layers))
-            if self.skip_mask:
-                stack.enter_context(without_mask(model))
+            stack.enter_context(self.attention(model))
             if self.compile_blocks:
-                stack.enter_context(compiled_blocks(model))
+                stack.enter_context(compiled_blocks(model, any_rows=self.any_rows))
             yield

@@ -27,6 +27,8 @@ class Tape:
 
     users: int
     rows: int
+    # Whether gradients are handed out by row, as in a ragged batch: then `users` is `rows`.
+    each_row: bool = False
     probes: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     # The token ids that an embedding was called with.
     ids: Tensor | None = None
@@ -35,7 +37,7 @@ class Tape:
     # Columns added to a head of unaligned width, for speed; they carry nothing.
     padding: int = 0
     # In a ragged batch: where each user's rows end. With it a product hands out its stored
-    # gradients by user; everything else is handed out by row (`users` is the number of rows).
+    # gradients by user; everything else is handed out by row.
     ends: Tensor | None = None
 
 

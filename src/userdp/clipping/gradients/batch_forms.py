@@ -145,12 +145,19 @@ class BatchForms:
         """Squared norms of an embedding's gradients, by user."""
         if self.ranges is None or self.ranges.most_rows == 1:
             norms = running.fused(
-                reference.embedding_squared_norms, form.ids_UL, form.gradients_ULD
+                reference.embedding_squared_norms,
+                form.ids_UL,
+                form.gradients_ULD,
+                any_rows=self.ranges is not None,
             )
             return self.by_user(norms)
         where = (self.ranges.user_of_row, self.ranges.starts)
         return running.fused(
-            reference.ragged_embedding_squared_norms, form.ids_UL, form.gradients_ULD, *where
+            reference.ragged_embedding_squared_norms,
+            form.ids_UL,
+            form.gradients_ULD,
+            *where,
+            any_rows=True,
         )
 
     def inner_products(self, rows: Form, other: Form) -> Tensor:
@@ -161,7 +168,12 @@ class BatchForms:
             assert not other.by_row
             owner = self.ranges.user_of_row if self.ranges is not None else _numbers(ids)
             parts = running.fused(
-                reference.inner_with_stored, ids, gradients, other.gradients_U, owner
+                reference.inner_with_stored,
+                ids,
+                gradients,
+                other.gradients_U,
+                owner,
+                any_rows=self.ranges is not None,
             )
             return self.by_user(parts.T).sum(1)
         assert isinstance(other, Pair)

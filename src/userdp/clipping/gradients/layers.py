@@ -31,15 +31,25 @@ from userdp.losses import wide_dtype
 _AT_ONCE = 16
 
 
-def per_user(tensor: Tensor, users: int) -> Tensor:
+def units_of(tape: Tape, x: Tensor) -> int | None:
+    """How many users or rows gradients are handed out for; None: `x` has one for each of its rows.
+
+    A compiled block takes every number of rows if it does not know that number.
+    """
+    return None if tape.each_row and x.dim() == 3 else tape.users
+
+
+def per_user(tensor: Tensor, users: int | None) -> Tensor:
     """(rows, ..., features) as (users, tokens, features)."""
-    return tensor.reshape(users, -1, tensor.shape[-1])
+    return tensor if users is None else tensor.reshape(users, -1, tensor.shape[-1])
 
 
-def summed_tokens(values_ULD: Tensor) -> Tensor:
+def summed_tokens(values_ULD: Tensor, users: int | None) -> Tensor:
     """Each user's values added up over its tokens, in float32 at least."""
-    users, length, width = values_ULD.shape
     wide = wide_dtype(values_ULD.dtype)
+    if users is None:
+        return values_ULD.sum(1, dtype=wide)
+    _, length, width = values_ULD.shape
     # For few users the tokens are summed in several parts, which keeps the device busy.
     parts = math.gcd(length, power_of_two(-(-_AT_ONCE // users)))
     if parts > 1:
@@ -62,7 +72,7 @@ class _Product(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        users: int,
+        users: int | None,
         transposed: bool,
         stored: Tensor | None,
         squares: Tensor | None,
@@ -90,14 +100,14 @@ class _Product(torch.autograd.Function):
             first, second = (x_NI, y_NO) if ctx.transposed else (y_NO, x_NI)
             # The row length is read here: a layer may be called twice, on rows of different length.
             token_ends = ends[0] * x_ULI.shape[1] if ends else None
-            users = len(ends[0]) if ends else ctx.users
+            users = len(ends[0]) if ends else len(x_ULI)
             if ctx.squares:
                 divisor = x_ULI.shape[1]
                 stored, squares = products_with_squares(first, second, users, token_ends, divisor)
             else:
                 stored = users_products(first, second, users, token_ends)
         if ctx.bias:
-            bias = summed_tokens(y_ULO)
+            bias = summed_tokens(y_ULO, ctx.users)
         inputs, outputs = x_ULI if ctx.inputs else None, y_ULO if ctx.outputs else None
         return dx, None, None, None, None, stored, squares, inputs, outputs, bias, None
 
@@ -125,7 +135,7 @@ class Product:
             x.to(dtype),
             weight,
             bias,
-            tape.users,
+            units_of(tape, x),
             isinstance(module, Conv1D),
             stored,
             squares,
@@ -162,7 +172,7 @@ class _Affine(torch.autograd.Function):
         h: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        users: int,
+        users: int | None,
         weight_gradients: Tensor | None,
         bias_gradients: Tensor | None,
     ) -> Tensor:
@@ -178,9 +188,9 @@ class _Affine(torch.autograd.Function):
         dh = dy * weight if ctx.needs_input_grad[0] else None
         by_weight, by_bias = None, None
         if ctx.weight:
-            by_weight = summed_tokens(per_user(dy * h, ctx.users))
+            by_weight = summed_tokens(per_user(dy * h, ctx.users), ctx.users)
         if ctx.bias:
-            by_bias = summed_tokens(per_user(dy, ctx.users))
+            by_bias = summed_tokens(per_user(dy, ctx.users), ctx.users)
         return dh, None, None, None, by_weight, by_bias
 
 
@@ -243,7 +253,7 @@ def _affine(module: Any, h: Tensor) -> Tensor:
         h,
         module.weight.detach(),
         None if bias is None else bias.detach(),
-        tape.users,
+        units_of(tape, h),
         probe("weight"),
         probe("bias"),
     )

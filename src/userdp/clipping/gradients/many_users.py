@@ -31,12 +31,13 @@ from userdp.losses import Batch, wide_dtype
 
 def look_at(model: nn.Module, batch: Batch, execution: Execution) -> Survey:
     """What `ManyUsers` needs to know of the model: the same for all rows of one shape."""
-    return survey_of(
-        model,
-        batch,
-        lambda trial: execution.losses(model, trial),
-        merge_lora=execution.merge_lora,
-    )
+    with execution.attention(model):
+        return survey_of(
+            model,
+            batch,
+            lambda trial: execution.losses(model, trial),
+            merge_lora=execution.merge_lora,
+        )
 
 
 class ManyUsers:

@@ -30,6 +30,7 @@ from userdp.clipping.gradients.survey import (
     counts_rows,
 )
 from userdp.clipping.kernels.products import can_square, num_tiles
+from userdp.clipping.kernels.running import any_size
 from userdp.losses import wide_dtype
 
 # The costs of the two forms for a user with L tokens, in multiplications of a Gram norm, measured
@@ -80,7 +81,7 @@ class Probes:
             if layer.rule is not Product or "weight" not in tape.probes:
                 continue
             if self.is_stored_by_user(layer.parameters["weight"]):
-                tape.ends = ends
+                tape.ends = any_size(ends, 0)
 
     def is_stored_by_user(self, weight: Tensor) -> bool:
         """Whether a ragged batch stores this weight's gradients by user.
@@ -98,7 +99,8 @@ class Probes:
         ):
             return False
         tied = any(self._is_tied(layer) for layer, _ in layers)
-        if tied or weight.numel() * self._rows <= MOST_VALUES_BY_ROW:
+        # The same answer for a smaller batch, so that both run the same compiled code.
+        if tied or weight.numel() * self._ranges.full_rows <= MOST_VALUES_BY_ROW:
             return tied
         return is_aligned(weight, max(self._padding(layer) for layer, _ in layers))
 
@@ -106,7 +108,8 @@ class Probes:
         stored: dict[int, Tensor] = {}
         tapes: dict[nn.Module, Tape] = {}
         for layer in self.layers:
-            tape = Tape(users=self._units, rows=self._rows)
+            each_row = self._ranges is not None
+            tape = Tape(users=self._units, rows=self._rows, each_row=each_row)
             if layer.rule is AnyLayer:
                 called = self._called[layer.module]
                 tape.by_row = counts_rows(called, self._called_on_more[layer.module])
@@ -135,6 +138,10 @@ class Probes:
                     count, *shape = stored[id(parameter)].shape
                     wide = wide_dtype(stored[id(parameter)].dtype)
                     tape.probes["squares"] = _probe(parameter, wide, num_tiles(*shape), count)
+        if self._ranges is not None:
+            for tape in tapes.values():
+                for name, probe in tape.probes.items():
+                    any_size(probe, 1 if name == "squares" else 0)
         return tapes
 
     def _probe_pair(self, layer: Layer, tape: Tape) -> None:
@@ -296,7 +303,8 @@ def pair_is_cheaper(tokens: float, inputs: int, outputs: Sequence[int]) -> bool:
 
 def _probe(like: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
     """Zeros of any shape in the memory of one number."""
-    return torch.zeros((), dtype=dtype, device=like.device).expand(shape).detach().requires_grad_()
+    probe = torch.zeros((), dtype=dtype, device=like.device).expand(shape)
+    return probe.detach().requires_grad_()
 
 
 def _widths(module: nn.Module, weight: Tensor) -> tuple[int, int]:

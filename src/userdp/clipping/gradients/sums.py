@@ -178,7 +178,8 @@ class Sums:
             return self._gram_table(entries, batch).scaled(tensors, rows, factors)
         spread, starts = batch.spread(factors), batch.starts
         given = [(entry.scaled_side, spread[entry.group]) for entry in entries]
-        sides = [running.fused(reference.scaled, side, own) for side, own in given]
+        ragged = starts is not None
+        sides = [running.fused(reference.scaled, *one, any_rows=ragged) for one in given]
         if not entries[0].eps:
             return sides, None
         squared: list[Tensor] = []
@@ -212,9 +213,11 @@ class Sums:
         for group, form in batch.forms:
             if isinstance(form, EmbeddingRows):
                 wide = at_least_float32(form.gradients_ULD)
-                rows = running.fused(reference.scaled, wide, spread[group]).flatten(0, 1)
+                ragged = batch.ranges is not None
+                rows = running.fused(reference.scaled, wide, spread[group], any_rows=ragged)
                 total = place[id(form)]
-                total.index_add_(0, form.ids_UL.flatten(), rows.to(total.dtype))
+                rows = rows.flatten(0, 1).to(total.dtype)
+                total.index_add_(0, form.ids_UL.flatten(), rows)
 
     def _settle_pairs(self, batch: BatchForms, factors: Tensor) -> None:
         """Apply the final factors where they differ from those that the pairs were scaled by.

@@ -71,7 +71,7 @@ def num_tiles(rows: int, columns: int) -> int:
 @torch.library.custom_op(
     "userdp::products_with_squares",
     mutates_args=(),
-    schema="(Tensor a, Tensor b, int users, Tensor? ends, int divisor) -> (Tensor, Tensor)",
+    schema="(Tensor a, Tensor b, SymInt users, Tensor? ends, int divisor) -> (Tensor, Tensor)",
 )
 def products_with_squares(
     a: Tensor, b: Tensor, users: int, ends: Tensor | None, divisor: int

@@ -10,20 +10,45 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 # torch compiles a function once for each shape; its default would give up at 8.
 RECOMPILATIONS = 256
 
 
-def fused(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def fused(function: Callable[..., Tensor], *tensors: Tensor, any_rows: bool = False) -> Tensor:
     """The function's value; on CUDA by a compiled version that fuses its operations."""
-    return (_fused(function) if tensors[0].is_cuda else function)(*tensors)
+    return (_fused(function, any_rows) if tensors[0].is_cuda else function)(*tensors)
 
 
 @cache
-def _fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _fused(function: Callable[..., Tensor], any_rows: bool) -> Callable[..., Tensor]:
     allow_recompilations()
-    return torch.compile(function, dynamic=False)
+    return compiled(function, any_rows=any_rows)
+
+
+def compiled(function: Callable[..., Any], *, any_rows: bool) -> Callable[..., Any]:
+    """The function compiled for each shape alone or, with `any_rows`, once for any number of rows.
+
+    What is compiled for one shape may be a little faster. Compiling takes many seconds.
+    """
+    if not any_rows:
+        return torch.compile(function, dynamic=False)
+    for_any = torch.compile(function)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.dim():
+                any_size(leaf, 0)
+        return for_any(*args, **kwargs)
+
+    return call
+
+
+def any_size(tensor: Tensor, dimension: int) -> Tensor:
+    """The tensor, noted: what is compiled with it takes any size of this dimension."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+    return tensor
 
 
 def allow_recompilations() -> None:
