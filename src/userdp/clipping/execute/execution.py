@@ -72,7 +72,10 @@ def compiled_blocks(model: nn.Module, *, any_rows: bool) -> Iterator[None]:
     for module in todo:
         module._compiled_call_impl = compiled(module._call_impl, any_rows=any_rows)
     try:
-        yield
+        # Probes hang on the layers, and torch would take the sizes of what hangs on a layer for
+        # fixed ones.
+        with torch._dynamo.config.patch(force_nn_module_property_static_shapes=not any_rows):
+            yield
     finally:
         for module, own in before.items():
             del module.__dict__["_compiled_call_impl"]
