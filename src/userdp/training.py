@@ -196,7 +196,7 @@ def train(
     parents = () if beginning.parent is None else (beginning.parent,)
     homes = history_of(model).homes
     cautions = (*store.cautions, *_check_declared((*homes, *parents), store, before))
-    cautions += () if public is None else tuple(public.cautions(store))
+    cautions += () if public is None else tuple(public.cautions(store, before, (*homes, *parents)))
     check_positions(model, sequence_length)
     validator = make_validator(before, (*homes, *parents), goes_on=started.goes_on)
     people = Population.of(store)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tiny_llama import chats, make_llama, texts
 
 import userdp
 from userdp import InputError, UserDPTrainer, UserStore
+from userdp.data.identity import key_beside
 from userdp.history import history_of
 from userdp.run_check import check_run
 
@@ -264,6 +267,35 @@ def test_people_who_cannot_be_compared_need_a_declaration(
     # A declaration does not hide what can be compared.
     with pytest.raises(InputError, match="has training users"):
         make(eval_dataset=texts(3), eval_is_public=True)
+
+
+def test_users_of_an_earlier_run_are_not_measured_on(
+    make: Callable[..., UserDPTrainer], tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    make(store=shared, arguments={"max_steps": 1}).train()
+    key = key_beside(shared)
+    second: dict[str, Any] = {
+        "epsilon": 16.0,
+        "train_dataset": UserStore.from_dataset(texts(9, prefix="new"), tmp_path / "new", key=key),
+        "arguments": {"output_dir": str(tmp_path / "second")},
+    }
+    second_of = partial(make, str(tmp_path / "out"), **second)
+    before = UserStore.from_dataset(texts(3), key=key)
+    with pytest.raises(InputError, match="has training users of an earlier run"):
+        second_of(eval_dataset=before)
+    with pytest.raises(InputError, match="has training users of an earlier run"):
+        second_of(eval_dataset=before, eval_is_public=True)
+    second_of(eval_dataset=UserStore.from_dataset(texts(3, prefix="other"), key=key))
+    shutil.rmtree(tmp_path / "out" / "userdp" / "run" / "secret")
+    with pytest.raises(InputError, match="cannot be compared with the users of an earlier run"):
+        second_of(eval_dataset=before)
+
+
+def test_the_same_texts_of_other_users_are_other_data(make: Callable[..., UserDPTrainer]) -> None:
+    make()
+    with pytest.raises(InputError, match="or other users' records"):
+        make(train_dataset=texts(USERS, prefix="renamed"))
 
 
 def test_records_of_every_form(make: Callable[..., UserDPTrainer], tmp_path: Path) -> None:
