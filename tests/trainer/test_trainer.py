@@ -18,6 +18,7 @@ from tiny_llama import chats, make_llama, texts
 
 import userdp
 from userdp import InputError, UserDPTrainer, UserStore
+from userdp.accounting import events as userdp_events
 from userdp.data.identity import key_beside
 from userdp.history import history_of
 from userdp.run_check import check_run
@@ -143,6 +144,10 @@ def test_a_run_tells_callbacks_public_numbers_and_leaves_a_model(
     saved = sorted(path.name for path in out.glob("checkpoint-*"))
     assert saved == ["checkpoint-2", "checkpoint-4"]
     transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint-2")
+    # Whoever chooses it by its eval_loss has seen the other one: it costs the whole plan.
+    (entry,) = json.loads((out / "checkpoint-2" / "userdp_ancestry.json").read_text())["runs"]
+    assert entry["steps"] == 4
+    assert entry["event"] == userdp_events.to_json(trainer.plan.event(4))
     trainer.save_metrics("train", done.metrics)
     assert json.loads((out / "train_results.json").read_text()) == done.metrics
     trainer.save_model(str(tmp_path / "elsewhere"))

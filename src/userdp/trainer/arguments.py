@@ -141,7 +141,8 @@ REFUSED = {
     "use_liger_kernel": "its kernels hide the layers, so no user's gradient can be told apart; "
     "leave it out, the fast path has kernels of its own",
     "load_best_model_at_end": "the model at the end is the one that the ledger closes with: leave "
-    "it out, and load output_dir/checkpoint-N yourself if eval_loss was best there",
+    "it out, and load output_dir/checkpoint-N yourself if eval_loss was best there, at the price of "
+    "the whole plan",
     "auto_find_batch_size": "the users a step are a public number of the guarantee: leave it out; "
     "memory is bounded by the tokens of one pass",
     "include_num_input_tokens_seen": _PEEKS,
