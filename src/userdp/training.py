@@ -31,7 +31,7 @@ from userdp.configured import named_task
 from userdp.continuing import move_parent, start
 from userdp.data.choose import Choice
 from userdp.data.store import UserStore
-from userdp.data.tokens import tokenizer_digest
+from userdp.data.tokens import rows_digest, tokenizer_digest
 from userdp.debits import check_budget, counted, released_about, settle_parent
 from userdp.digests import model_digest, scheduler_digest
 from userdp.earlier import Earlier
@@ -220,6 +220,9 @@ def train(
         dry_run=dry_run,
     )
     device = next(model.parameters()).device
+    name_rows = partial(
+        rows_digest, tokenizer=tokenizer, sequence_length=sequence_length, encoding=task.encoding
+    )
     bound_to = {
         "data": store.fingerprint,
         "selection": selection_name(store, selection),
@@ -227,6 +230,7 @@ def train(
         "sequence_length": str(sequence_length),
         "task": task.name,
         "tokenizer": tokenizer_digest(tokenizer),
+        "rows": name_rows(store),
         "model": model_digest(model),
         "schedule": scheduler_digest(scheduler),
         "settings": str(settings),
@@ -234,7 +238,7 @@ def train(
         "hardware": hardware_of(device),
     }
     bound_to |= {} if ema is None else {"ema": str(ema)}
-    bound_to |= {} if public is None else {"public": public.digest}
+    bound_to |= {} if public is None else {"public": f"{public.digest} {name_rows(public.store)}"}
     moment: Moment | None = None
     if path is not None and started.goes_on:
         moment = checkpoints_of(path).newest()

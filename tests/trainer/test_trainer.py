@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import shutil
 from collections.abc import Callable
@@ -203,6 +204,31 @@ def test_a_run_that_was_stopped_goes_on(make: Callable[..., UserDPTrainer], tmp_
     assert steps == [1, 2, 3, 4]
     with pytest.raises(InputError, match="other records than train_dataset"):
         make(train_dataset=texts(USERS, seed=1))
+
+
+def test_a_template_that_knows_the_date_does_not_change_a_run_that_goes_on(
+    make: Callable[..., UserDPTrainer], llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    tokenizer.chat_template = "{{ strftime_now('red') }} " + tokenizer.chat_template
+    given: dict[str, Any] = {"train_dataset": chats(USERS), "processing_class": tokenizer}
+    with pytest.raises(RuntimeError, match="machine is gone"):
+        make(callbacks=[AtStep(2, fail)], **given).train()
+    cache = tmp_path / "out" / "userdp" / "data" / "store" / "tokens"
+    before = {path.name: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+    shutil.rmtree(cache)
+
+    class Tomorrow(datetime.datetime):
+        def strftime(self, format: str) -> str:  # type: ignore[override]
+            return "green"
+
+    with monkeypatch.context() as patched:
+        patched.setattr("transformers.utils.chat_template_utils.datetime", Tomorrow)
+        with pytest.raises(InputError, match="another reading of the records as tokens"):
+            make(**given).train(resume_from_checkpoint=True)
+    shutil.rmtree(cache)
+    make(**given).train(resume_from_checkpoint=True)
+    assert {path.name: path.read_bytes() for path in cache.rglob("*") if path.is_file()} == before
 
 
 def test_a_callback_may_ask_for_a_checkpoint(
