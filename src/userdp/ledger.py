@@ -350,10 +350,7 @@ class Ledger:
 
     @property
     def priced_steps(self) -> int:
-        """All planned steps, once there is one: when a run ends may depend on its weights.
-
-        So may which of its weights are chosen in the end (`early_end.py`).
-        """
+        """All planned steps, once there is one: who ends a run may look first (`early_end.py`)."""
         return max(self.plan.steps, self.steps) if self.steps else 0
 
     def statement(self, *, unfinished: bool = False) -> Statement:

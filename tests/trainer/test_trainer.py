@@ -6,6 +6,8 @@ import dataclasses
 import datetime
 import json
 import shutil
+import sys
+import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -406,12 +408,35 @@ def test_nothing_is_pushed_or_saved_before_it_is_trained(
         trainer.evaluate()
 
 
-def test_wandb_must_not_watch_gradients(
-    make: Callable[..., UserDPTrainer], monkeypatch: pytest.MonkeyPatch
+class EventFiles:
+    """In the place of torch's writer of event files: notes what it is told."""
+
+    told: list[tuple[str, float, int, float]]
+
+    def __init__(self, log_dir: str) -> None:
+        EventFiles.told, self.place = [], log_dir
+
+    def add_scalar(
+        self, name: str, value: float, step: int, walltime: float | None = None
+    ) -> None:
+        assert walltime is not None, "the time of the clock would be written"
+        EventFiles.told.append((name, value, step, walltime))
+
+    def close(self) -> None:
+        EventFiles.told.append((self.place, 0.0, -1, -1.0))
+
+
+def test_event_files_hold_no_time_of_a_step(
+    make: Callable[..., UserDPTrainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WANDB_WATCH", "gradients")
-    with pytest.raises(InputError, match="WANDB_WATCH=gradients"):
-        make(arguments={"report_to": ["wandb"]})
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = EventFiles  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    make(arguments={"report_to": ["tensorboard"]}).train()
+    *numbers, closed = EventFiles.told
+    assert closed[0] == str(tmp_path / "out" / "trackers" / "tensorboard")
+    assert all(walltime == float(step) for _, _, step, walltime in numbers)
+    assert {name for name, *_ in numbers} == RELEASABLE - MEASURED - {"step"}
 
 
 def test_the_optimizer_and_schedule_may_be_given(

@@ -29,7 +29,7 @@ from userdp.plan import Plan
 from userdp.statement import Statement
 from userdp.tasks import task_named
 from userdp.trainer.adapters import refuse_unknown_adapter
-from userdp.trainer.arguments import check_arguments
+from userdp.trainer.arguments import check_arguments, other_collator
 from userdp.trainer.data import (
     PRIVATE,
     Formatting,
@@ -121,7 +121,7 @@ class UserDPTrainer:
     ) -> None:
         self.args: Any = args or transformers.TrainingArguments(output_dir="trainer_output")
         check_arguments(self.args)
-        _refuse("data_collator", _other_collator(data_collator), NO_COLLATOR)
+        _refuse("data_collator", other_collator(data_collator), NO_COLLATOR)
         _refuse("compute_loss_func", compute_loss_func, NO_LOSS)
         _refuse("compute_metrics", compute_metrics, NO_METRICS)
         _refuse("preprocess_logits_for_metrics", preprocess_logits_for_metrics, NO_METRICS)
@@ -362,12 +362,6 @@ class UserDPTrainer:
 def _refuse(name: str, value: Any, reason: str) -> None:
     if value is not None:
         raise InputError(f"{name}: {reason}.")
-
-
-def _other_collator(collator: Any) -> Any:
-    """The collator, unless it only pads, which is what happens here anyway."""
-    is_padding = type(collator).__name__ == "DataCollatorForLanguageModeling"
-    return None if is_padding and not getattr(collator, "mlm", False) else collator
 
 
 def _prepared(
