@@ -33,7 +33,7 @@ from userdp.data.choose import Choice
 from userdp.data.store import UserStore
 from userdp.data.tokens import rows_digest, tokenizer_digest
 from userdp.debits import check_budget, counted, released_about, settle_parent
-from userdp.digests import model_digest, scheduler_digest
+from userdp.digests import model_digest, scheduler_digest, task_digest
 from userdp.earlier import Earlier
 from userdp.early_end import EarlyEnd
 from userdp.errors import InputError, StoppedRunError
@@ -159,6 +159,7 @@ def train(
     """
     path = Path(out) if out is not None else None
     settings = settings or StepSettings()
+    own_task = None if task is None or isinstance(task, str) else task
     if task is None or isinstance(task, str):
         task = named_task(task, model, tokenizer, store)
     if record_loss is not None:
@@ -237,6 +238,7 @@ def train(
         "device": device.type,
         "hardware": hardware_of(device),
     }
+    bound_to |= {} if own_task is None else {"task_code": task_digest(own_task)}
     bound_to |= {} if ema is None else {"ema": str(ema)}
     bound_to |= {} if public is None else {"public": f"{public.digest} {name_rows(public.store)}"}
     moment: Moment | None = None
