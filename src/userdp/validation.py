@@ -83,9 +83,7 @@ def validator_of(
     """
     if validation is None:
         return Validator()
-    is_released = (
-        _are_checked_others(validation, train, earlier, homes) and not validation.secret
-    )
+    is_released = _are_checked_others(validation, train, earlier, homes) and not validation.secret
     if path is not None and goes_on and not is_released:
         _refuse_released(path / PUBLIC, validation.store)
     return StoreValidator(

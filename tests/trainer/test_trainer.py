@@ -416,9 +416,7 @@ class EventFiles:
     def __init__(self, log_dir: str) -> None:
         EventFiles.told, self.place = [], log_dir
 
-    def add_scalar(
-        self, name: str, value: float, step: int, walltime: float | None = None
-    ) -> None:
+    def add_scalar(self, name: str, value: float, step: int, walltime: float | None = None) -> None:
         assert walltime is not None, "the time of the clock would be written"
         EventFiles.told.append((name, value, step, walltime))
 

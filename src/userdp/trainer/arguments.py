@@ -87,9 +87,7 @@ HARMLESS = {
         ("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_revision"), _NO_HUB
     ),
     "hub_always_push": _NO_HUB,
-    **dict.fromkeys(
-        ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _NO_HUB
-    ),
+    **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _NO_HUB),
     **dict.fromkeys(("run_name", "project"), "trackers name a run after its folder"),
     **dict.fromkeys(
         ("torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32"), _SPEED
@@ -140,8 +138,8 @@ REFUSED = {
     "use_liger_kernel": "its kernels hide the layers, so no user's gradient can be told apart; "
     "leave it out, the fast path has kernels of its own",
     "load_best_model_at_end": "the model at the end is the one that the ledger closes with: leave "
-    "it out, and load output_dir/checkpoint-N yourself if eval_loss was best there, at the price of "
-    "the whole plan",
+    "it out, and load output_dir/checkpoint-N yourself if eval_loss was best there; it costs the "
+    "whole plan, too",
     "auto_find_batch_size": "the users a step are a public number of the guarantee: leave it out; "
     "memory is bounded by the tokens of one pass",
     "include_num_input_tokens_seen": _PEEKS,
