@@ -17,6 +17,7 @@ from tiny import make_model, make_store
 from userdp import Plan, Population, UserStore, load_model
 from userdp.checkpoints import Saving
 from userdp.debits import settle
+from userdp.earlier import Earlier
 from userdp.errors import BudgetExhaustedError, InputError, LedgerError
 from userdp.finalize import finalize
 from userdp.ledger import Ledger
@@ -202,6 +203,33 @@ def test_runs_of_one_seed_do_not_take_back_each_others_steps(root: Path) -> None
 
 
 def test_more_steps_behind_the_weights_are_counted_when_they_come(root: Path) -> None:
+    def reserve(run: str, steps: int) -> None:
+        behind = Earlier(
+            run="f" * 64,
+            data="",
+            plan=plan().to_json(),
+            event=plan().event(steps),
+            steps=steps,
+            adjacency=plan().adjacency,
+            fixed_seed=False,
+        )
+        people(root).reserve(
+            run=run * 64,
+            what="",
+            where="",
+            event=plan().event(),
+            steps=6,
+            adjacency=plan().adjacency,
+            earlier=[behind],
+        )
+
+    reserve("a", 3)
+    assert spent(root) == pytest.approx(plan(3 + 6).epsilon())
+    reserve("b", 6)
+    assert spent(root) == pytest.approx(plan(6 + 6 + 6).epsilon())
+
+
+def test_a_copy_from_the_middle_of_a_run_inherits_its_whole_plan(root: Path) -> None:
     # The people of the first run are counted elsewhere, and its model is trained on twice.
     shutil.copytree(root / "store", root / "other")
     model, _ = load_model(root / "base")
