@@ -119,7 +119,8 @@ ABOVE = {
     "muon": GROUND,
     "optimizers": GROUND | {"config_sections", "defaults", "models", "muon", "optimizer_names"},
     "averaging": GROUND | {"models"},
-    "public_gradient": GROUND | {"config_sections", "data", "models", "step", "tasks"},
+    "public_gradient": GROUND
+    | {"config_sections", "data", "earlier", "models", "run_files", "step", "tasks"},
     "training": GROUND
     | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
     | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
@@ -133,7 +134,7 @@ ABOVE = {
     | {"public_gradient", "run_record", "same_run", "training", "validation"},
     "trainer": GROUND
     | {"checkpoints", "clipping", "data", "evaluation", "models", "plan", "statement", "tasks"}
-    | {"lineage", "training"},
+    | {"earlier", "lineage", "run_files", "trackers", "training"},
     "saved_run": GROUND | {"digests", "ledger", "models", "run_facts"},
     "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from userdp.earlier import Earlier
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.ledger import Ledger
 from userdp.marks import Hypothetical, RecordLevel
+from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.units import Adjacency
 
@@ -199,6 +201,18 @@ def test_earlier_runs_are_priced_by_the_same_mark() -> None:
     assert twice.hypothetical_epsilon == pytest.approx(
         poisson_epsilon(400 / 50_000, 1.0, Adjacency.ADD_REMOVE, steps=40)
     )
+
+
+def test_a_look_behind_the_weights_has_no_price_by_the_record_either() -> None:
+    plan = records(group_size=None, num_records=300)
+    look = Paid(what="group size", event=GaussianDpEvent(8.0))
+    before = replace(entry(plan, steps=20), paid=(look,))
+    with pytest.raises(UnaccountedPlanError, match="none for single records"):
+        plan.check_paid([], earlier=[before])
+    # At user level it has one.
+    at_user_level = records(mark=None)
+    looked = replace(entry(at_user_level), paid=(look,))
+    at_user_level.check_paid([], earlier=[looked])
 
 
 def test_a_look_at_users_has_no_price_by_the_record() -> None:

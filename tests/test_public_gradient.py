@@ -120,7 +120,7 @@ def test_price_is_that_of_the_private_steps_and_the_statement_says_what_is_publi
 def test_protected_users_cannot_be_public(
     base_model: Path, train_store: Path, tmp_path: Path, public: UserStore
 ) -> None:
-    with pytest.raises(InputError, match="20 users of the private store are in the public one"):
+    with pytest.raises(InputError, match="20 users of the private store are in the public store"):
         trained(base_model, train_store, public=PublicData(store=UserStore.open(train_store)))
     write_store(
         sentences(users=2, records_per_user=2, seed=5, prefix="p"),
@@ -128,7 +128,25 @@ def test_protected_users_cannot_be_public(
         key=KEY[::-1],
     )
     other = PublicData(store=UserStore.open(tmp_path / "other"))
-    assert other.cautions(UserStore.open(train_store)) == [DECLARED, UNCHECKED]
+    assert other.cautions(UserStore.open(train_store), [], []) == [DECLARED, UNCHECKED]
+
+
+def test_users_of_an_earlier_run_cannot_be_public(
+    base_model: Path, train_store: Path, tmp_path: Path, public: UserStore
+) -> None:
+    trained(base_model, train_store, out=tmp_path / "first")
+    write_store(
+        sentences(users=3, records_per_user=2, seed=6, prefix="c"), tmp_path / "others", key=KEY
+    )
+    second = tmp_path / "first" / "model", tmp_path / "others"
+    protected = PublicData(store=UserStore.open(train_store))
+    with pytest.raises(InputError, match="20 users of an earlier run are in the public store"):
+        trained(*second, public=protected)
+    # Where the list of the earlier users is gone, nobody can tell.
+    (users,) = (tmp_path / "first" / "secret" / "users").glob("*.bin")
+    users.unlink()
+    run, _ = trained(*second, public=protected)
+    assert UNCHECKED in run.statement.cautions
 
 
 @pytest.mark.slow
@@ -158,7 +176,7 @@ def test_configuration_names_public_records(
     path = config_file(data=f'public = "{public.path}"\npublic_weight = 0.1')
     config = load_config(path)
     run = training_from_config.train_from_config(path, config, config.plan(), tmp_path / "run")
-    assert run.ledger.bound_to["public"] == f"{public.fingerprint} 0.1 32"
+    assert run.ledger.bound_to["public"].startswith(f"{public.fingerprint} 0.1 32 ")
     path = config_file(data="public_weight = 0.1", name="alone.toml")
     config = load_config(path)
     with pytest.raises(InputError, match="no meaning without public"):

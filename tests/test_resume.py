@@ -20,12 +20,14 @@ from userdp.digests import trained_digest
 from userdp.errors import BudgetExhaustedError, InputError, LedgerError
 from userdp.interrupts import InterruptedRunError
 from userdp.ledger import Ledger
+from userdp.losses import Batch, causal_lm_loss
 from userdp.noise import draw
 from userdp.optimizer_names import OPTIMIZERS
 from userdp.optimizers import make_optimizer, make_schedule
 from userdp.run_check import check_run
 from userdp.run_record import checkpoints_of
 from userdp.streams import RunSecret
+from userdp.tasks import CausalTask
 from userdp.training import Run
 
 STEPS = 6
@@ -311,6 +313,41 @@ def test_a_run_goes_on_only_as_it_began(
     with pytest.raises(InputError, match=named):
         run(root, tmp_path / "r", resume=True, **changes)
     assert (tmp_path / "r" / "ledger.jsonl").read_bytes() == before
+
+
+def twice(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    return 2 * causal_lm_loss(model, batch)
+
+
+class OwnTask(CausalTask):
+    """A task of one's own that says nothing of its code by its name."""
+
+    def batch(self, rows: Any, group: Any, rng: Any) -> Batch:
+        return super().batch(rows, group, rng)
+
+
+class OtherBatch(OwnTask):
+    def batch(self, rows: Any, group: Any, rng: Any) -> Batch:
+        return {name: values[:, :4] for name, values in super().batch(rows, group, rng).items()}
+
+
+class OtherLoss(OwnTask):
+    @property
+    def record_loss(self) -> Any:
+        return twice
+
+
+@pytest.mark.parametrize("other", [OtherBatch, OtherLoss])
+def test_a_run_goes_on_with_the_code_of_its_own_task_only(
+    root: Path, tmp_path: Path, other: type[OwnTask]
+) -> None:
+    # As if somebody had edited the file of the task meanwhile.
+    other.__qualname__ = OwnTask.__qualname__
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "r", stop_after=3, task=OwnTask(pad_token=0))
+    with pytest.raises(InputError, match="code of its task or loss"):
+        run(root, tmp_path / "r", resume=True, task=other(pad_token=0))
+    run(root, tmp_path / "r", resume=True, task=OwnTask(pad_token=0))
 
 
 def test_other_code_and_other_hardware_are_refused(

@@ -220,13 +220,13 @@ def test_any_torch_optimizer_serves(kind: Callable[..., torch.optim.Optimizer]) 
     assert step.statement().steps == 3
 
 
-def test_statement_grows_with_the_steps_taken() -> None:
+def test_the_first_step_costs_the_whole_plan() -> None:
     step = make(plan())
     assert step.statement().epsilon == 0.0
     step.draw()
     step.apply([{n: v[rows] for n, v in DATA.items()} for rows in step._drawn])  # type: ignore
-    partial = step.statement().epsilon
-    assert 0 < partial < step.plan.epsilon()
+    # Whoever ends the loop here may have looked at the weights.
+    assert step.statement().epsilon == step.plan.epsilon()
 
 
 def test_user_without_rows_is_drawn_and_counts_as_zero() -> None:

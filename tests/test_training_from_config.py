@@ -41,6 +41,7 @@ def test_ledger_is_bound_to_data_and_configuration(
             "sequence_length",
             "task",
             "tokenizer",
+            "rows",
             "model",
             "initial_weights",
         ),

@@ -122,6 +122,22 @@ def test_a_run_that_goes_on_has_each_point_once(
     assert again.validation == whole.validation
 
 
+def test_released_numbers_are_not_called_secret_later(
+    train: Callable[..., Any], held_out_store: Path, tmp_path: Path
+) -> None:
+    store = userdp.UserStore.open(held_out_store)
+    out = tmp_path / "run"
+    with pytest.raises(InterruptedRunError):
+        train(validation=Validation(store=store, every=2), out=out, on_step=stop_after(3))
+    secret = Validation(store=store, every=2, secret=True)
+    with pytest.raises(InputError, match=r"validation\.jsonl has released numbers of these people"):
+        train(validation=secret, out=out, resume=True)
+    (out / "validation.jsonl").unlink()
+    _, run = train(validation=secret, out=out, resume=True)
+    assert run.validation
+    assert not (out / "validation.jsonl").exists()
+
+
 def _numbers(points: Sequence[Point]) -> set[str]:
     return {str(point.loss) for point in points}
 

@@ -76,8 +76,12 @@ class CheckedModel:
             sequence_length=sequence_length,
             test=plan.halting_test,
         )
-        # In a model that is not proven, rows may affect each other in some batch shapes only.
-        self.summation: Summation = self._new_summation(every_shape=not is_proven(model))
+        self._is_own_loss = record_loss not in (
+            causal_lm_loss,
+            masked_lm_loss,
+            classification_loss,
+        )
+        self.summation: Summation = self._new_summation()
         self._check = partial(
             check_model,
             model,
@@ -90,9 +94,9 @@ class CheckedModel:
         # The losses of this package keep nothing. A loss of one's own may keep records for later
         # steps, and begin to use them when the probe is long over.
         self._witness = (
-            None
-            if record_loss in (causal_lm_loss, masked_lm_loss, classification_loss)
-            else PlainClipping(model, parameters, record_loss=record_loss, update=plan.update)
+            PlainClipping(model, parameters, record_loss=record_loss, update=plan.update)
+            if self._is_own_loss
+            else None
         )
         self.is_checked = False
         # Whether users run one at a time because made-up rows have no gradient.
@@ -109,10 +113,11 @@ class CheckedModel:
         self._vocabulary = vocabulary_of(model)
         self._num_classes = num_classes_of(model)
 
-    def _new_summation(
-        self, *, every_shape: bool, path: Literal["fast", "plain"] | None = None
-    ) -> Summation:
+    def _new_summation(self, *, path: Literal["fast", "plain"] | None = None) -> Summation:
         settings = replace(self._settings, path=path or self._settings.path)
+        # In a model that is not proven, and by a loss of one's own, rows may affect each other in
+        # some batch shapes only.
+        every_shape = self._is_own_loss or not is_proven(self._model)
         return self._summation(settings=settings, every_shape=every_shape)
 
     def check_model(self, example: Batch | None) -> None:
@@ -161,7 +166,7 @@ class CheckedModel:
 
     def _run_alone(self) -> None:
         self._is_alone = True
-        self.summation = self._new_summation(path="plain", every_shape=True)
+        self.summation = self._new_summation(path="plain")
 
     def _check_changed(self) -> None:
         """Check the model again if its mode, a hook or a method changed since the last check."""
@@ -169,7 +174,7 @@ class CheckedModel:
             return
         # Old comparisons and captured graphs belong to the model as it was before.
         differed = self.summation.differs
-        self.summation = self._new_summation(every_shape=not is_proven(self._model))
+        self.summation = self._new_summation()
         self.summation.differs = differed
         self._probe(self._example)
 

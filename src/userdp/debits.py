@@ -41,7 +41,7 @@ def counted(
     paid: Sequence[Paid],
     earlier: Sequence[Earlier],
 ) -> Iterator[None]:
-    """Count all planned steps of a run now, and at its end those that it took.
+    """Count all planned steps of a run now, and at its end what it cost.
 
     A run that was stopped keeps its place in the budget, because it can go on.
     """
@@ -74,13 +74,13 @@ def counted(
 
 
 def settle(people: Population, ledger: Ledger) -> None:
-    """Count the steps that a run took, instead of those that it planned."""
+    """Count what a run cost: its plan, and nothing if it took no step."""
     steps = ledger.priced_steps
     people.settle(ledger.run_digest, steps, _event(ledger.plan, steps), doubts=list(ledger.doubts))
 
 
 def settle_parent(people: Population, parent: Path) -> None:
-    """Count a run that is forked, and so will not go on, by the steps that it took.
+    """Count a run that is forked, and so will not go on, with what was seen to be wrong in it.
 
     If the fork is refused after all, it may go on: then its plan is counted again before.
     """
@@ -95,7 +95,7 @@ def settle_parent(people: Population, parent: Path) -> None:
 
 
 def settle_given_up(run: Path) -> bool:
-    """Count a run that was given up by the steps that it took.
+    """Count a run that was given up: as planned, and for nothing if it took no step.
 
     False if its people cannot be found: the run does not say which store it was trained on, or the
     store is not there. Then all planned steps stay counted.

@@ -148,6 +148,12 @@ def scheduler_digest(scheduler: Any) -> str:
     return _digest(_described(scheduler, DEEPEST))
 
 
+def task_digest(task: Any) -> str:
+    """A digest of a task's code, of its loss and of all that they hold."""
+    used = [task.record_loss, task.batch, task.encoding, task.encoding.encode]
+    return _digest(_described([task, *used], DEEPEST))
+
+
 def model_digest(model: nn.Module) -> str:
     """A digest of how a model computes, but not of where it was read from.
 
@@ -201,9 +207,14 @@ def _class_code(kind: type) -> list[Any]:
         [base.__qualname__, name, _code(method.__code__)]
         for base in kind.__mro__
         if base.__module__.partition(".")[0] not in (*COMPARED, "userdp", "builtins")
-        for name, method in sorted(vars(base).items())
-        if isinstance(method, types.FunctionType)
+        for name, member in sorted(vars(base).items())
+        if isinstance(method := _function_of(member), types.FunctionType)
     ]
+
+
+def _function_of(member: Any) -> Any:
+    """The function inside of a property, a static method or a class method."""
+    return getattr(member, "fget", None) or getattr(member, "__func__", member)
 
 
 def index_digest(index: UserIndex) -> str:

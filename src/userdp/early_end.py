@@ -3,7 +3,9 @@
 Whoever decides to stop may have looked at the weights, and so at the users. What the whole plan
 costs covers every such decision, because it is post-processing of the whole run. What the steps
 taken cost does not: a bound at a time that is chosen on the way needs more (Rogers et al. 2016,
-"Privacy Odometers and Filters"). So the planned steps that are not taken are charged, too.
+"Privacy Odometers and Filters"). So the planned steps that are not taken are charged, too. The same
+holds for every other end: a run that is given up, forked or halted, a copy of its weights that is
+taken on the way, and a loop of one's own (`Ledger.priced_steps`).
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class Finalized:
 def finalize(run: Path, *, unfinished: bool = False) -> Finalized:
     """Destroy the run's noise secret and its checkpoints. It cannot be resumed afterwards.
 
-    An unfinished run is refused, unless `unfinished` says to give up the rest of it. The steps that
-    it took stay spent. Calling this again destroys nothing more.
+    An unfinished run is refused, unless `unfinished` says to give up the rest of it. Its whole plan
+    stays spent. Calling this again destroys nothing more.
     """
     path = run / "ledger.jsonl"
     # Nobody may take a step while the secret goes.

@@ -345,13 +345,13 @@ class Ledger:
         ).to_json()
 
     def event(self) -> events.DpEvent | None:
-        """The cost of the steps taken; None without a step, or without privacy."""
+        """The cost of the run; None without a step, or without privacy."""
         return self.plan.event(self.priced_steps) if self.steps and self.plan.has_price else None
 
     @property
     def priced_steps(self) -> int:
-        """The steps taken; all planned ones if a test ended the run, which depends on data."""
-        return self.plan.steps if self.is_halted else self.steps
+        """All planned steps, once there is one: who ends a run may look first (`early_end.py`)."""
+        return max(self.plan.steps, self.steps) if self.steps else 0
 
     def statement(self, *, unfinished: bool = False) -> Statement:
         """What may be said after everything recorded here; `unfinished` if more shows a gap."""

@@ -16,8 +16,8 @@ UNVERIFIED = (
     "that fit together"
 )
 HALTED = (
-    "the run halted at step {:,}: the users' gradients were not close enough to each other. That "
-    "step is charged, and the model is as it was before it"
+    "the run halted at step {:,}: the users' gradients were not close enough to each other. All "
+    "planned steps are charged, and the model is as it was before that one"
 )
 
 # How many steps there were, and the hash of the last row then.

@@ -55,7 +55,7 @@ def begin_run(model: Module, ledger: Ledger) -> None:
     history = history_of(model)
     known = {item.run: item.steps for item in ledger.earlier}
     if ledger.steps:
-        known[ledger.run_digest] = ledger.steps
+        known[ledger.run_digest] = ledger.priced_steps
     if any(known.get(entry["run"], -1) < entry["steps"] for entry in history.entries):
         # Something is new. Only then must the model's files be checked (again).
         before = earlier_runs(model)

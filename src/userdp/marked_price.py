@@ -54,11 +54,11 @@ def check_mark(plan: Plan) -> None:
 
 
 def check_paid(plan: Plan, paid: Sequence[Paid]) -> None:
-    """Refuse looks at users' data in a run that is priced by the record."""
+    """Refuse looks at users' data, in a run that is priced by the record or behind its weights."""
     if paid and isinstance(plan.mark, RecordLevel):
         raise UnaccountedPlanError(
             "a paid look has a price for users, and none for single records: it cannot be priced "
-            "together with record_level."
+            "together with record_level. Leave that out, or begin with a model without such a look."
         )
 
 
@@ -71,10 +71,12 @@ def check_selection(plan: Plan) -> None:
         )
 
 
-def takes_over(plan: Plan, before: Plan) -> bool:
+def takes_over(plan: Plan, item: Earlier) -> bool:
     """Whether the plan prices an earlier run by the record, even if users have no price in it."""
+    before = type(plan).from_json(item.plan)
     if not isinstance(plan.mark, RecordLevel) or before.non_private:
         return False
+    check_paid(plan, item.paid)
     # Removing one record of a user may turn the user's mean round: only records that are clipped
     # one by one have a price.
     _priced(before, plan.mark)

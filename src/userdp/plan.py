@@ -319,7 +319,7 @@ class Plan:
             raise LedgerError(
                 "an earlier run's event is not the one of its own plan: it was edited."
             )
-        promises_nothing = self.non_private or marked_price.takes_over(self, plan)
+        promises_nothing = self.non_private or marked_price.takes_over(self, item)
         check_inherited(item, self.adjacency, non_private=promises_nothing)
 
     def deltas(

@@ -10,9 +10,10 @@ guarantee protects has anything in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ import torch
 from userdp.config_sections import DataSettings
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows, tokenise
+from userdp.earlier import Earlier
 from userdp.errors import InputError
 from userdp.models.checks import trainable_parameters
+from userdp.run_files import overlap
 from userdp.step import PrivateStep
 from userdp.tasks import Task
 
@@ -54,16 +57,24 @@ class PublicData:
         """What the run depends on."""
         return f"{self.store.fingerprint} {self.weight!r} {self.batch_size}"
 
-    def cautions(self, private: UserStore) -> list[str]:
-        """What a reader must know. Raises if a user of the private store is in the public one."""
+    def cautions(
+        self, private: UserStore, earlier: Sequence[Earlier], homes: Sequence[Path]
+    ) -> list[str]:
+        """What a reader must know. Raises if somebody protected has records in the public store.
+
+        Protected are the users of the private store, and of the `earlier` runs behind the weights,
+        whose lists of users lie in `homes`.
+        """
         shared = private.shares_users_with(self.store)
-        if shared:
-            raise InputError(
-                f"{shared:,} users of the private store are in the public one: what is public has "
-                "no protection. Leave these users out of one of the stores (`userdp import "
-                "--drop-user`), or leave out [data] public."
-            )
-        return [DECLARED] if shared == 0 else [DECLARED, UNCHECKED]
+        before = overlap(self.store, {item.run: 1 for item in earlier}, homes)
+        for count, whose in ((shared, "the private store"), (before.shared, "an earlier run")):
+            if count:
+                raise InputError(
+                    f"{count:,} users of {whose} are in the public store: what is public has no "
+                    "protection. Leave these users out of one of them (`userdp import "
+                    "--drop-user`), or leave out [data] public."
+                )
+        return [DECLARED] if shared == 0 and before.is_known else [DECLARED, UNCHECKED]
 
 
 def public_of(settings: DataSettings) -> PublicData | None:

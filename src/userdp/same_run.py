@@ -39,6 +39,8 @@ MEANINGS = {
     "select": "choice of each user's rows",
     "sequence_length": "sequence length",
     "tokenizer": "tokenizer",
+    "task_code": "code of its task or loss",
+    "rows": "reading of the records as tokens (does the chat template use the date?)",
     "model": "model",
     "initial_weights": "set of initial weights",
     "schedule": "learning rate schedule",

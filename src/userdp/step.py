@@ -321,7 +321,7 @@ class PrivateStep:
         self._is_doubted = state["doubted"]
 
     def statement(self) -> Statement:
-        """What may be said about the model after the steps taken so far."""
+        """What may be said about the model. From the first step on, the whole plan is priced."""
         return self.record.statement()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

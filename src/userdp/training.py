@@ -31,9 +31,9 @@ from userdp.configured import named_task
 from userdp.continuing import move_parent, start
 from userdp.data.choose import Choice
 from userdp.data.store import UserStore
-from userdp.data.tokens import tokenizer_digest
+from userdp.data.tokens import rows_digest, tokenizer_digest
 from userdp.debits import check_budget, counted, released_about, settle_parent
-from userdp.digests import model_digest, scheduler_digest
+from userdp.digests import model_digest, scheduler_digest, task_digest
 from userdp.earlier import Earlier
 from userdp.early_end import EarlyEnd
 from userdp.errors import InputError, StoppedRunError
@@ -159,6 +159,7 @@ def train(
     """
     path = Path(out) if out is not None else None
     settings = settings or StepSettings()
+    own_task = None if task is None or isinstance(task, str) else task
     if task is None or isinstance(task, str):
         task = named_task(task, model, tokenizer, store)
     if record_loss is not None:
@@ -196,7 +197,7 @@ def train(
     parents = () if beginning.parent is None else (beginning.parent,)
     homes = history_of(model).homes
     cautions = (*store.cautions, *_check_declared((*homes, *parents), store, before))
-    cautions += () if public is None else tuple(public.cautions(store))
+    cautions += () if public is None else tuple(public.cautions(store, before, (*homes, *parents)))
     check_positions(model, sequence_length)
     validator = make_validator(before, (*homes, *parents), goes_on=started.goes_on)
     people = Population.of(store)
@@ -220,6 +221,9 @@ def train(
         dry_run=dry_run,
     )
     device = next(model.parameters()).device
+    name_rows = partial(
+        rows_digest, tokenizer=tokenizer, sequence_length=sequence_length, encoding=task.encoding
+    )
     bound_to = {
         "data": store.fingerprint,
         "selection": selection_name(store, selection),
@@ -227,14 +231,16 @@ def train(
         "sequence_length": str(sequence_length),
         "task": task.name,
         "tokenizer": tokenizer_digest(tokenizer),
+        "rows": name_rows(store),
         "model": model_digest(model),
         "schedule": scheduler_digest(scheduler),
         "settings": str(settings),
         "device": device.type,
         "hardware": hardware_of(device),
     }
+    bound_to |= {} if own_task is None else {"task_code": task_digest(own_task)}
     bound_to |= {} if ema is None else {"ema": str(ema)}
-    bound_to |= {} if public is None else {"public": public.digest}
+    bound_to |= {} if public is None else {"public": f"{public.digest} {name_rows(public.store)}"}
     moment: Moment | None = None
     if path is not None and started.goes_on:
         moment = checkpoints_of(path).newest()

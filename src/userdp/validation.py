@@ -83,7 +83,9 @@ def validator_of(
     """
     if validation is None:
         return Validator()
-    are_others = _are_checked_others(validation, train, earlier, homes)
+    is_released = _are_checked_others(validation, train, earlier, homes) and not validation.secret
+    if path is not None and goes_on and not is_released:
+        _refuse_released(path / PUBLIC, validation.store)
     return StoreValidator(
         validation,
         tokenizer,
@@ -91,7 +93,7 @@ def validator_of(
         sequence_length=sequence_length,
         task=task,
         compute_dtype=compute_dtype,
-        is_released=are_others and not validation.secret,
+        is_released=is_released,
         goes_on=goes_on,
     )
 
@@ -112,6 +114,15 @@ def _are_checked_others(
                 "on a store of other users."
             )
     return shared is not None and before.is_known
+
+
+def _refuse_released(place: Path, store: UserStore) -> None:
+    """Refuse to call numbers secret from now on that the run has released before."""
+    if any(point.data == store.fingerprint for point in read_points(place)):
+        raise InputError(
+            f"{place} has released numbers of these people, which are to be secret now: put "
+            "evaluation_private back, or take the file away, and reports and trackers that show it."
+        )
 
 
 class Validator:

@@ -99,10 +99,10 @@ def test_a_changed_configuration_is_refused_and_a_fork_is_charged(
     assert refused.code == 2
     assert "another configuration" in refused.err
     forked = userdp("train", changed, "--out", tmp_path / "run", "--fork", "--json").json
-    # Five steps were charged, and the fork of the checkpoint after four takes two more.
+    # Six steps were planned, and the fork of the checkpoint after four takes two more.
     assert forked["steps"] == 2
-    as_planned = config(root, tmp_path, name="seven.toml", steps=7)
-    alone = userdp("train", as_planned, "--out", tmp_path / "seven", "--json").json
+    as_planned = config(root, tmp_path, name="eight.toml", steps=8)
+    alone = userdp("train", as_planned, "--out", tmp_path / "eight", "--json").json
     assert forked["epsilon"] == pytest.approx(alone["epsilon"], rel=1e-3)
     assert same.is_file()
 

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import userdp
+from cli_runner import userdp as userdp_command
 from tiny import make_model, make_store
 from userdp import Plan, Population, UserStore, load_model
 from userdp.checkpoints import Saving
 from userdp.debits import settle
-from userdp.errors import InputError, LedgerError
+from userdp.earlier import Earlier
+from userdp.errors import BudgetExhaustedError, InputError, LedgerError
 from userdp.finalize import finalize
 from userdp.ledger import Ledger
 from userdp.optimizers import make_optimizer
@@ -201,6 +203,33 @@ def test_runs_of_one_seed_do_not_take_back_each_others_steps(root: Path) -> None
 
 
 def test_more_steps_behind_the_weights_are_counted_when_they_come(root: Path) -> None:
+    def reserve(run: str, steps: int) -> None:
+        behind = Earlier(
+            run="f" * 64,
+            data="",
+            plan=plan().to_json(),
+            event=plan().event(steps),
+            steps=steps,
+            adjacency=plan().adjacency,
+            fixed_seed=False,
+        )
+        people(root).reserve(
+            run=run * 64,
+            what="",
+            where="",
+            event=plan().event(),
+            steps=6,
+            adjacency=plan().adjacency,
+            earlier=[behind],
+        )
+
+    reserve("a", 3)
+    assert spent(root) == pytest.approx(plan(3 + 6).epsilon())
+    reserve("b", 6)
+    assert spent(root) == pytest.approx(plan(6 + 6 + 6).epsilon())
+
+
+def test_a_copy_from_the_middle_of_a_run_inherits_its_whole_plan(root: Path) -> None:
     # The people of the first run are counted elsewhere, and its model is trained on twice.
     shutil.copytree(root / "store", root / "other")
     model, _ = load_model(root / "base")
@@ -212,7 +241,8 @@ def test_more_steps_behind_the_weights_are_counted_when_they_come(root: Path) ->
             train(root, None, model=copies[0])
 
     train(root, None, model=model, store="other", on_step=keep)
-    assert spent(root) == pytest.approx(plan(3 + 6).epsilon())
+    # Who copied the model after three steps may have looked at it: the whole run is inherited.
+    assert spent(root) == pytest.approx(plan(6 + 6).epsilon())
     train(root, None, model=model)
     assert spent(root) == pytest.approx(plan(6 + 6 + 6).epsilon())
 
@@ -251,12 +281,22 @@ def stop_now(*_: Any, **__: Any) -> None:
     raise Stopped
 
 
-def test_a_fork_has_the_room_that_its_parent_did_not_use(root: Path) -> None:
-    # The parent planned six steps and took five. The fork begins after four, or two, of them.
+def test_a_fork_pays_for_the_whole_plan_of_its_parent(root: Path) -> None:
+    # The parent planned six steps and took five. The fork begins after two of them.
     people(root).set_limit(plan(9).epsilon() * 1.001, DELTA)
     stopped(root)
-    train(root, fork=True, fork_step=2, lr=0.02)
-    assert spent(root) == pytest.approx(plan(5 + 4).epsilon())
+    with pytest.raises(BudgetExhaustedError):
+        train(root, fork=True, fork_step=2, lr=0.02)
+    people(root).set_limit(plan(10).epsilon() * 1.001, DELTA)
+    forked = train(root, fork=True, fork_step=2, lr=0.02)
+    assert forked.statement.epsilon == pytest.approx(plan(6 + 4).epsilon())
+    assert spent(root) == pytest.approx(plan(6 + 4).epsilon())
+
+
+def test_a_run_that_is_given_up_pays_for_its_whole_plan(root: Path) -> None:
+    stopped(root)
+    assert not userdp_command("finalize", root / "run", "--unfinished").code
+    assert spent(root) == pytest.approx(plan(6).epsilon())
 
 
 def test_a_run_that_goes_on_elsewhere_is_not_settled_by_a_fork(root: Path) -> None:

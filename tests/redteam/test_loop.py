@@ -163,6 +163,37 @@ def test_a_model_that_is_not_proven_is_compared_in_every_shape_of_batch() -> Non
     assert 0 < max(moved) <= 1 + 1e-5
 
 
+def test_a_loss_of_ones_own_is_compared_in_every_shape_of_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The model is proven. A loss may still weigh rows over a batch of just five rows.
+    decide = FastClipping._is_to_compare
+    told: list[bool] = []
+
+    def noted(self: FastClipping, *given: Any) -> bool:
+        told.append(decide(self, *given))
+        return told[-1]
+
+    monkeypatch.setattr(FastClipping, "_is_to_compare", noted)
+    model = families.build(families.SAFE["gpt2"])
+    assert is_proven(model)
+
+    def own(model: nn.Module, batch: Any) -> Tensor:
+        return causal_lm_loss(model, batch)
+
+    def compared(loss: Any) -> list[bool]:
+        told.clear()
+        step = private_step(model, plan(40), 40, record_loss=loss)
+        step.check_model()
+        for rows in (8, 7, 6, 5):
+            groups = [MADE_UP.group(1, 8, seed=n) for n in range(rows)]
+            step._checked.summation.clipped_sum(groups, RULE)
+        return list(told)
+
+    assert compared(causal_lm_loss) == [True, True, False, True]
+    assert compared(own) == [True, True, True, True]
+
+
 def test_paths_that_differ_after_a_release_leave_no_promise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

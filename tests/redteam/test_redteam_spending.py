@@ -207,13 +207,14 @@ def test_a_second_private_step_on_a_model_composes_the_first(next_model: Any) ->
     take(own_loop(model), 2)
     again = own_loop(next_model(model))
     take(again, 3)
-    assert again.statement().epsilon == pytest.approx(the_plan().epsilon(5), rel=1e-4)
+    # Both plans of three steps: who ended the first after two may have looked at the weights.
+    assert again.statement().epsilon == pytest.approx(the_plan().epsilon(6), rel=1e-4)
 
 
 def test_a_part_of_a_trained_model_carries_what_was_spent() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 1))
     take(own_loop(model), 2)
-    assert [item.steps for item in own_loop(model[0]).ledger.earlier] == [2]
+    assert [item.steps for item in own_loop(model[0]).ledger.earlier] == [3]
 
 
 def test_an_earlier_step_cannot_go_on_behind_the_back_of_a_later_one() -> None:
@@ -224,7 +225,7 @@ def test_an_earlier_step_cannot_go_on_behind_the_back_of_a_later_one() -> None:
     with pytest.raises(InputError, match="another private run was begun"):
         take(first, 1)
     take(second, 1)
-    assert second.statement().epsilon == pytest.approx(the_plan().epsilon(2), rel=1e-4)
+    assert second.statement().epsilon == pytest.approx(the_plan().epsilon(6), rel=1e-4)
 
 
 def test_a_step_on_the_whole_cannot_go_on_behind_the_back_of_one_on_a_part() -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
+import shutil
+import sys
+import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,8 @@ from tiny_llama import chats, make_llama, texts
 
 import userdp
 from userdp import InputError, UserDPTrainer, UserStore
+from userdp.accounting import events as userdp_events
+from userdp.data.identity import key_beside
 from userdp.history import history_of
 from userdp.run_check import check_run
 
@@ -140,6 +147,10 @@ def test_a_run_tells_callbacks_public_numbers_and_leaves_a_model(
     saved = sorted(path.name for path in out.glob("checkpoint-*"))
     assert saved == ["checkpoint-2", "checkpoint-4"]
     transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint-2")
+    # Whoever chooses it by its eval_loss has seen the other one: it costs the whole plan.
+    (entry,) = json.loads((out / "checkpoint-2" / "userdp_ancestry.json").read_text())["runs"]
+    assert entry["steps"] == 4
+    assert entry["event"] == userdp_events.to_json(trainer.plan.event(4))
     trainer.save_metrics("train", done.metrics)
     assert json.loads((out / "train_results.json").read_text()) == done.metrics
     trainer.save_model(str(tmp_path / "elsewhere"))
@@ -195,6 +206,31 @@ def test_a_run_that_was_stopped_goes_on(make: Callable[..., UserDPTrainer], tmp_
     assert steps == [1, 2, 3, 4]
     with pytest.raises(InputError, match="other records than train_dataset"):
         make(train_dataset=texts(USERS, seed=1))
+
+
+def test_a_template_that_knows_the_date_does_not_change_a_run_that_goes_on(
+    make: Callable[..., UserDPTrainer], llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    tokenizer.chat_template = "{{ strftime_now('red') }} " + tokenizer.chat_template
+    given: dict[str, Any] = {"train_dataset": chats(USERS), "processing_class": tokenizer}
+    with pytest.raises(RuntimeError, match="machine is gone"):
+        make(callbacks=[AtStep(2, fail)], **given).train()
+    cache = tmp_path / "out" / "userdp" / "data" / "store" / "tokens"
+    before = {path.name: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+    shutil.rmtree(cache)
+
+    class Tomorrow(datetime.datetime):
+        def strftime(self, format: str) -> str:  # type: ignore[override]
+            return "green"
+
+    with monkeypatch.context() as patched:
+        patched.setattr("transformers.utils.chat_template_utils.datetime", Tomorrow)
+        with pytest.raises(InputError, match="another reading of the records as tokens"):
+            make(**given).train(resume_from_checkpoint=True)
+    shutil.rmtree(cache)
+    make(**given).train(resume_from_checkpoint=True)
+    assert {path.name: path.read_bytes() for path in cache.rglob("*") if path.is_file()} == before
 
 
 def test_a_callback_may_ask_for_a_checkpoint(
@@ -264,6 +300,35 @@ def test_people_who_cannot_be_compared_need_a_declaration(
     # A declaration does not hide what can be compared.
     with pytest.raises(InputError, match="has training users"):
         make(eval_dataset=texts(3), eval_is_public=True)
+
+
+def test_users_of_an_earlier_run_are_not_measured_on(
+    make: Callable[..., UserDPTrainer], tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    make(store=shared, arguments={"max_steps": 1}).train()
+    key = key_beside(shared)
+    second: dict[str, Any] = {
+        "epsilon": 16.0,
+        "train_dataset": UserStore.from_dataset(texts(9, prefix="new"), tmp_path / "new", key=key),
+        "arguments": {"output_dir": str(tmp_path / "second")},
+    }
+    second_of = partial(make, str(tmp_path / "out"), **second)
+    before = UserStore.from_dataset(texts(3), key=key)
+    with pytest.raises(InputError, match="has training users of an earlier run"):
+        second_of(eval_dataset=before)
+    with pytest.raises(InputError, match="has training users of an earlier run"):
+        second_of(eval_dataset=before, eval_is_public=True)
+    second_of(eval_dataset=UserStore.from_dataset(texts(3, prefix="other"), key=key))
+    shutil.rmtree(tmp_path / "out" / "userdp" / "run" / "secret")
+    with pytest.raises(InputError, match="cannot be compared with the users of an earlier run"):
+        second_of(eval_dataset=before)
+
+
+def test_the_same_texts_of_other_users_are_other_data(make: Callable[..., UserDPTrainer]) -> None:
+    make()
+    with pytest.raises(InputError, match="or other users' records"):
+        make(train_dataset=texts(USERS, prefix="renamed"))
 
 
 def test_records_of_every_form(make: Callable[..., UserDPTrainer], tmp_path: Path) -> None:
@@ -343,12 +408,33 @@ def test_nothing_is_pushed_or_saved_before_it_is_trained(
         trainer.evaluate()
 
 
-def test_wandb_must_not_watch_gradients(
-    make: Callable[..., UserDPTrainer], monkeypatch: pytest.MonkeyPatch
+class EventFiles:
+    """In the place of torch's writer of event files: notes what it is told."""
+
+    told: list[tuple[str, float, int, float]]
+
+    def __init__(self, log_dir: str) -> None:
+        EventFiles.told, self.place = [], log_dir
+
+    def add_scalar(self, name: str, value: float, step: int, walltime: float | None = None) -> None:
+        assert walltime is not None, "the time of the clock would be written"
+        EventFiles.told.append((name, value, step, walltime))
+
+    def close(self) -> None:
+        EventFiles.told.append((self.place, 0.0, -1, -1.0))
+
+
+def test_event_files_hold_no_time_of_a_step(
+    make: Callable[..., UserDPTrainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WANDB_WATCH", "gradients")
-    with pytest.raises(InputError, match="WANDB_WATCH=gradients"):
-        make(arguments={"report_to": ["wandb"]})
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = EventFiles  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    make(arguments={"report_to": ["tensorboard"]}).train()
+    *numbers, closed = EventFiles.told
+    assert closed[0] == str(tmp_path / "out" / "trackers" / "tensorboard")
+    assert all(walltime == float(step) for _, _, step, walltime in numbers)
+    assert {name for name, *_ in numbers} == RELEASABLE - MEASURED - {"step"}
 
 
 def test_the_optimizer_and_schedule_may_be_given(

@@ -226,12 +226,7 @@ def _cached_rows(
     verify: bool = False,
 ) -> _Cached:
     """All rows of the store, from the cache, which is written if it is not there."""
-    encoding.check(store.text_kind, tokenizer, sequence_length)
-    cache = store.path / "tokens" / _cache_name(store, tokenizer, sequence_length, encoding)
-    if not cache.is_dir():
-        _write_cache(cache, store, tokenizer, sequence_length, encoding)
-    elif verify:
-        _verify_cache(cache)
+    cache = _cache_of(store, tokenizer, sequence_length, encoding, verify=verify)
     labelled = cache / "labelled.u8"
     return _Cached(
         tokens=np.memmap(cache / "tokens.i32", np.int32, mode="r"),
@@ -240,6 +235,30 @@ def _cached_rows(
         labelled=np.memmap(labelled, np.bool_, mode="r") if encoding.has_labelled else None,
         classes=np.load(cache / "classes.npy", mmap_mode="r") if encoding.has_classes else None,
     )
+
+
+def rows_digest(
+    store: UserStore, tokenizer: Any, *, sequence_length: int, encoding: Encoding = WHOLE_TEXT
+) -> str:
+    """A public name of the rows as they are now.
+
+    Neither the store nor the tokenizer names them: a chat template that uses the date gives other
+    rows once the cache is made again.
+    """
+    cache = _cache_of(store, tokenizer, sequence_length, encoding, verify=False)
+    return store.keyed_digest(b"rows of tokens\n" + (cache / DIGESTS).read_bytes())
+
+
+def _cache_of(
+    store: UserStore, tokenizer: Any, sequence_length: int, encoding: Encoding, *, verify: bool
+) -> Path:
+    encoding.check(store.text_kind, tokenizer, sequence_length)
+    cache = store.path / "tokens" / _cache_name(store, tokenizer, sequence_length, encoding)
+    if not cache.is_dir():
+        _write_cache(cache, store, tokenizer, sequence_length, encoding)
+    elif verify:
+        _verify_cache(cache)
+    return cache
 
 
 def tokens_per_record(store: UserStore, tokenizer: Any) -> NDArray[np.int64]:

@@ -97,7 +97,7 @@ def write_report(
                     "No test for whether a given user's records were used, with this model or any "
                     "of its intermediate versions in hand, can lie above the red line."
                 ],
-                picture=pictures.best_attack(ledger.plan, ledger.steps, **spent),
+                picture=pictures.best_attack(ledger.plan, ledger.priced_steps, **spent),
             )
         )
     if statement.is_private and ledger.steps:
@@ -105,7 +105,7 @@ def write_report(
             Section(
                 heading="Epsilon as it was spent" if statement.guarantee else "Epsilon as planned",
                 paragraphs=["Each step adds to the cost; the ledger holds one row for each."],
-                picture=pictures.epsilon_spent(ledger.plan, ledger.steps, **spent),
+                picture=pictures.epsilon_spent(ledger.plan, ledger.priced_steps, **spent),
             )
         )
     values = {

@@ -38,12 +38,7 @@ MAPPED = {
     "logging_steps": "when callbacks are told public numbers",
     "logging_first_step": "when callbacks are told public numbers",
     "disable_tqdm": "a bar, or lines",
-    "report_to": "trackers, which are told what callbacks are told",
-    "run_name": "trackers",
-    "project": "trackers",
-    "trackio_space_id": "trackers",
-    "trackio_bucket_id": "trackers",
-    "trackio_static_space_id": "trackers",
+    "report_to": "trackers, which are told what callbacks are told, in output_dir/trackers",
     "eval_strategy": "when the model is measured on other people",
     "eval_steps": "when the model is measured on other people",
     "eval_delay": "when the model is measured on other people",
@@ -92,6 +87,8 @@ HARMLESS = {
         ("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_revision"), _NO_HUB
     ),
     "hub_always_push": _NO_HUB,
+    **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _NO_HUB),
+    **dict.fromkeys(("run_name", "project"), "trackers name a run after its folder"),
     **dict.fromkeys(
         ("torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32"), _SPEED
     ),
@@ -141,7 +138,8 @@ REFUSED = {
     "use_liger_kernel": "its kernels hide the layers, so no user's gradient can be told apart; "
     "leave it out, the fast path has kernels of its own",
     "load_best_model_at_end": "the model at the end is the one that the ledger closes with: leave "
-    "it out, and load output_dir/checkpoint-N yourself if eval_loss was best there",
+    "it out, and load output_dir/checkpoint-N yourself if eval_loss was best there; it costs the "
+    "whole plan, too",
     "auto_find_batch_size": "the users a step are a public number of the guarantee: leave it out; "
     "memory is bounded by the tokens of one pass",
     "include_num_input_tokens_seen": _PEEKS,
@@ -186,6 +184,12 @@ def check_arguments(args: Any) -> None:
             continue
         reason = REFUSED.get(name, "this version of userdp does not know it; leave it out")
         raise InputError(f"{kind}({name}={_shown(value)}): {reason}.")
+
+
+def other_collator(collator: Any) -> Any:
+    """The collator, unless it only pads, which is what happens here anyway."""
+    is_padding = type(collator).__name__ == "DataCollatorForLanguageModeling"
+    return None if is_padding and not getattr(collator, "mlm", False) else collator
 
 
 def changed(args: Any) -> dict[str, Any]:

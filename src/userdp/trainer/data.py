@@ -7,7 +7,7 @@ measure on are hidden under the same key, so that somebody who is in both is fou
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,14 @@ from typing import Any
 from userdp.data.identity import key_beside
 from userdp.data.store import UserStore
 from userdp.durable import OWNER_ONLY_DIRECTORY
+from userdp.earlier import Earlier
 from userdp.errors import InputError
+from userdp.history import Module, history_of
+from userdp.run_files import overlap
 from userdp.task_names import TaskName
+
+# The folder below `output_dir` that is for the owner alone.
+PRIVATE = "userdp"
 
 # Whom the rows of a dataset belong to that is declared to have none of the training users.
 NOBODY_HERE = "somebody else"
@@ -85,10 +91,12 @@ def training_store(
     try:
         new = _imported(dataset, args, user, again, key_beside(place), formatting)
         kept = UserStore.open(place)
-        if new.fingerprint != kept.fingerprint:
+        # The fingerprint names users by their numbers: other people may have the same records.
+        is_same = new.pseudonyms.to_pylist() == kept.pseudonyms.to_pylist()
+        if new.fingerprint != kept.fingerprint or not is_same:
             raise InputError(
-                f"{place} holds other records than train_dataset: choose another output_dir, or "
-                "another store=."
+                f"{place} holds other records than train_dataset, or other users' records: choose "
+                "another output_dir, or another store=."
             )
     finally:
         shutil.rmtree(again, ignore_errors=True)
@@ -103,11 +111,14 @@ def evaluation_store(
     user: str,
     is_public: bool,
     formatting: Formatting | None,
+    earlier: Sequence[Earlier],
+    homes: Sequence[Path],
 ) -> UserStore:
     """A temporary store of the people to measure on. Training users among them are refused.
 
-    A loss on training users is not covered by the guarantee. `is_public` declares that there are
-    none, where that cannot be compared.
+    A loss on training users is not covered by the guarantee, be they users of this run or of the
+    `earlier` ones behind the weights, whose lists of users lie in `homes`. `is_public` declares
+    that there are none, where that cannot be compared.
     """
     if isinstance(dataset, UserStore):
         store = dataset
@@ -127,13 +138,27 @@ def evaluation_store(
             "in it: add the column, or declare eval_is_public=True."
         )
     shared = training.shares_users_with(store)
-    if shared or (shared is None and not is_public):
-        found = "hides its users under another key" if shared is None else "has training users"
+    before = overlap(store, {item.run: 1 for item in earlier}, homes)
+    is_known = shared is not None and before.is_known
+    if shared or before.shared or not (is_known or is_public):
+        found = "cannot be compared with the users of an earlier run behind the model"
+        if shared or before.shared:
+            found = "has training users" + " of an earlier run behind the model" * (not shared)
+        elif shared is None:
+            found = "hides its users under another key"
         raise InputError(
             f"eval_dataset {found}: a loss on training users is not covered by the guarantee. "
             "Measure on other people; where ids cannot be compared, declare eval_is_public=True."
         )
     return store
+
+
+def homes_of(model: Module) -> tuple[Path, ...]:
+    """Where lists of the users of runs behind the model may lie, those of trainers among them."""
+    found = history_of(model)
+    # A trainer's model lies in its output_dir, or in output_dir/checkpoint-N.
+    outs = [out for place in found.loaded for out in (place, place.parent)]
+    return (*found.homes, *(out / PRIVATE / "run" for out in outs))
 
 
 def _imported(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -19,13 +18,13 @@ from typing import Any
 
 import transformers
 from torch import nn
-from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
 from userdp.durable import new_directory, write_file
 from userdp.errors import InputError
 from userdp.history import ATTRIBUTE, write_history
 from userdp.models.load import save_model
+from userdp.trainer.tracking import Tracking
 
 STATE_FILE = "trainer_state.json"
 # Events inside a step, where gradients without noise are about.
@@ -33,10 +32,6 @@ INSIDE = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 FOLDER = re.compile(r"checkpoint-(\d+)")
 
 Metrics = dict[str, float]
-
-
-# Trackers that send numbers alone.
-SAFE_TRACKERS = {"tensorboard", "trackio", "wandb"}
 
 
 def callbacks_of(args: Any, own: Sequence[Any]) -> list[Any]:
@@ -49,20 +44,9 @@ def callbacks_of(args: Any, own: Sequence[Any]) -> list[Any]:
                     f"{kind.__name__} wants {event}, which is inside of a step, where gradients "
                     "have no noise yet: use on_step_end."
                 )
-    unknown = sorted(set(args.report_to) - SAFE_TRACKERS)
-    if unknown:
-        raise InputError(
-            f"report_to={unknown!r}: nobody has looked at what it sends, and some such trackers "
-            "upload the output folder with its secrets. Use tensorboard, trackio, wandb or 'none'."
-        )
-    watching = os.environ.get("WANDB_WATCH", "false")
-    if "wandb" in args.report_to and watching in ("all", "gradients"):
-        raise InputError(
-            f"WANDB_WATCH={watching} shows gradients without noise to others: set it to 'false'."
-        )
     shown = transformers.PrinterCallback if args.disable_tqdm else transformers.ProgressCallback
-    trackers = get_reporting_integration_callbacks(args.report_to)
-    return [transformers.DefaultFlowCallback, *trackers, *own, shown]
+    tracking = Tracking(args.report_to, Path(args.output_dir))
+    return [transformers.DefaultFlowCallback, tracking, *own, shown]
 
 
 class Loop:

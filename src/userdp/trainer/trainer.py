@@ -29,8 +29,15 @@ from userdp.plan import Plan
 from userdp.statement import Statement
 from userdp.tasks import task_named
 from userdp.trainer.adapters import refuse_unknown_adapter
-from userdp.trainer.arguments import check_arguments
-from userdp.trainer.data import Formatting, evaluation_store, task_of, training_store
+from userdp.trainer.arguments import check_arguments, other_collator
+from userdp.trainer.data import (
+    PRIVATE,
+    Formatting,
+    evaluation_store,
+    homes_of,
+    task_of,
+    training_store,
+)
 from userdp.trainer.loop import STATE_FILE, Loop, Metrics, callbacks_of
 from userdp.trainer.settings import (
     cohort_of,
@@ -43,7 +50,6 @@ from userdp.trainer.settings import (
 )
 from userdp.training import Run, train
 
-PRIVATE = "userdp"
 # Delta for whoever gives none: a tenth of what would let one of all users be given away.
 DELTA_TIMES_USERS = 0.1
 
@@ -115,7 +121,7 @@ class UserDPTrainer:
     ) -> None:
         self.args: Any = args or transformers.TrainingArguments(output_dir="trainer_output")
         check_arguments(self.args)
-        _refuse("data_collator", _other_collator(data_collator), NO_COLLATOR)
+        _refuse("data_collator", other_collator(data_collator), NO_COLLATOR)
         _refuse("compute_loss_func", compute_loss_func, NO_LOSS)
         _refuse("compute_metrics", compute_metrics, NO_METRICS)
         _refuse("preprocess_logits_for_metrics", preprocess_logits_for_metrics, NO_METRICS)
@@ -150,6 +156,8 @@ class UserDPTrainer:
                 formatting=formatting_func,
             )
         )
+        data = self.train_store.fingerprint
+        self._earlier = earlier_runs(self.model, other_people=other_people, data=data)
         self.plan = Plan.sample_users(
             num_users=num_users,
             expected_cohort_size=self._cohort,
@@ -158,9 +166,7 @@ class UserDPTrainer:
             clip_norm=clip_norm,
             epsilon=epsilon,
             delta=DELTA_TIMES_USERS / num_users if delta is None else delta,
-            earlier=earlier_runs(
-                self.model, other_people=other_people, data=self.train_store.fingerprint
-            ),
+            earlier=self._earlier,
         )
         self.eval_store = None if eval_dataset is None else self._other_users(eval_dataset)
         optimizer, self.lr_scheduler = optimizers
@@ -331,6 +337,8 @@ class UserDPTrainer:
             user=self._user_column,
             is_public=self._eval_is_public,
             formatting=self._formatting,
+            earlier=self._earlier,
+            homes=homes_of(self.model),
         )
 
     def _resumes(self, asked: str | bool | None) -> bool:
@@ -354,12 +362,6 @@ class UserDPTrainer:
 def _refuse(name: str, value: Any, reason: str) -> None:
     if value is not None:
         raise InputError(f"{name}: {reason}.")
-
-
-def _other_collator(collator: Any) -> Any:
-    """The collator, unless it only pads, which is what happens here anyway."""
-    is_padding = type(collator).__name__ == "DataCollatorForLanguageModeling"
-    return None if is_padding and not getattr(collator, "mlm", False) else collator
 
 
 def _prepared(
