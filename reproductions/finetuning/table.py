@@ -232,7 +232,9 @@ def hypothetical_table(rows: list[Row]) -> tuple[str, str]:
             for values, factor, shade in zip(found, factors, SHADES, strict=False)
             if values
         ]
-    words = ["real users" if factor == 1 else f"hypothetical, {factor:g} times" for factor in factors]
+    words = [
+        "real users" if factor == 1 else f"hypothetical, {factor:g} times" for factor in factors
+    ]
     title = "By how much the loss falls; more users than there are: hypothetical"
     return markdown(["set", "ε", *words], body), bars(title, groups)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -148,7 +149,7 @@ def test_schedules_rise_and_fall_as_they_say() -> None:
     cosine = rates("cosine", 0)
     assert cosine[0] == 1.0
     assert cosine[5] == pytest.approx(0.5)
-    assert all(one > two > 0 for one, two in zip(cosine, cosine[1:], strict=False))
+    assert all(one > two > 0 for one, two in itertools.pairwise(cosine))
 
 
 def test_joined_records_cannot_be_ranked(sets: Path) -> None:
