@@ -42,7 +42,7 @@ from userdp.clipping.fast import FastClipping
 from userdp.clipping.settings import StepSettings
 from userdp.data.choose import Choice
 from userdp.data.tokens import TokenRows
-from userdp.evaluation import evaluate
+from userdp.evaluation import Evaluation, evaluate
 from userdp.index import IGNORED_LABEL, Rows
 from userdp.losses import Batch, causal_lm_loss
 from userdp.models.load import Lora, add_lora, load_model
@@ -105,6 +105,18 @@ def full_rows(rows: TokenRows, group: Rows, *, end: int, length: int) -> Batch:
     }
 
 
+def measured(model: nn.Module, found: Set) -> Evaluation:
+    """The loss of the held-out users, with products rounded as TF32.
+
+    Those of training are not: there an update's norm would be off by more than clipping allows for.
+    """
+    torch.set_float32_matmul_precision("high")
+    try:
+        return evaluate(model, found.test, pad_token=found.end, batch_tokens=EVALUATION_TOKENS)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def run(
     setting: Setting, bench: Bench, found: Set, length: int, losses: np.ndarray | None
 ) -> dict[str, Any]:
@@ -153,7 +165,7 @@ def run(
         optimizer.step()
         schedule.step()
     training_seconds = time.perf_counter() - began
-    after = evaluate(bench.model, found.test, pad_token=found.end, batch_tokens=EVALUATION_TOKENS)
+    after = measured(bench.model, found)
     return {
         **asdict(setting),
         "loss": after.loss,
@@ -220,9 +232,7 @@ class Comparison:
     def _set(self, name: str) -> tuple[Set, float]:
         if name not in self._sets:
             found = Set.read(self.rows / f"{name}.npz")
-            before = evaluate(
-                self.base, found.test, pad_token=found.end, batch_tokens=EVALUATION_TOKENS
-            )
+            before = measured(self.base, found)
             self._sets[name] = found, before.loss
         return self._sets[name]
 
@@ -270,8 +280,6 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     began = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # Only the evaluation computes in float32.
-    torch.set_float32_matmul_precision("high")
     base, _ = load_model(options.model, gguf_file=options.gguf_file, device=device)
     base.eval()
     comparison = Comparison(base, options.rows, options.length, options.compiled)
