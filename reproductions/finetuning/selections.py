@@ -30,7 +30,7 @@ from userdp.data.tokens import TokenRows
 from userdp.models.load import load_model
 from userdp.streams import RunSecret, Streams
 
-STATISTICS = ("mean_length", "mean_perplexity", "share_below_longest")
+STATISTICS: tuple[str, ...] = ("mean_length", "mean_perplexity", "share_below_longest")
 # Chua et al. 2024, Table 7 (p. 18), k = 10: in the order of STATISTICS.
 TABLE_7 = {
     "Enron Email": {
