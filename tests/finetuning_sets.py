@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ def made_up(seed: int, users: int = 12) -> TokenRows:
 
 def write_set(path: Path, *, joined: bool = False) -> None:
     """A set as `prepare` writes it."""
-    arrays: dict[str, np.ndarray] = {"end": np.int64(0)}  # type: ignore[dict-item]
+    arrays: dict[str, Any] = {"end": np.int64(0)}
     for name, seed in (("train", 0), ("test", 1)):
         rows = made_up(seed)
         records = np.asarray(rows.records)
@@ -42,4 +43,4 @@ def write_set(path: Path, *, joined: bool = False) -> None:
             f"{name}_record_of_row": np.zeros_like(records) if joined else records,
             f"{name}_num_users": np.int64(rows.num_users),
         }
-    np.savez(path, **arrays)  # pyright: ignore[reportArgumentType]
+    np.savez(path, **arrays)
