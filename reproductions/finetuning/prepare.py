@@ -6,7 +6,8 @@ their owners: a record is for training if none of them is held out, for evaluati
 left out otherwise. Greedy bounding (Ganesh et al. 2025, Alg. 2) then keeps at most k records an
 owner, for each k asked for.
 
-Run: python -m reproductions.finetuning.prepare TOKENIZER SET.jsonl.gz ... --out rows/
+Run: python -m reproductions.finetuning.prepare TOKENIZER SET.jsonl.gz ... --out rows/ --join
+     without --join records stay apart, as the selections need them
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ HELD_OUT = 0.2
 # A user's rows in the file: more are never needed, because a step uses at most 20 of them.
 MOST_ROWS = 64
 MOST_EVALUATION_ROWS = 8
+# Where records stay apart: a user's records in the file, and the tokens of a record, as many as
+# GPT-2 reads (Chua et al. 2024, Sec. 5.1: "the maximum record length").
+MOST_RECORDS = 64
+MOST_TOKENS = 1024
 
 
 def is_held_out(user: str) -> bool:
@@ -65,29 +70,34 @@ def saved(rows: list[list[int]], owners: list[int], records: list[int]) -> dict[
 def one_owner(
     found: list[tuple[list[str], list[int]]], end: int, length: int, most: int, *, join: bool
 ) -> dict[str, Any]:
-    """At most `most` rows of each user, chosen by a generator of this user's own.
+    """At most `most` pieces of each user, chosen by a generator of this user's own.
 
-    With `join`, a user's records follow one another as one document, which is cut into rows.
+    With `join`, a user's records follow one another as one document, and pieces are its rows.
+    Otherwise pieces are records, which keep all their rows up to MOST_TOKENS: selections compare
+    whole records.
     """
-    mine: dict[str, list[tuple[int, list[int]]]] = {}
+    mine: dict[str, list[list[list[int]]]] = {}
     documents: dict[str, list[int]] = {}
-    for record, (users, ids) in enumerate(found):
+    for users, ids in found:
         if join:
             documents.setdefault(users[0], []).extend([*ids, end])
         else:
-            mine.setdefault(users[0], []).extend((record, row) for row in rows_of(ids, end, length))
+            own = mine.setdefault(users[0], [])
+            own.append(rows_of(ids[: MOST_TOKENS - 1], end, length))
     for user, ids in documents.items():
-        mine[user] = [(0, row) for row in rows_of(ids[:-1], end, length)]
+        mine[user] = [[row] for row in rows_of(ids[:-1], end, length)]
     rows: list[list[int]] = []
     owners: list[int] = []
     records: list[int] = []
+    number_of_piece = 0
     for number, (user, own) in enumerate(sorted(mine.items())):
         seed = int.from_bytes(hashlib.sha256(f"rows {user}".encode()).digest()[:8], "big")
         kept = np.random.default_rng(seed).permutation(len(own))[:most]
         for place in sorted(kept.tolist()):
-            records.append(own[place][0])
-            rows.append(own[place][1])
-            owners.append(number)
+            rows += own[place]
+            owners += [number] * len(own[place])
+            records += [0 if join else number_of_piece] * len(own[place])
+            number_of_piece += 1
     return saved(rows, owners, records) | {"num_users": np.int64(len(mine))}
 
 
@@ -125,6 +135,7 @@ def prepare(
     bounds: list[int],
     only: str | None,
     join: bool,
+    suffix: str = "",
 ) -> dict[str, Any]:
     """Write one set; returns its public sizes."""
     training: list[tuple[list[str], list[int]]] = []
@@ -142,9 +153,9 @@ def prepare(
         train = all_owners(training, end, length, bounds)
         test = all_owners(held_out, end, length, [])
     else:
-        train = one_owner(training, end, length, MOST_ROWS, join=join)
+        train = one_owner(training, end, length, MOST_ROWS if join else MOST_RECORDS, join=join)
         test = one_owner(held_out, end, length, MOST_EVALUATION_ROWS, join=join)
-    name = path.name.removesuffix(".jsonl.gz")
+    name = path.name.removesuffix(".jsonl.gz") + suffix
     out.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(
         out / f"{name}.npz",
@@ -173,6 +184,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--owners", choices=["first", "all"], default="first")
     parser.add_argument("--join", action="store_true", help="a user's records share rows")
+    parser.add_argument("--suffix", default="", help="behind the set's name in the file's")
     parser.add_argument("--only", help="a field that says which records are used")
     parser.add_argument("--bounds", type=int, nargs="+", default=[1, 2, 5, 10, 20])
     options = parser.parse_args()
@@ -187,6 +199,7 @@ def main() -> None:
             bounds=options.bounds,
             only=options.only,
             join=options.join,
+            suffix=options.suffix,
         )
         print(json.dumps(sizes), flush=True)
 
