@@ -7,17 +7,23 @@ tokens of records, `padded` also what padding adds. The two take turns in one pr
 seconds: a device that has just begun to work may run at a higher clock. Records fill their rows but
 for a user's last, or with `--short` are as short as posts and chat messages are.
 
-Run: python benchmarks/training_run.py [--short] [--join yes] [--json FILE]   (CPU: a tiny model)
+With `--cold` only the first `--warm` steps run, and what is measured is how long it takes until no
+step brings a new batch shape any more. A second process finds what the first one left on disk.
+
+Run: python benchmarks/training_run.py [--short] [--join yes] [--cold] [--json FILE]
+(CPU: a tiny model)
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,12 +73,13 @@ def main() -> None:
     )
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--join", choices=["yes", "no"], help="as the device prefers if not given")
+    parser.add_argument("--cold", action="store_true")
     parser.add_argument("--json", type=new_file)
     options = parser.parse_args()
     tokens = 16_384 if gpu else 2_048
     refuse_uneven(parser, tokens, options.length, options.group_size)
     setting = Setting(options.model, options.finetune, options.length, tokens)
-    bare = Bare.of(setting, options.group_size)
+    bare = None if options.cold else Bare.of(setting, options.group_size)
 
     rows = ragged_rows(5_000, options.length, options.group_size, 2_000, short=options.short)
     plan = Plan.sample_users(
@@ -102,6 +109,9 @@ def main() -> None:
             sequence_length=options.length,
             record=RunRecord(ledger, secret),
         )
+        if bare is None:
+            report(first_steps(step, rows, options.warm) | {"finetune": options.finetune}, options)
+            return
         rates = run(step, rows, bare, options.warm, options.stretch)
         ledger.close()
     row = {
@@ -117,9 +127,35 @@ def main() -> None:
         "join": options.join,
         "steps": rates["steps"],
     }
+    report(row, options)
+
+
+def report(row: dict[str, Any], options: argparse.Namespace) -> None:
+    """Print the row, and write it where that is asked for."""
     print(json.dumps(row))
     if options.json:
         options.json.write_text(json.dumps([row], indent=1) + "\n")
+
+
+def first_steps(step: PrivateStep, rows: TokenRows, number: int) -> dict[str, Any]:
+    """How long the first steps take, and when the last one with a new batch shape ended."""
+    clipping = step._checked.summation
+    assert isinstance(clipping, FastClipping)
+    task, shapes, last = CausalTask(pad_token=0), 0, 0.0
+    began = time.perf_counter()
+    for cohort in itertools.islice(step.cohorts(), number):
+        streams = step.record.streams("rows")
+        step.apply(cohort_batches(rows, cohort, task, step=step.record.steps, streams=streams))
+        if len(clipping._add_by_shape) > shapes:
+            synchronise()
+            shapes, last = len(clipping._add_by_shape), time.perf_counter() - began
+    synchronise()
+    return {
+        "first_steps": number,
+        "seconds": time.perf_counter() - began,
+        "shapes": shapes,
+        "last_new_shape_after_seconds": last,
+    }
 
 
 @dataclass

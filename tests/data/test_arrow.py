@@ -113,6 +113,21 @@ def test_saved_dataset_is_read_without_the_library_and_stays_inside_its_folder(
     evil = saved_dataset(tmp_path / "evil", table, name="../saved/data.arrow")
     with pytest.raises(InputError, match="outside of itself"):
         bring_in(evil, tmp_path / "other")
+    for number, name in enumerate(("\0", "\ud800")):
+        odd = saved_dataset(tmp_path / f"odd{number}", table)
+        state = json.loads((odd / "state.json").read_text())
+        state["_data_files"] = [{"filename": name}]
+        (odd / "state.json").write_text(json.dumps(state))
+        with pytest.raises(InputError, match="no disk can hold"):
+            bring_in(odd, tmp_path / "other")
+
+
+def test_parquet_with_a_column_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    pq.write_table(pa.table({"user": ["ann"], "zzzz": ["hi"]}), path)
+    path.write_bytes(path.read_bytes().replace(b"zzzz", b"\x80zzz"))
+    with pytest.raises(InputError, match="truncated or not a Parquet file"):
+        bring_in(path, tmp_path / "store")
 
 
 def test_datasets_loaded_and_saved_give_the_same_store(tmp_path: Path) -> None:

@@ -92,6 +92,12 @@ def test_dangerous_or_broken_xml_is_refused_with_its_line(
     assert not (tmp_path / "store").exists()
 
 
+def test_an_unknown_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "Posts.xml").write_text('<?xml version="1.0" encoding="utf-9"?><posts></posts>')
+    with pytest.raises(InputError, match="an encoding that nobody knows"):
+        bring_in(tmp_path / "Posts.xml", tmp_path / "store")
+
+
 def test_thread_of_a_number_beyond_64_bits_is_refused_with_its_line(tmp_path: Path) -> None:
     row = f"<row Id='{2**63}' PostTypeId='1' OwnerUserId='1' Body='x'/>"
     (tmp_path / "Posts.xml").write_text(f"<posts>\n{row}</posts>")

@@ -43,7 +43,8 @@ def parquet_batches(path: Path, columns: Columns) -> Iterator[ImportBatch]:
             yield from arrow_batches(
                 file.iter_batches(BATCH_ROWS, columns=needed(chosen)), chosen, path.name
             )
-    except (pa.ArrowException, OSError) as error:
+    # A damaged footer may name its columns in bytes that are no text.
+    except (pa.ArrowException, OSError, UnicodeError) as error:
         if isinstance(error, FileNotFoundError):
             raise InputError(f"{path}: no such file.") from None
         raise InputError(
@@ -68,7 +69,7 @@ def saved_dataset_batches(root: Path, columns: Columns) -> Iterator[ImportBatch]
                     columns.resolved(stream.schema.names, where), stream.schema, where
                 )
                 yield from arrow_batches(_sliced(stream, needed(chosen)), chosen, where)
-        except (pa.ArrowException, OSError):
+        except (pa.ArrowException, OSError, UnicodeError):
             raise InputError(f"{root.name}/{file.name}: truncated or not Arrow data.") from None
 
 
@@ -103,7 +104,11 @@ def _file_names(entries: list[dict[str, Any]]) -> list[Any]:
 
 def _inside(root: Path, name: str) -> Path:
     path = root / str(name)
-    if not path.resolve().is_relative_to(root.resolve()):
+    try:
+        is_inside = path.resolve().is_relative_to(root.resolve())
+    except ValueError:
+        raise InputError(f"{root}: names a file that no disk can hold.") from None
+    if not is_inside:
         raise InputError(f"{root}: names a file outside of itself.")
     return path
 

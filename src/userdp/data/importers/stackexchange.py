@@ -248,4 +248,8 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
         parser.Parse(b"", True)
     except expat.ExpatError as error:
         raise InputError(f"{path.name}, line {error.lineno}: not well-formed XML.") from None
+    except LookupError:
+        raise InputError(
+            f"{path.name}: declares an encoding that nobody knows. Write it in UTF-8."
+        ) from None
     yield from found
