@@ -85,7 +85,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 def _floats(layer: Any, dtype: torch.dtype) -> Tensor:
     """The weight of a quantised layer, as floats."""
-    from bitsandbytes import functional
+    from bitsandbytes import functional  # pyright: ignore[reportMissingImports]
 
     weight = layer.weight
     if _BY_LAYER[type(layer).__name__] == "4bit":
