@@ -136,7 +136,7 @@ ABOVE = {
     | {"checkpoints", "clipping", "data", "evaluation", "models", "plan", "statement", "tasks"}
     | {"lineage", "training"},
     "saved_run": GROUND | {"digests", "ledger", "models", "run_facts"},
-    "gradient_norms": GROUND | {"data", "losses", "models", "updates"},
+    "gradient_norms": GROUND | {"data", "models", "tasks", "updates"},
 }
 TOP = {"__main__", "cli", "quickstart"}
 
