@@ -97,7 +97,7 @@ def write_report(
                     "No test for whether a given user's records were used, with this model or any "
                     "of its intermediate versions in hand, can lie above the red line."
                 ],
-                picture=pictures.best_attack(ledger.plan, ledger.steps, **spent),
+                picture=pictures.best_attack(ledger.plan, ledger.priced_steps, **spent),
             )
         )
     if statement.is_private and ledger.steps:
@@ -105,7 +105,7 @@ def write_report(
             Section(
                 heading="Epsilon as it was spent" if statement.guarantee else "Epsilon as planned",
                 paragraphs=["Each step adds to the cost; the ledger holds one row for each."],
-                picture=pictures.epsilon_spent(ledger.plan, ledger.steps, **spent),
+                picture=pictures.epsilon_spent(ledger.plan, ledger.priced_steps, **spent),
             )
         )
     values = {
@@ -123,7 +123,14 @@ def write_report(
         statement=run / "statement.json",
     )
     files.html.write_text(environment().get_template("page.html.jinja").render(values))
-    card = model_card(statement, facts, base=base, curve=curve, data=data_name(ledger))
+    card = model_card(
+        statement,
+        facts,
+        base=base,
+        curve=curve,
+        last_step=ledger.steps,
+        data=data_name(ledger),
+    )
     files.card.write_text(card)
     if (run / "model").is_dir():
         # Whoever uploads the directory uploads this card, and not an empty one.
