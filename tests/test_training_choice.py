@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+import models_zoo
 import userdp
+from task_stores import CHATML, store_of, word_chat_tokenizer
 from tiny import make_model, make_store
 from userdp import Plan, StepSettings, load_model
 from userdp.bounding.bound import bound
@@ -325,3 +328,25 @@ path = "plain"
     run = train_from_config(path, config, config.plan(), tmp_path / "run")
     assert run.ledger.bound_to["select"] == "random-chunk, resampled"
     assert run.statement.epsilon <= 8.0
+
+
+def test_chats_surprise_by_what_the_assistant_says(tmp_path: Path) -> None:
+    tokenizer = word_chat_tokenizer(CHATML)
+    torch.manual_seed(4)
+    model: Any = models_zoo.gpt2(vocabulary=len(tokenizer)).eval()
+    turns = [("w1 w2 w3", "w4 w5"), ("w2", "w6 w1 w1"), ("w7 w8 w9 w1", "w3")]
+    chats = [
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        for asked, said in turns
+    ]
+    store = store_of(tmp_path / "store", [json.dumps(chat) for chat in chats], "chat", users=3)
+    found = record_losses(model, tokenizer, store, sequence_length=24)
+    for chat, loss in zip(chats, found, strict=True):
+        ids = torch.tensor(tokenizer.apply_chat_template(chat, return_dict=False))
+        asked = tokenizer.apply_chat_template(
+            chat[:1], add_generation_prompt=True, return_dict=False
+        )
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, len(asked) - 1 : -1]
+        expected = torch.nn.functional.cross_entropy(logits, ids[len(asked) :])
+        assert loss == pytest.approx(float(expected), rel=1e-4)

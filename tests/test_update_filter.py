@@ -20,11 +20,13 @@ from torch import Tensor, nn
 import filter_oracle
 from cli_runner import userdp as command
 from shared import SHARED, needs_shared
+from stores import KEY, sentences
 from tiny import make_model, make_store
 from userdp.accounting import accountant, events
 from userdp.clipping.filtered import FilteredClipping
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import AdaptiveClip, FlatClip
+from userdp.data.store import write_store
 from userdp.errors import BudgetExhaustedError, InputError, LedgerError
 from userdp.filter_noise import effective_noise
 from userdp.index import UserIndex
@@ -32,12 +34,15 @@ from userdp.ledger import Ledger
 from userdp.marks import Hypothetical
 from userdp.paid import Paid
 from userdp.plan import Plan
+from userdp.report import pictures
+from userdp.report.write import write_report
 from userdp.run_record import RunRecord
 from userdp.sampling import PoissonRecords
 from userdp.step import PrivateStep
 from userdp.units import Adjacency
 from userdp.updates.filter import Filter
 from userdp.updates.halting import HaltingTest
+from userdp.validation_curve import read_points
 
 USERS, SIZE = 60, 4
 # Much epsilon for the test, so that few users are enough to prove something.
@@ -373,9 +378,12 @@ def test_the_filter_pays_only_far_below_the_clip_norm() -> None:
 
 def test_a_halted_run_is_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_store(tmp_path / "store", [1] * USERS)
+    other = sentences(users=5, records_per_user=2, seed=4, prefix="other ")
+    write_store(other, tmp_path / "other", key=KEY)
     make_model(tmp_path / "base")
     (tmp_path / "run.toml").write_text(
-        f'[data]\nstore = "{tmp_path}/store"\nsequence_length = 16\n[model]\n'
+        f'[data]\nstore = "{tmp_path}/store"\nevaluation = "{tmp_path}/other"\n'
+        "sequence_length = 16\n[model]\n"
         f'path = "{tmp_path}/base"\n[privacy]\nnum_users = {USERS}\nexpected_cohort_size = {USERS}'
         "\ngroup_size = 1\nclip_norm = 0.1\nnoise_multiplier = 4.0\ndelta = 1e-3\n[training]\n"
         'steps = 6\nupdate = "filter"\nconcentration = 0.01\nthreshold_epsilon = 60.0\n'
@@ -405,6 +413,18 @@ def test_a_halted_run_is_a_finished_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert spent["spent_epsilon"] > 60
     card = Path(command("report", tmp_path / "run", "--json").json["card"]).read_text()
     assert "halted at step 1" in card
+    # The last point is of the released weights, and the card has it.
+    points = read_points(tmp_path / "run" / "validation.jsonl")
+    assert [point.step for point in points] == [0, 1]
+    assert points[0].loss == points[1].loss
+    assert "| before | after training |" in card
+    # The report's pictures are of all planned steps, as the statement's epsilon is.
+    drawn: list[int] = []
+    with monkeypatch.context() as patched:
+        for name in ("best_attack", "epsilon_spent"):
+            patched.setattr(pictures, name, lambda plan, steps, **_: drawn.append(steps) or "")
+        write_report(tmp_path / "run")
+    assert drawn == [6, 6]
     exported = command("export", tmp_path / "run", "--out", tmp_path / "out", "--base", "x/y")
     assert exported.code == 0
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from userdp import defaults
 from userdp.errors import InputError
 from userdp.optimizer_names import refuse_unusable
+from userdp.quantisation_names import Quantisation
 from userdp.task_names import TaskName
 from userdp.units import Adjacency, SamplingUnit
 
@@ -97,7 +98,19 @@ class ModelSettings(Section):
     path: str = Field(description="Directory or hub name of a model that fits the task.")
     gguf_file: str | None = Field(None, description="Name of a GGUF file in there.")
     dtype: Literal["float32", "bfloat16"] = "float32"
+    quantize: Quantisation | None = Field(
+        None, description="Keep the frozen weights in so many bits; needs [model.lora]."
+    )
     lora: LoraSettings | None = None
+
+    @model_validator(mode="after")
+    def _only_frozen_weights_are_quantised(self) -> ModelSettings:
+        if self.quantize and self.lora is None:
+            raise ValueError(
+                f'quantize = "{self.quantize}" freezes the weights, so all of them cannot be '
+                "trained: add [model.lora], or leave quantize out."
+            )
+        return self
 
 
 class PrivacySettings(WithParts):

@@ -23,6 +23,7 @@ def load_configured_model(config: Config) -> tuple[nn.Module, Any]:
         lora=Lora(**config.model.lora.model_dump()) if config.model.lora else None,
         gguf_file=config.model.gguf_file,
         dtype=getattr(torch, config.model.dtype),
+        quantize=config.model.quantize,
         device=config.training.device,
     )
     return model, load_configured_tokenizer(config)

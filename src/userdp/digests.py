@@ -27,6 +27,7 @@ from torch import Tensor, nn
 import userdp
 from userdp.index import UserIndex
 from userdp.models.checks import extra_state_bytes
+from userdp.models.quantised import quantisation_of
 from userdp.parts import Part, is_our_own
 
 # Bytes that are hashed at a time, so that a tensor on a GPU need not fit into host memory.
@@ -39,13 +40,19 @@ COMPARED = ("torch", "transformers", "peft", "tokenizers")
 
 
 def weights_digest(model: nn.Module) -> str:
-    """A digest of every parameter and buffer: names, dtypes, shapes and all bytes.
+    """A digest of every parameter, buffer and other saved tensor: name, dtype, shape and all bytes.
+
+    The scales of quantised weights are such others.
 
     >>> first, second = nn.Linear(2, 1), nn.Linear(2, 1)
     >>> weights_digest(first) == weights_digest(second)
     False
     """
-    return _named_digest([*model.named_parameters(), *model.named_buffers()])
+    named = [*model.named_parameters(), *model.named_buffers()]
+    known = {id(tensor) for _, tensor in named}
+    saved = model.state_dict(keep_vars=True).items()
+    others = [(n, t) for n, t in saved if isinstance(t, Tensor) and id(t) not in known]
+    return _named_digest(named + others)
 
 
 def trained_digest(model: nn.Module) -> str:
@@ -162,7 +169,11 @@ def model_digest(model: nn.Module) -> str:
     """
     to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
     plain = {name: value for name, value in to_dict().items() if name != "_name_or_path"}
-    classes = {_kind(module): _class_code(type(module)) for module in model.modules()}
+    classes: dict[str, Any] = {
+        _kind(module): _class_code(type(module)) for module in model.modules()
+    }
+    if quantisation_of(model) is not None:
+        classes["bitsandbytes"] = _version("bitsandbytes")
     modules = [
         [name, _plain_attributes(module, but=("training",)), _hooks(module)]
         for name, module in model.named_modules()

@@ -22,7 +22,7 @@ from userdp.data.tokens import TokenRows, tokenise_by_record, tokenise_with_reco
 from userdp.errors import InputError
 from userdp.history import history_of
 from userdp.index import IGNORED_LABEL
-from userdp.tasks import CausalTask, Task
+from userdp.tasks import CausalTask, Task, task_named, usual_task
 
 if TYPE_CHECKING:
     from userdp.data.store import UserStore
@@ -263,7 +263,11 @@ def record_losses(
             f"--sequence-length {length} is above the {positions} positions of the model: give "
             f"{positions} or less."
         )
-    rows, record_of_row = tokenise_with_records(store, tokenizer, sequence_length=length)
+    # Of chats what the assistant says is learned, and so it is what surprises.
+    task = task_named(usual_task(store.text_kind), tokenizer)
+    rows, record_of_row = tokenise_with_records(
+        store, tokenizer, sequence_length=length, encoding=task.encoding
+    )
     return mean_losses(
         model,
         rows,

@@ -106,6 +106,7 @@ def export(run: Path, out: Path, *, base: str = "", license: str = "") -> Export
         base=pieces.named_base(),
         license=license,
         curve=curve,
+        last_step=found.ledger.steps,
         data=data_name(found.ledger),
     )
     made_of = "made from ledger.jsonl, config.toml or run.json, validation.jsonl and the options"

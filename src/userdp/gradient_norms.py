@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from userdp.data.tokens import TokenRows
 from userdp.errors import InputError
 from userdp.index import Rows
-from userdp.losses import Batch
 from userdp.models.checks import refuse_mixing, trainable_parameters
+from userdp.tasks import Task
 from userdp.updates.mean_gradient import mean_gradient
 
 MICROBATCH_RECORDS = 16
@@ -29,14 +29,15 @@ MICROBATCH_RECORDS = 16
 def median_norms(
     model: nn.Module,
     rows: TokenRows,
+    task: Task,
     *,
-    pad_token: int,
     largest_group: int,
     sample_users: int = 32,
     rng: np.random.Generator,
 ) -> dict[int, float]:
     """L(G) for G = 1, 2, 4, ... up to `largest_group`, from `sample_users` users drawn by `rng`.
 
+    The gradients are those of the task's loss on `rows`, which the task's encoding made.
     All G use the same random order of a user's rows, so that a user's norms differ by the group
     size and not by the draw. A user with fewer than G rows contributes all of them, as in training.
     """
@@ -50,8 +51,10 @@ def median_norms(
     with_rows = np.unique(np.asarray(rows.owners))
     sampled = rng.choice(with_rows, size=min(sample_users, len(with_rows)), replace=False)
     sizes = [1 << power for power in range(largest_group.bit_length())]
+    # What a task draws does not change which rows are drawn.
+    (of_task,) = rng.spawn(1)
     norms = [
-        list(_norms(model, rows, rng.permutation(index.rows_of(int(user))), sizes, pad_token))
+        list(_norms(model, rows, rng.permutation(index.rows_of(int(user))), sizes, task, of_task))
         for user in sampled
     ]
     medians = np.median(np.asarray(norms, dtype=np.float64), axis=0)
@@ -59,7 +62,12 @@ def median_norms(
 
 
 def _norms(
-    model: nn.Module, rows: TokenRows, own: Rows, sizes: list[int], pad_token: int
+    model: nn.Module,
+    rows: TokenRows,
+    own: Rows,
+    sizes: list[int],
+    task: Task,
+    rng: np.random.Generator,
 ) -> Iterator[float]:
     """The norm of the mean gradient over the first G of one user's rows, for each G."""
     parameters = list(trainable_parameters(model).values())
@@ -69,24 +77,18 @@ def _norms(
         # Each row is used once, because the smaller groups are the beginning of the larger ones.
         fresh = own[done:size]
         if len(fresh):
+            batch = task.batch(rows, fresh, rng)
             mean = mean_gradient(
                 model,
                 parameters,
-                _batch(rows, fresh, pad_token=pad_token, device=parameters[0].device),
+                {name: tensor.to(parameters[0].device) for name, tensor in batch.items()},
+                record_loss=task.record_loss,
                 microbatch_records=MICROBATCH_RECORDS,
             )
             for tensor, gradient in zip(total, mean, strict=True):
                 tensor += gradient.double() * len(fresh)
             done += len(fresh)
         yield _norm(total) / done
-
-
-def _batch(rows: TokenRows, wanted: Rows, *, pad_token: int, device: torch.device) -> Batch:
-    input_ids, labels = rows.padded(wanted, pad_token=pad_token)
-    return {
-        "input_ids": torch.from_numpy(input_ids).to(device),
-        "labels": torch.from_numpy(labels).to(device),
-    }
 
 
 def _norm(tensors: list[Tensor]) -> float:

@@ -5,7 +5,7 @@ A loss is taken per record and never over a batch, because a mean over the batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -148,3 +148,9 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32, or the dtype itself if it is wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def coarsest_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
+    """The shortest dtype of floats among these: the codes of quantised weights are no floats."""
+    floats = (p.dtype for p in parameters if p.is_floating_point())
+    return min(floats, key=lambda dtype: dtype.itemsize)

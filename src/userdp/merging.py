@@ -68,6 +68,12 @@ def write_merged(run: Path, ledger: Ledger, out: Path) -> None:
     named = str((ledger.end or {}).get("digests", {}).get("base_weights", "float32"))
     dtype: torch.dtype = getattr(torch, digest_precision(named))
     facts = read_facts(run)
+    if facts.quantize:
+        raise InputError(
+            f"{run} trained its adapter on a base in {facts.quantize[0]} bits: merged into whole "
+            "weights it would be another model. Leave --merged out, and load the base with "
+            f"load_in_{facts.quantize}=True below the adapter."
+        )
     model, _ = load_model(
         facts.model,
         task=facts.task,

@@ -25,7 +25,7 @@ from userdp.clipping.plain import PlainClipping, clip_update
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
 from userdp.errors import NothingSeenError, UntriedModelError
-from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, Update, wide_dtype
+from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, Update, coarsest_dtype, wide_dtype
 from userdp.models.checks import trainable_parameters
 from userdp.updates.contract import UpdateRule
 
@@ -296,7 +296,7 @@ class Trial:
 
     def _allowed_again(self) -> float:
         """How far two sums of the very same cohort may differ."""
-        is_wide = all(p.dtype.itemsize >= 4 for p in self._model.parameters())
+        is_wide = coarsest_dtype(self._model.parameters()).itemsize >= 4
         if self._parameters[0].device.type != "cpu" or not is_wide:
             return self._allowed
         return 0.0 if self._path == "plain" else _AGAIN_ON_CPU
@@ -306,9 +306,9 @@ class Trial:
 
         In half precision this is measured, as the distance of the plain loop from float32.
         """
-        is_wide = all(p.dtype.itemsize >= 4 for p in self._model.parameters())
+        is_wide = coarsest_dtype(self._model.parameters()).itemsize >= 4
         on_cpu = self._parameters[0].device.type == "cpu"
-        narrowest = min((p.dtype for p in self._parameters), key=lambda dtype: dtype.itemsize)
+        narrowest = coarsest_dtype(self._parameters)
         if self._path == "plain" and (on_cpu or is_wide):
             by_dtype = _ADDING_ON_CPU if on_cpu else {}
             return by_dtype.get(wide_dtype(narrowest), _ADDING_ON_CUDA)

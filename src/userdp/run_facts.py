@@ -19,6 +19,7 @@ from userdp.data.store import UserStore
 from userdp.durable import write_file
 from userdp.errors import InputError
 from userdp.optimizer_names import SCHEDULE_NAME
+from userdp.quantisation_names import Quantisation
 from userdp.task_names import TaskName
 
 RUN_FILE = "run.json"
@@ -30,7 +31,7 @@ class RunFacts:
 
     `learning_rate` is None if it was left to the defaults and nobody wrote it down.
     `adapter_rank` is that of LoRA, and 0 for an adapter without a rank; None if the whole model was
-    trained. `began` is a date.
+    trained. `began` is a date. `quantize` and `dtype` say how the frozen base was loaded.
     """
 
     model: str
@@ -43,6 +44,8 @@ class RunFacts:
     classes: tuple[str, ...] = ()
     ema: float | None = None
     gguf_file: str | None = None
+    quantize: Quantisation | None = None
+    dtype: str = "float32"
     adapter_rank: int | None = None
     began: str = ""
 
@@ -94,6 +97,8 @@ def of_config(config: Config, *, began: str = "") -> RunFacts:
         classes=tuple(config.data.classes or ()),
         ema=config.training.ema,
         gguf_file=config.model.gguf_file,
+        quantize=config.model.quantize,
+        dtype=config.model.dtype,
         adapter_rank=None if lora is None else lora.rank,
         began=began,
     )
@@ -119,6 +124,8 @@ def of_parts(
         # A task's name begins with what is learned; its settings follow.
         task=cast(TaskName, task.split()[0].rstrip(",")),
         classes=_classes(model),
+        quantize=_quantisation(model),
+        dtype=str(getattr(model, "dtype", "float32")).removeprefix("torch."),
         adapter_rank=None if adapter is None else int(getattr(adapter, "r", 0) or 0),
         began=datetime.now(UTC).date().isoformat(),
     )
@@ -129,6 +136,14 @@ def _schedule_name(scheduler: Any) -> str:
     if scheduler is None:
         return "constant"
     return str(getattr(scheduler, SCHEDULE_NAME, type(scheduler).__name__))
+
+
+def _quantisation(model: Any) -> Quantisation | None:
+    """In how many bits transformers says that it loaded the model."""
+    told: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    if getattr(told, "load_in_4bit", False):
+        return "4bit"
+    return "8bit" if getattr(told, "load_in_8bit", False) else None
 
 
 def _classes(model: Any) -> tuple[str, ...]:
@@ -152,9 +167,18 @@ def _written(place: Path) -> RunFacts | None:
         found = RunFacts(**json.loads(place.read_text(encoding="utf-8")))
         found = replace(found, classes=tuple(found.classes))
         whole = (found.sequence_length, found.adapter_rank or 0)
-        words = (found.model, found.store, found.optimizer, found.schedule, found.began)
+        words = (
+            found.model,
+            found.store,
+            found.optimizer,
+            found.schedule,
+            found.began,
+            found.dtype,
+        )
         if {type(one) for one in whole} != {int} or {type(one) for one in words} != {str}:
             raise TypeError
+        if found.quantize not in (None, *get_args(Quantisation)):
+            raise ValueError
         if found.task not in get_args(TaskName) or {type(one) for one in found.classes} > {str}:
             raise ValueError
     except (ValueError, TypeError, RecursionError):

@@ -26,8 +26,15 @@ def load_run(run: Path) -> tuple[nn.Module, Any, RunFacts]:
     if not facts.is_adapter:
         model, tokenizer = load_model(saved, task=facts.task)
         return model, tokenizer, facts
+    # Few bits hold what is left of the numbers as they were loaded, so these must be the same.
+    dtype: torch.dtype = getattr(torch, facts.dtype) if facts.quantize else torch.float32
     base, _ = load_model(
-        facts.model, task=facts.task, classes=facts.classes or None, gguf_file=facts.gguf_file
+        facts.model,
+        task=facts.task,
+        classes=facts.classes or None,
+        gguf_file=facts.gguf_file,
+        dtype=dtype,
+        quantize=facts.quantize,
     )
     return load_adapter(base, saved), load_tokenizer(str(saved)), facts
 

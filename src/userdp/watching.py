@@ -61,8 +61,9 @@ class Watch:
         told = dict(numbers)
         is_due = step == self._steps or step % math.ceil(self._steps / EPSILON_POINTS) == 0
         # What is measured is what would be released now.
+        last = step if self._record.is_halted else self._steps
         with nullcontext() if self._average is None else self._average.in_model():
-            point = self._validator.measure_if_due(self._model, step, self._steps)
+            point = self._validator.measure_if_due(self._model, step, last)
         if point is not None and self._validator.is_released:
             told |= point.numbers()
             is_due = True

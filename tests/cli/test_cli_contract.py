@@ -156,6 +156,7 @@ OPTIONS = {
         "--model",
         "--sample-users",
         "--sequence-length",
+        "--task",
         "--adjacency",
         "--plot",
         "--json",

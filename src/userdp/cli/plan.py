@@ -20,6 +20,7 @@ from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.planner import Candidate, Norms, Recommendation, Setting
 from userdp.statement import epsilon_text
+from userdp.task_names import TaskName
 from userdp.units import Adjacency
 
 
@@ -62,6 +63,10 @@ def plan(
     ] = None,
     sample_users: Annotated[int, typer.Option(help="With --model: users to estimate from.")] = 32,
     sequence_length: Annotated[int, typer.Option(help="With --model: tokens of a row.")] = 64,
+    task: Annotated[
+        TaskName | None,
+        typer.Option(help="With --model: what is learned; by default as in `[data] task`."),
+    ] = None,
     assume: Annotated[
         Assumed,
         typer.Option(
@@ -87,6 +92,10 @@ def plan(
             "--model estimates gradient norms on a store's users: give the store, and not "
             "--gradient-norms as well."
         )
+    if model is None and task is not None:
+        raise InputError(
+            "--task says which gradients --model estimates: give --model, or leave --task out."
+        )
     opened = UserStore.open(store) if store is not None else None
     num_users, typical, peeked = _counts(opened, users, records_per_user)
     if delta is None:
@@ -102,6 +111,7 @@ def plan(
             largest_group=typical,
             sample_users=sample_users,
             sequence_length=sequence_length,
+            task=task,
         )
         norms, source = (
             norm_models.estimated(found_norms),
@@ -185,19 +195,27 @@ def _counts(
 
 
 def _estimated_norms(
-    model: str, store: UserStore, *, largest_group: int, sample_users: int, sequence_length: int
+    model: str,
+    store: UserStore,
+    *,
+    largest_group: int,
+    sample_users: int,
+    sequence_length: int,
+    task: TaskName | None,
 ) -> dict[int, float]:
     """L(G) of a model, measured on users of the store. It needs torch and is not private."""
     common.quiet_transformers()
+    from userdp.configured import named_task
     from userdp.data.tokens import tokenise
     from userdp.gradient_norms import median_norms
     from userdp.models.load import load_model
 
-    loaded, tokenizer = load_model(model)
+    loaded, tokenizer = load_model(model, task=task or "causal")
+    chosen = named_task(task, loaded, tokenizer, store)
     return median_norms(
         loaded,
-        tokenise(store, tokenizer, sequence_length=sequence_length),
-        pad_token=tokenizer.pad_token_id,
+        tokenise(store, tokenizer, sequence_length=sequence_length, encoding=chosen.encoding),
+        chosen,
         largest_group=largest_group,
         sample_users=sample_users,
         # The same users each time, so that planning twice looks at no more of them.

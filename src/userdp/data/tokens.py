@@ -144,11 +144,11 @@ def tokenise(
 
 
 def tokenise_with_records(
-    store: UserStore, tokenizer: Any, *, sequence_length: int
+    store: UserStore, tokenizer: Any, *, sequence_length: int, encoding: Encoding = WHOLE_TEXT
 ) -> tuple[TokenRows, NDArray[np.int64]]:
     """The rows of `tokenise`, and which record each is from."""
-    found = _cached_rows(store, tokenizer, sequence_length)
-    rows = tokenise(store, tokenizer, sequence_length=sequence_length)
+    found = _cached_rows(store, tokenizer, sequence_length, encoding)
+    rows = tokenise(store, tokenizer, sequence_length=sequence_length, encoding=encoding)
     return rows, np.asarray(found.record_of_row)
 
 

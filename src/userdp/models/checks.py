@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from userdp.errors import InputError, MixedExamplesError
+from userdp.models.quantised import quantisation_of, refuse_shared_outliers
 
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
 # Names of the number of experts in configurations, at any depth.
@@ -29,6 +30,7 @@ _EXPERT_LAYER = re.compile(r"(MoE|Moe|Experts|SparseMLP|TopKRouter|TopkRouter)")
 def refuse_mixing(model: nn.Module) -> None:
     """Raise if a layer of the model mixes examples."""
     for name, module in model.named_modules():
+        refuse_shared_outliers(name, module)
         if isinstance(module, _BATCH_STATISTICS):
             raise MixedExamplesError(
                 f"{type(module).__name__} at {name!r} computes statistics over the batch, so users "
@@ -74,6 +76,12 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         raise InputError(
             "the model has no trainable parameter: every requires_grad is False. Unfreeze some, or "
             "add LoRA."
+        )
+    bits = quantisation_of(model)
+    if bits is not None and not hasattr(model, "peft_config"):
+        raise InputError(
+            f"the model's weights are frozen in {bits[0]} bits, so it cannot be trained as a "
+            "whole: add LoRA, or load it without quantize."
         )
     for name, parameter in found.items():
         if not parameter.is_floating_point():
@@ -131,12 +139,18 @@ class BufferGuard:
             )
 
     def _saved(self) -> dict[str, tuple[Tensor | None, int, Any]]:
-        return {
-            name: (value, value._version, _summary(value))
-            if isinstance(value, Tensor)
-            else (None, 0, extra_state_bytes(value))
-            for name, value in self._model.state_dict(keep_vars=True).items()
-        }
+        held = {id(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())}
+
+        def noted(value: Any) -> tuple[Tensor | None, int, Any]:
+            if not isinstance(value, Tensor):
+                return None, 0, extra_state_bytes(value)
+            # What a module makes for saving alone is a new tensor each time (quantised layers).
+            if id(value) not in held:
+                return None, 0, _summary(value)
+            return value, value._version, _summary(value)
+
+        saved = self._model.state_dict(keep_vars=True)
+        return {name: noted(value) for name, value in saved.items()}
 
 
 class _Pickler(pickle.Pickler):

@@ -29,6 +29,8 @@ from userdp.models.heads import (
     model_class,
     refuse_other_task,
 )
+from userdp.models.quantised import freeze, loading_options, quantisation_of
+from userdp.quantisation_names import Quantisation
 from userdp.task_names import TaskName
 
 
@@ -52,24 +54,32 @@ def load_model(
     lora: Lora | None = None,
     gguf_file: str | None = None,
     dtype: torch.dtype = torch.float32,
+    quantize: Quantisation | None = None,
     device: str = "cpu",
 ) -> tuple[nn.Module, Any]:
     """A language model for the task and its tokenizer, from a hub name or a directory.
 
     For classification, `classes` names the classes of a model that has none yet. They are public.
-    Without `lora`, every parameter is trained. With it, only the adapters are.
+    Without `lora`, every parameter is trained. With it, only the adapters are. With `quantize`, the
+    weights of linear layers are kept in 4 or 8 bits, and nothing but adapters can be trained.
     """
     source = str(name_or_path)
+    if quantize and gguf_file:
+        raise InputError(f"quantize has no meaning for {gguf_file}, a GGUF file: leave it out.")
     _refuse_missing_path(source)
     base = _base_of(Path(source))
     _refuse_missing_path(base)
     _refuse_pickle(Path(source))
     if task == "classification" and base and lora is None:
         # `transformers` would load the adapter alone, without its head for classes.
-        model, _ = load_model(base, task=task, classes=classes, dtype=dtype, device=device)
+        model, _ = load_model(
+            base, task=task, classes=classes, dtype=dtype, quantize=quantize, device=device
+        )
         return load_adapter(model, Path(source)), load_tokenizer(source)
     tokenizer = load_tokenizer(source, gguf_file=gguf_file)
     options: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
+    if quantize:
+        options |= loading_options(quantize, device)
     refuse_other_task(Path(source), task)
     try:
         options |= class_options(source, task, classes)
@@ -87,9 +97,11 @@ def load_model(
         # Decoders find the end of a text by it.
         model.config.pad_token_id = tokenizer.pad_token_id
     remember(model, Path(source))
+    if quantize:
+        freeze(model)
     if lora is not None:
         model = add_lora(model, lora, task=task)
-    return moved(model, device), tokenizer
+    return (model if quantize else moved(model, device)), tokenizer
 
 
 def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
@@ -192,7 +204,7 @@ def classes_of(model: nn.Module) -> tuple[str, ...]:
 
 def save_model(model: nn.Module, tokenizer: Any, out: Path) -> None:
     """Write the model (or the adapter alone) as `transformers` and `peft` load it."""
-    if not isinstance(model, peft.PeftModel):
+    if not isinstance(model, peft.PeftModel) and quantisation_of(model) is None:
         forget_quantisation(model)
     model.save_pretrained(str(out))  # pyright: ignore[reportCallIssue]
     tokenizer.save_pretrained(out)

@@ -19,16 +19,19 @@ def model_card(
     base: str,
     license: str = "",
     curve: Sequence[Point] = (),
+    last_step: int | None = None,
     data: str = "",
 ) -> str:
     """The card of a model. What is empty is left out of it, or said to be missing.
 
-    `curve` holds the points that may be released. `data` is the public name of the training data.
+    `curve` holds the points that may be released. `last_step` is the step of the released weights:
+    a run that halted is stated with all its planned steps. `data` is the public name of the
+    training data.
     """
     # A model is described by a point of its own weights only.
     before, after = (
         next((point for point in curve if point.step == step), None)
-        for step in (0, statement.steps)
+        for step in (0, statement.steps if last_step is None else last_step)
     )
     values = {
         "statement": statement.to_json(),

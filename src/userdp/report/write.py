@@ -123,7 +123,14 @@ def write_report(
         statement=run / "statement.json",
     )
     files.html.write_text(environment().get_template("page.html.jinja").render(values))
-    card = model_card(statement, facts, base=base, curve=curve, data=data_name(ledger))
+    card = model_card(
+        statement,
+        facts,
+        base=base,
+        curve=curve,
+        last_step=ledger.steps,
+        data=data_name(ledger),
+    )
     files.card.write_text(card)
     if (run / "model").is_dir():
         # Whoever uploads the directory uploads this card, and not an empty one.

@@ -23,7 +23,7 @@ from userdp.clipping.layer_groups import clip_groups
 from userdp.clipping.plain import PlainClipping, clipped_sum
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.errors import InputError, MixedExamplesError
-from userdp.losses import Batch, RecordLoss, Update
+from userdp.losses import Batch, RecordLoss, Update, coarsest_dtype
 
 # How many users are compared: enough to notice that one is counted as another.
 _COMPARED = 4
@@ -187,8 +187,7 @@ class _Oracle:
         self._layers = [layers[id(parameter)] for parameter in parameters]
         self._names = {id(p): name for name, p in model.named_parameters()}
         # Frozen weights count too: adapters may be wider than what they adapt.
-        coarsest = min((p.dtype for p in model.parameters()), key=lambda dtype: dtype.itemsize)
-        self._dtype = compute_dtype or coarsest
+        self._dtype = compute_dtype or coarsest_dtype(model.parameters())
         self._wide: list[Update] | None = None
         if self.is_half:
             self._wide = _wide_updates(model, parameters, taking_part, record_loss)

@@ -47,7 +47,9 @@ def _widened(model: nn.Module, leaves: dict[int, Tensor]) -> Iterator[None]:
     def widen(module: nn.Module, args: Any, kwargs: Any) -> Any:
         held[module] = dict(module._parameters)
         for name, weight in held[module].items():
-            if weight is None or wide_dtype(weight.dtype) == weight.dtype:
+            if weight is None or not weight.is_floating_point():
+                continue
+            if wide_dtype(weight.dtype) == weight.dtype:
                 continue
             wide = weight.detach().to(wide_dtype(weight.dtype))
             narrow_of[wide.untyped_storage().data_ptr()] = weight
