@@ -12,8 +12,11 @@ from comparing import RAGGED, cohort, compare_on, shake, trainable
 from torch import Tensor, nn
 
 import models_zoo
+from userdp.clipping.batches.equal import pack_equal
+from userdp.clipping.batches.ragged import Sizes, pack_ragged
 from userdp.clipping.batches.users import Users
 from userdp.clipping.checks import verify as verify_module
+from userdp.clipping.checks.compared_shapes import ComparedShapes
 from userdp.clipping.checks.verify import FastPathError, Verification
 from userdp.clipping.execute.execution import Execution
 from userdp.clipping.fast import FastClipping
@@ -323,3 +326,21 @@ def test_step_of_a_model_the_fast_path_gets_wrong_is_not_taken() -> None:
         else:
             step.apply(groups)
         assert step.ledger.steps == steps
+
+
+def test_newly_compiled_code_is_compared_and_smaller_batches_that_it_runs_are_not() -> None:
+    compared = ComparedShapes(every_shape=False, compiles=True)
+    sizes = Sizes(max_tokens=512)
+    told: list[bool] = []
+    # 20 users of one record each, then fewer; then users of a larger kind.
+    for lengths in ([[15]] * 20, [[15]] * 9, [[15]] * 5, [[15]] * 3, [[15] * 40, [15]]):
+        (users,) = pack_ragged(cohort(lengths), sizes)
+        told.append(compared.compare_next(users, users.shape))
+    # The first, the second and the fourth shape are compared anyway; the third has nothing new.
+    assert told == [True, True, False, True, True]
+    equal = ComparedShapes(every_shape=False, compiles=True)
+    groups = (cohort([[15]] * number) for number in (6, 5, 4, 3, 2))
+    batches = [
+        users for group in groups for users in pack_equal(group, max_tokens=512, ladder=False)
+    ]
+    assert all(equal.compare_next(users, users.shape) for users in batches)

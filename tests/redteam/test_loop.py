@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import families
 from userdp import FlatClip, Plan, PrivateStep, StepSettings, UserIndex, verify
 from userdp.accounting import events
+from userdp.clipping.checks.compared_shapes import ComparedShapes
 from userdp.clipping.checks.made_up import MadeUp
 from userdp.clipping.checks.verify import FastPathError
 from userdp.clipping.fast import FastClipping
@@ -167,14 +168,14 @@ def test_a_loss_of_ones_own_is_compared_in_every_shape_of_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The model is proven. A loss may still weigh rows over a batch of just five rows.
-    decide = FastClipping._is_to_compare
+    decide = ComparedShapes.compare_next
     told: list[bool] = []
 
-    def noted(self: FastClipping, *given: Any) -> bool:
+    def noted(self: ComparedShapes, *given: Any) -> bool:
         told.append(decide(self, *given))
         return told[-1]
 
-    monkeypatch.setattr(FastClipping, "_is_to_compare", noted)
+    monkeypatch.setattr(ComparedShapes, "compare_next", noted)
     model = families.build(families.SAFE["gpt2"])
     assert is_proven(model)
 

@@ -5,10 +5,7 @@ it later. A user larger than a batch runs alone, in pieces. On CUDA the model's 
 and each batch shape is captured as a graph, so that no step waits for the host.
 
 Before the first batch of a new shape counts, a batch of made-up values in that shape is compared
-with the plain loop. Every new shape is compared, unless the architecture is proven by tests and
-nothing is compiled. Ragged cohorts then bring new shapes at every step, and the same code runs them
-all: the 1st, 2nd, 4th, 8th, ... new shape is compared, and each that has more rows or longer ones
-than all that were compared before.
+with the plain loop (`compared_shapes` says which shapes are).
 
 What one user's data decides concerns that user alone: whether its own records are joined into fewer
 rows, or that it counts as zero because the model cannot read it.
@@ -27,6 +24,7 @@ from userdp.clipping.batches.cohort import Packing
 from userdp.clipping.batches.joined_records import is_joined
 from userdp.clipping.batches.ragged import Sizes
 from userdp.clipping.batches.users import Users, size_of
+from userdp.clipping.checks.compared_shapes import ComparedShapes
 from userdp.clipping.checks.computed import refuse_computed_weights
 from userdp.clipping.checks.made_up import disguised, own_groups
 from userdp.clipping.checks.verify import NothingFiniteError, compare_with_plain, refuse_dropout
@@ -34,6 +32,7 @@ from userdp.clipping.execute.capture import Graph, put_back
 from userdp.clipping.execute.checkpoint import blocks_of
 from userdp.clipping.execute.execution import Execution
 from userdp.clipping.execute.models import has_aligned_head, most_positions, padded_rows
+from userdp.clipping.execute.record_attention import KERNEL_DTYPES
 from userdp.clipping.flat import ClippedSum, FlatBuffer, HalfAddedError
 from userdp.clipping.gradients.many_users import ManyUsers, look_at
 from userdp.clipping.gradients.one_user import OneUser
@@ -42,7 +41,7 @@ from userdp.clipping.module_state import ModuleState
 from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
-from userdp.errors import MixedExamplesError
+from userdp.errors import InputError, MixedExamplesError
 from userdp.losses import Batch, RecordLoss, Update, joined_lm_loss
 
 # Adds what one batch of users contributes.
@@ -98,13 +97,10 @@ class FastClipping:
         self._dtype = settings.compute_dtype
         if settings.checkpoint_blocks:
             blocks_of(model)  # Raises now, not at the first step, if there are none.
-        self._every_shape = every_shape
-        self._num_shapes = 0
-        # The most rows and the longest ones that were compared, and in which shapes.
-        self._largest = (0, 0)
-        self._compared: set[Any] = set()
+        self._compared = ComparedShapes(every_shape=every_shape, compiles=self._compile)
         if settings.join_records is True:
             refuse_dropout(model)
+            self._refuse_if_attention_cannot_be_captured()
         self._packing = self._choose_packing(sequence_length)
         self._total = FlatBuffer(self._parameters, padded_rows(model) if self._compile else None)
         # On the device, where captured steps read and write them.
@@ -138,8 +134,20 @@ class FastClipping:
             ragged=ragged if settings.mix_sizes is None else settings.mix_sizes,
             ragged_always=settings.mix_sizes is True,
             sequence_length=sequence_length,
-            join_records=settings.join_records,
+            join_records=settings.join_records if self._can_follow_records else False,
         )
+
+    @property
+    def _can_follow_records(self) -> bool:
+        """Whether attention across rows can run: outside of its kernel it cannot be captured."""
+        return not self._graphs or (self._dtype or self._parameters[0].dtype) in KERNEL_DTYPES
+
+    def _refuse_if_attention_cannot_be_captured(self) -> None:
+        if not self._can_follow_records:
+            raise InputError(
+                "join_records: on CUDA it needs products in half precision. Give compute_dtype "
+                "bfloat16, or compile_blocks=False."
+            )
 
     def _stored_users(self) -> int:
         """How many users' stored gradients fit into the memory set aside for them."""
@@ -323,7 +331,7 @@ class FastClipping:
                 if self._graphs:
                     add = self._captured(add, users)
                 is_checked = self._settings.check and users.count > 1
-                if is_checked and self._is_to_compare(users, key):
+                if is_checked and self._compared.compare_next(users, key):
                     self._compare(add, users)
                 if not self._graphs and len(self._add_by_shape) >= EAGER_SHAPES:
                     self._add_by_shape.clear()
@@ -334,19 +342,6 @@ class FastClipping:
             # runs no Python, so after it there is nothing to put back.
             if is_new or not self._graphs:
                 self._state.restore()
-
-    def _is_to_compare(self, users: Users, key: Any) -> bool:
-        """Whether the new shape is one of those that are compared; notes that it is."""
-        self._num_shapes += 1
-        lengths = (t.shape[1] for t in users.batch.values() if t.dim() > 1)
-        size = len(users.weights), max(lengths, default=1)
-        is_larger = any(new > most for new, most in zip(size, self._largest, strict=True))
-        is_new = self._every_shape and key not in self._compared
-        if not (self._compile or is_new or is_larger or _is_power_of_two(self._num_shapes)):
-            return False
-        self._largest = max(size[0], self._largest[0]), max(size[1], self._largest[1])
-        self._compared.add(key)
-        return True
 
     def _captured(self, add: AddBatch, users: Users) -> AddBatch:
         """The function as a CUDA graph; what its trial runs changed is put back."""
@@ -389,7 +384,3 @@ class FastClipping:
                 except NothingFiniteError:
                     # These made-up updates all count as zero, so they show nothing: try others.
                     continue
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0

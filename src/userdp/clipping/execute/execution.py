@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -72,9 +73,14 @@ def compiled_blocks(model: nn.Module, *, any_rows: bool) -> Iterator[None]:
     for module in todo:
         module._compiled_call_impl = compiled(module._call_impl, any_rows=any_rows)
     try:
-        # Probes hang on the layers, and torch would take the sizes of what hangs on a layer for
-        # fixed ones.
-        with torch._dynamo.config.patch(force_nn_module_property_static_shapes=not any_rows):
+        with (
+            # Probes hang on the layers, and torch would take the sizes of what hangs on a layer for
+            # fixed ones.
+            torch._dynamo.config.patch(force_nn_module_property_static_shapes=not any_rows),
+            # Later processes find what was compiled. torch leaves functions of one's own out, as it
+            # cannot tell whether they are pure; ours are, and are compared with the plain loop.
+            functorch_config.patch(autograd_cache_allow_custom_autograd_functions=True),
+        ):
             yield
     finally:
         for module, own in before.items():

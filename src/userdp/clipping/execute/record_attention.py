@@ -21,7 +21,7 @@ from userdp.clipping.execute.models import pretrained
 
 RECORD_ATTENTION = "userdp_records"
 # What the CUDA kernels compute in.
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @contextlib.contextmanager
@@ -144,7 +144,7 @@ def record_attention(
 
 
 def _has_kernel(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in _KERNEL_DTYPES
+    return q.is_cuda and q.dtype in KERNEL_DTYPES
 
 
 @record_attention.register_fake

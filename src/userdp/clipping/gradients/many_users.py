@@ -31,11 +31,13 @@ from userdp.losses import Batch, wide_dtype
 
 def look_at(model: nn.Module, batch: Batch, execution: Execution) -> Survey:
     """What `ManyUsers` needs to know of the model: the same for all rows of one shape."""
-    with execution.attention(model):
+    # Nothing is compiled for a look.
+    eager = replace(execution, skip_mask=False, head_padding=0)
+    with eager.attention(model):
         return survey_of(
             model,
             batch,
-            lambda trial: execution.losses(model, trial),
+            lambda trial: eager.losses(model, trial),
             merge_lora=execution.merge_lora,
         )
 

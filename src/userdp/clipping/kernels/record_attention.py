@@ -43,7 +43,6 @@ def _forward(
     q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token,
     tokens, length, heads, scale,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     column = tl.arange(0, PADDED)
@@ -62,7 +61,7 @@ def _forward(
         is_key = (key < tokens)[:, None] & (column < WIDTH)[None, :]
         k_at = _places(key, head // GROUP, length, k_row, k_head, k_token)
         k = tl.load(k_ptr + k_at[:, None] + column[None, :], mask=is_key, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.dot(q, tl.trans(k)) * scale
         sees = (key[None, :] >= start[:, None]) & (key[None, :] <= query[:, None])
         scores = tl.where(sees, scores, _NOTHING)
         better = tl.maximum(best, tl.max(scores, 1))
@@ -73,7 +72,7 @@ def _forward(
         total = total * kept + tl.sum(weights, 1)
         v_at = _places(key, head // GROUP, length, v_row, v_head, v_token)
         v = tl.load(v_ptr + v_at[:, None] + column[None, :], mask=is_key, other=0.0)
-        out = out * kept[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        out = out * kept[:, None] + tl.dot(weights.to(v.dtype), v)
         best = better
     out_at = (query.to(tl.int64) * heads + head) * WIDTH
     tl.store(out_ptr + out_at[:, None] + column[None, :], out / total[:, None], mask=is_value)
@@ -86,7 +85,6 @@ def _backward_queries(
     q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token,
     tokens, length, heads, scale, unit,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the queries, and `delta`: each output times its gradient."""
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -112,12 +110,12 @@ def _backward_queries(
         k = tl.load(k_ptr + k_at[:, None] + column[None, :], mask=is_key, other=0.0)
         v_at = _places(key, head // GROUP, length, v_row, v_head, v_token)
         v = tl.load(v_ptr + v_at[:, None] + column[None, :], mask=is_key, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.dot(q, tl.trans(k)) * scale
         sees = (key[None, :] >= start[:, None]) & (key[None, :] <= query[:, None])
         weights = tl.where(sees, tl.exp2(scores - lse[:, None]), 0.0)
-        dweights = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
+        dweights = tl.dot(dout, tl.trans(v))
         dscores = weights * (dweights - delta[:, None])
-        dq += tl.dot(dscores.to(k.dtype), k, input_precision=PRECISION)
+        dq += tl.dot(dscores.to(k.dtype), k)
     tl.store(dq_ptr + own_at, dq * unit, mask=is_value)
 
 
@@ -127,7 +125,6 @@ def _backward_keys(
     q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token,
     tokens, length, heads, scale, unit,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the keys and values; GROUP heads of queries share them."""
     tile, shared = tl.program_id(0), tl.program_id(1)
@@ -155,14 +152,14 @@ def _backward_keys(
             dout = tl.load(dout_ptr + own_at, mask=is_value, other=0.0)
             lse = tl.load(lse_ptr + head * tokens + query, mask=is_query, other=0.0)
             delta = tl.load(delta_ptr + head * tokens + query, mask=is_query, other=0.0)
-            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+            scores = tl.dot(k, tl.trans(q)) * scale
             sees = (key[:, None] >= start[None, :]) & (key[:, None] <= query[None, :])
             sees = sees & is_query[None, :]
             weights = tl.where(sees, tl.exp2(scores - lse[None, :]), 0.0)
-            dv += tl.dot(weights.to(dout.dtype), dout, input_precision=PRECISION)
-            dweights = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+            dv += tl.dot(weights.to(dout.dtype), dout)
+            dweights = tl.dot(v, tl.trans(dout))
             dscores = weights * (dweights - delta[None, :])
-            dk += tl.dot(dscores.to(q.dtype), q, input_precision=PRECISION)
+            dk += tl.dot(dscores.to(q.dtype), q)
     heads_shared = heads // GROUP
     own_at = (key.to(tl.int64) * heads_shared + shared)[:, None] * WIDTH + column[None, :]
     tl.store(dk_ptr + own_at, dk * unit, mask=is_key)
@@ -178,8 +175,6 @@ def _sizes(q: Tensor, k: Tensor) -> dict[str, Any]:
         "WIDTH": width,
         "PADDED": padded,
         "TILE": _TILE if padded <= _WIDE else _TILE_OF_WIDE,
-        # TF32 would be far less exact than torch's own attention.
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "num_warps": 4 if padded <= _WIDE // 2 else 8,
         "num_stages": 2,
     }
