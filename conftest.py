@@ -29,7 +29,7 @@ def _is_here(module: str) -> bool:
 
 # CUDA machines have triton, newer ones with Gluon; elsewhere these kernels cannot be imported.
 _NEEDED_BY = dict.fromkeys(
-    ("gram", "gram_kernels", "inner", "settle", "stored", "tables"), "triton"
+    ("gram", "gram_kernels", "inner", "record_attention", "settle", "stored", "tables"), "triton"
 )
 _NEEDED_BY["hopper"] = "triton.experimental.gluon"
 collect_ignore_glob = [

@@ -246,7 +246,8 @@ def test_shapes_are_checked_ever_more_rarely_in_proven_models_that_are_not_compi
     model = shake(models_zoo.build("lstm"))
     clipping = fast(model)
     monkeypatch.setattr(clipping, "_compile", compiled)
-    monkeypatch.setattr(clipping, "_every_shape", not proven)
+    shapes = ComparedShapes(every_shape=not proven, compiles=compiled)
+    monkeypatch.setattr(clipping, "_compared", shapes)
     monkeypatch.setattr(clipping, "_execution", lambda _: Execution(record_loss=causal_lm_loss))
     compare = clipping._compare
 
@@ -330,7 +331,7 @@ def test_step_of_a_model_the_fast_path_gets_wrong_is_not_taken() -> None:
 
 def test_newly_compiled_code_is_compared_and_smaller_batches_that_it_runs_are_not() -> None:
     compared = ComparedShapes(every_shape=False, compiles=True)
-    sizes = Sizes(max_tokens=512)
+    sizes = Sizes(max_tokens=2048)
     told: list[bool] = []
     # 20 users of one record each, then fewer; then users of a larger kind.
     for lengths in ([[15]] * 20, [[15]] * 9, [[15]] * 5, [[15]] * 3, [[15] * 40, [15]]):
