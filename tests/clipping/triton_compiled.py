@@ -38,14 +38,19 @@ def type_of(name: str, constants: dict[str, Any]) -> str:
     return next((kind for kind, names in tables.items() if name in names), "*i64")
 
 
-def compiles(kernel: Any, constants: dict[str, Any], **options: int) -> None:
+def compiles(
+    kernel: Any,
+    constants: dict[str, Any],
+    signature: dict[str, str] | None = None,
+    **options: int,
+) -> None:
     """Raise if the kernel does not compile with these constants."""
     compiler: Any = importlib.import_module("triton.compiler")
     target = importlib.import_module("triton.backends.compiler").GPUTarget(*HOPPER)
     names: list[str] = kernel.arg_names
     source = compiler.ASTSource(
         fn=kernel,
-        signature={name: type_of(name, constants) for name in names},
+        signature=signature or {name: type_of(name, constants) for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
     )
     assert compiler.compile(source, target=target, options=options).asm["cubin"]
@@ -83,7 +88,26 @@ def all_kernels() -> int:
             options = {"num_warps": warps, "num_stages": 2}
             compiles(inner._inner_kernel, constants, **options)
             count += 1
-    return count + products()
+    return count + attention() + products()
+
+
+def attention() -> int:
+    """The three kernels of attention within records, for heads of three widths."""
+    from userdp.clipping.kernels import record_attention as kernels
+
+    names = (kernels._forward, kernels._backward_queries, kernels._backward_keys)
+    for kernel, width in itertools.product(names, (64, 128, 256)):
+        tile, warps = (64 if width <= 128 else 32), (4 if width <= 64 else 8)
+        constants = {"GROUP": 3, "WIDTH": width, "PADDED": width, "TILE": tile}
+        halves = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "d_out_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
+        kinds = dict.fromkeys(halves, "*bf16")
+        kinds |= dict.fromkeys(("position_ptr", "left_ptr"), "*i32")
+        kinds |= dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32")
+        kinds |= dict.fromkeys(("scale", "unit"), "fp32")
+        kinds |= dict.fromkeys(constants, "constexpr")
+        signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+        compiles(kernel, constants, signature, num_warps=warps, num_stages=2)
+    return 9
 
 
 def products() -> int:

@@ -212,6 +212,36 @@ def settle_errors() -> dict[str, float]:
     }
 
 
+def attention_errors(heads: int, shared: int, width: int, dtype: torch.dtype) -> dict[str, float]:
+    """How far the kernels of attention within records are from plain torch, relative."""
+    from userdp.clipping.execute.record_attention import gradients_one_by_one, one_by_one
+    from userdp.clipping.kernels import record_attention
+
+    lengths = [5, 70, 3, 64, 1, 1, 130, 20]
+    position = torch.cat([torch.arange(length) for length in lengths]).int()
+    left = torch.cat([torch.arange(length - 1, -1, -1) for length in lengths]).int()
+    padding = 6 * 64 - len(position)
+    position = torch.nn.functional.pad(position, (0, padding)).view(6, 64)
+    left = torch.nn.functional.pad(left, (0, padding), value=-1).view(6, 64)
+    # Heads of one projection, as most models cut them: neighbours in memory belong to other heads.
+    whole = torch.randn(6, 64, heads + 2 * shared, width).to(dtype).transpose(1, 2)
+    q, k, v = whole.split([heads, shared, shared], 1)
+    d_out = torch.randn(6, 64, heads, width).to(dtype) * (left >= 0)[..., None, None]
+    out, sums = record_attention.forward(q, k, v, position, 0.3)
+    found = record_attention.backward(d_out, q, k, v, position, left, out, sums, 0.3)
+    wide = [tensor.double() for tensor in (q, k, v)]
+    expected = one_by_one(*wide, position, left, 0.3)
+    gradients = gradients_one_by_one(d_out.double(), *wide, position, left, 0.3)
+    real = (left >= 0)[..., None, None]
+
+    def error(a: Tensor, b: Tensor) -> float:
+        return float(((a.double() - b) * real).abs().max() / b.abs().max())
+
+    names = ("queries", "keys", "values")
+    pairs = zip(names, found, gradients, strict=True)
+    return {name: error(a, b) for name, a, b in pairs} | {"out": error(out, expected)}
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     results: dict[str, dict[str, float]] = {}
@@ -239,4 +269,7 @@ if __name__ == "__main__":
     results["stored with gaps"] = stored_errors([0, 1, 1, 2], used=4)
     results["stored nobody"] = stored_errors([0, 0, 0, 0], used=0)
     results["settle"] = settle_errors()
+    for case in ((2, 1, 16), (2, 2, 24), (4, 2, 64)):
+        for dtype, name in ((torch.float32, "float32"), (torch.float16, "float16")):
+            results[f"attention {case} {name}"] = attention_errors(*case, dtype)
     print(json.dumps(results))

@@ -103,24 +103,24 @@ def one_by_one(
 ) -> Tensor:
     """The same in plain torch: each record is moved into a row of its own, and back."""
     move = _Apart(position, left)
-    own = [move.apart(tensor, q.shape[1]) for tensor in (q, k, v)]
-    return move.together(F.scaled_dot_product_attention(*own, is_causal=True, scale=scale))
+    q_, k_, v_ = (move.apart(tensor, q.shape[1]) for tensor in (q, k, v))
+    return move.together(F.scaled_dot_product_attention(q_, k_, v_, is_causal=True, scale=scale))
 
 
 def gradients_one_by_one(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, position: Tensor, left: Tensor, scale: float
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, position: Tensor, left: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `one_by_one`, each (rows, length, heads, width)."""
     move, heads = _Apart(position, left), q.shape[1]
-    q_, k_, v_, dout_ = (move.apart(t, heads) for t in (q, k, v, dout.transpose(1, 2)))
+    q_, k_, v_, d_out_ = (move.apart(t, heads) for t in (q, k, v, d_out.transpose(1, 2)))
     length = q_.shape[2]
     unseen = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     weights = (q_ @ k_.mT * scale).masked_fill(unseen, -torch.inf).softmax(-1)
     # Columns behind a record's end have no gradient of their own.
-    dout_ = dout_ * move.inside
-    dweights = dout_ @ v_.mT
+    d_out_ = d_out_ * move.inside
+    dweights = d_out_ @ v_.mT
     dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True)) * scale
-    dq, dk, dv = (move.together(t) for t in (dscores @ k_, dscores.mT @ q_, weights.mT @ dout_))
+    dq, dk, dv = (move.together(t) for t in (dscores @ k_, dscores.mT @ q_, weights.mT @ d_out_))
     groups = (k.shape[1], heads // k.shape[1])
     return dq, dk.unflatten(2, groups).sum(3), dv.unflatten(2, groups).sum(3)
 
@@ -159,23 +159,23 @@ def _(
 @torch.library.custom_op(
     "userdp::record_attention_backward",
     mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor position, Tensor left, Tensor out, "
+    schema="(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor position, Tensor left, Tensor out, "
     "Tensor sums, float scale) -> (Tensor, Tensor, Tensor)",
 )
 def _record_attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, position: Tensor, left: Tensor, out: Tensor,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, position: Tensor, left: Tensor, out: Tensor,
     sums: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not _has_kernel(q):
-        return gradients_one_by_one(dout, q, k, v, position, left, scale)
+        return gradients_one_by_one(d_out, q, k, v, position, left, scale)
     from userdp.clipping.kernels import record_attention as kernels
 
-    return kernels.backward(dout.contiguous(), q, k, v, position, left, out, sums, scale)
+    return kernels.backward(d_out.contiguous(), q, k, v, position, left, out, sums, scale)
 
 
 @_record_attention_backward.register_fake
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, position: Tensor, left: Tensor, out: Tensor,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, position: Tensor, left: Tensor, out: Tensor,
     sums: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     first, second, third = (
@@ -191,8 +191,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate(ctx: Any, dout: Tensor, dsums: Any) -> tuple[Tensor | None, ...]:
-    gradients = _record_attention_backward(dout, *ctx.saved_tensors, ctx.scale)
+def _differentiate(ctx: Any, d_out: Tensor, dsums: Any) -> tuple[Tensor | None, ...]:
+    gradients = _record_attention_backward(d_out, *ctx.saved_tensors, ctx.scale)
     return *(gradient.transpose(1, 2) for gradient in gradients), None, None, None
 
 

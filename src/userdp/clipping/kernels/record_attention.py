@@ -81,7 +81,7 @@ def _forward(
 
 @triton.jit
 def _backward_queries(
-    q_ptr, k_ptr, v_ptr, position_ptr, out_ptr, dout_ptr, lse_ptr, delta_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, position_ptr, out_ptr, d_out_ptr, lse_ptr, delta_ptr, dq_ptr,
     q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token,
     tokens, length, heads, scale, unit,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
@@ -96,9 +96,9 @@ def _backward_queries(
     q_at = _places(query, head, length, q_row, q_head, q_token)
     q = tl.load(q_ptr + q_at[:, None] + column[None, :], mask=is_value, other=0.0)
     own_at = (query.to(tl.int64) * heads + head)[:, None] * WIDTH + column[None, :]
-    dout = tl.load(dout_ptr + own_at, mask=is_value, other=0.0)
+    d_out = tl.load(d_out_ptr + own_at, mask=is_value, other=0.0)
     out = tl.load(out_ptr + own_at, mask=is_value, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
     tl.store(delta_ptr + head * tokens + query, delta, mask=is_query)
     lse = tl.load(lse_ptr + head * tokens + query, mask=is_query, other=0.0)
     dq = tl.zeros([TILE, PADDED], tl.float32)
@@ -113,7 +113,7 @@ def _backward_queries(
         scores = tl.dot(q, tl.trans(k)) * scale
         sees = (key[None, :] >= start[:, None]) & (key[None, :] <= query[:, None])
         weights = tl.where(sees, tl.exp2(scores - lse[:, None]), 0.0)
-        dweights = tl.dot(dout, tl.trans(v))
+        dweights = tl.dot(d_out, tl.trans(v))
         dscores = weights * (dweights - delta[:, None])
         dq += tl.dot(dscores.to(k.dtype), k)
     tl.store(dq_ptr + own_at, dq * unit, mask=is_value)
@@ -121,7 +121,7 @@ def _backward_queries(
 
 @triton.jit
 def _backward_keys(
-    q_ptr, k_ptr, v_ptr, position_ptr, left_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, position_ptr, left_ptr, d_out_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token,
     tokens, length, heads, scale, unit,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
@@ -149,15 +149,15 @@ def _backward_keys(
             q_at = _places(query, head, length, q_row, q_head, q_token)
             q = tl.load(q_ptr + q_at[:, None] + column[None, :], mask=is_value, other=0.0)
             own_at = (query.to(tl.int64) * heads + head)[:, None] * WIDTH + column[None, :]
-            dout = tl.load(dout_ptr + own_at, mask=is_value, other=0.0)
+            d_out = tl.load(d_out_ptr + own_at, mask=is_value, other=0.0)
             lse = tl.load(lse_ptr + head * tokens + query, mask=is_query, other=0.0)
             delta = tl.load(delta_ptr + head * tokens + query, mask=is_query, other=0.0)
             scores = tl.dot(k, tl.trans(q)) * scale
             sees = (key[:, None] >= start[None, :]) & (key[:, None] <= query[None, :])
             sees = sees & is_query[None, :]
             weights = tl.where(sees, tl.exp2(scores - lse[None, :]), 0.0)
-            dv += tl.dot(weights.to(dout.dtype), dout)
-            dweights = tl.dot(v, tl.trans(dout))
+            dv += tl.dot(weights.to(d_out.dtype), d_out)
+            dweights = tl.dot(v, tl.trans(d_out))
             dscores = weights * (dweights - delta[None, :])
             dk += tl.dot(dscores.to(q.dtype), q)
     heads_shared = heads // GROUP
@@ -202,7 +202,7 @@ def forward(
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, position: Tensor, left: Tensor, out: Tensor,
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, position: Tensor, left: Tensor, out: Tensor,
     lse: Tensor, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v, each (rows, length, heads, width)."""
@@ -214,9 +214,9 @@ def backward(
     shape = (tokens, length, heads, scale * _LOG2_E, scale)
     tiles, strides = triton.cdiv(tokens, sizes["TILE"]), _strides(q, k, v)
     _backward_queries[(tiles, heads)](
-        q, k, v, position, out, dout, lse, delta, dq, *strides, *shape, **sizes
+        q, k, v, position, out, d_out, lse, delta, dq, *strides, *shape, **sizes
     )
     _backward_keys[(tiles, k.shape[1])](
-        q, k, v, position, left, dout, lse, delta, dk, dv, *strides, *shape, **sizes
+        q, k, v, position, left, d_out, lse, delta, dk, dv, *strides, *shape, **sizes
     )
     return dq, dk, dv
