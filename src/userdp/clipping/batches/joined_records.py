@@ -37,8 +37,8 @@ from userdp.losses import (
 # Tokens of a row. A user's last row is padded: half a row on average.
 ROW = {"cpu": 16, "cuda": 64}
 # A user's records are joined if a smaller share of the padded tokens than this belongs to them. On
-# an H200 joined short records ran at two thirds of the rate of full rows of one length (GPT-2 small,
-# all weights). On the CPU attention has to move them.
+# an H200 joined short records ran at two thirds of the rate of full rows of one length (GPT-2, all
+# weights). On the CPU attention has to move them.
 FULL_ENOUGH = {"cpu": 0.8, "cuda": 0.65}
 _SEPARATE = {"input_ids", "labels", "attention_mask"}
 # The trial joins a record of this many tokens with another one. Rounding may move logits this far.
