@@ -75,8 +75,12 @@ class _Apart:
         starts = ((position == 0) & (left >= 0)).flatten().nonzero().flatten()
         lengths = left.flatten()[starts].long() + 1
         column = torch.arange(int(lengths.max()) if len(lengths) else 1, device=position.device)
-        # A column behind the record's end reads any token. Causal queries before it do not see it.
-        self._place = (starts[:, None] + column).clamp(max=position.numel() - 1)
+        # A column behind the record's end reads the record's own last token. Causal queries before
+        # it do not see it, but zero times a number that is not finite is not zero: another user's
+        # token there would reach this one.
+        place = starts[:, None] + torch.minimum(column, lengths[:, None] - 1)
+        # A survey looks at single rows, in which a record may have no end.
+        self._place = place.clamp(max=position.numel() - 1)
         self._inside = column < lengths[:, None]
 
     @property
