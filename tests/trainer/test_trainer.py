@@ -488,6 +488,18 @@ def test_a_tracker_that_nobody_looked_at_is_refused(make: Callable[..., UserDPTr
         make(arguments={"report_to": ["comet_ml"]})
 
 
+def test_a_tracker_of_transformers_is_no_callback(make: Callable[..., UserDPTrainer]) -> None:
+    class Mine(transformers.integrations.MLflowCallback):
+        pass
+
+    for kind in (transformers.integrations.TensorBoardCallback, Mine):
+        with pytest.raises(InputError, match="notes the time of every step"):
+            make(callbacks=[kind])
+    trainer = make()
+    with pytest.raises(InputError, match="name the tracker in report_to"):
+        trainer.add_callback(transformers.integrations.WandbCallback)
+
+
 def test_a_transform_that_would_not_be_seen_is_refused(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     hidden = datasets.Dataset.from_list(texts(4)).with_transform(lambda rows: rows)
