@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from userdp.clipping.execute.models import pretrained
+from userdp.errors import InputError
 
 RECORD_ATTENTION = "userdp_records"
 # What the CUDA kernels compute in.
@@ -47,6 +48,9 @@ def attention_within_records(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """(rows, length, heads, width), as Hugging Face's attention functions return it."""
+    if value.shape[-1] != query.shape[-1]:
+        # The kernels take one width. The trial of `joined_records` sees this, on every device.
+        raise InputError("joined records need keys and values of the same width.")
     position, left = (part.contiguous() for part in attention_mask[:, 0].unbind(-1))
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
