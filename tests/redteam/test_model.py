@@ -225,7 +225,7 @@ def test_a_user_with_no_finite_number_zeroes_nobody_else() -> None:
 def test_a_user_with_no_finite_number_zeroes_nobody_whose_records_lie_before(mix: bool) -> None:
     # Attention moves joined records into rows as long as the longest one: what stands behind a
     # shorter record must not be the next user's.
-    model = families.build(families.SAFE["llama"])
+    model: Any = families.build(families.SAFE["llama"])
     poison = families.VOCABULARY - 1
     with torch.no_grad():
         model.get_input_embeddings().weight[poison] = math.nan

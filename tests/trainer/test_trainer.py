@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 from tiny_llama import chats, make_llama, texts
+from transformers.integrations import integration_utils
 
 import userdp
 from userdp import InputError, UserDPTrainer, UserStore
@@ -489,15 +490,15 @@ def test_a_tracker_that_nobody_looked_at_is_refused(make: Callable[..., UserDPTr
 
 
 def test_a_tracker_of_transformers_is_no_callback(make: Callable[..., UserDPTrainer]) -> None:
-    class Mine(transformers.integrations.MLflowCallback):
+    class Mine(integration_utils.MLflowCallback):
         pass
 
-    for kind in (transformers.integrations.TensorBoardCallback, Mine):
+    for kind in (integration_utils.TensorBoardCallback, Mine):
         with pytest.raises(InputError, match="notes the time of every step"):
             make(callbacks=[kind])
     trainer = make()
     with pytest.raises(InputError, match="name the tracker in report_to"):
-        trainer.add_callback(transformers.integrations.WandbCallback)
+        trainer.add_callback(integration_utils.WandbCallback)
 
 
 def test_a_transform_that_would_not_be_seen_is_refused(tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ def one_by_one(
 ) -> Tensor:
     """The same in plain torch: each record is moved into a row of its own, and back."""
     move = _Apart(position, left)
-    own = [move.apart(tensor, q.shape[1]) for tensor in (q, k, v)]
-    return move.together(F.scaled_dot_product_attention(*own, is_causal=True, scale=scale))
+    q_, k_, v_ = (move.apart(tensor, q.shape[1]) for tensor in (q, k, v))
+    return move.together(F.scaled_dot_product_attention(q_, k_, v_, is_causal=True, scale=scale))
 
 
 def gradients_one_by_one(
