@@ -32,7 +32,7 @@ from userdp.continuing import move_parent, start
 from userdp.data.choose import Choice
 from userdp.data.store import UserStore
 from userdp.data.tokens import rows_digest, tokenizer_digest
-from userdp.debits import check_budget, counted, released_about, settle_parent
+from userdp.debits import check_budget, counted, released_about, settle, settle_parent
 from userdp.digests import model_digest, scheduler_digest, task_digest
 from userdp.earlier import Earlier
 from userdp.early_end import EarlyEnd
@@ -320,12 +320,17 @@ def train(
         watch = Watch(record, step, model, optimizer, validator, opened, average)
         watch.begin()
         early_end = EarlyEnd(record, stop_early)
+        is_settled = False
         for cohort in step.cohorts():
             step.apply(
                 cohort_batches(
                     chosen, cohort, task, step=record.steps, streams=record.streams("rows")
                 )
             )
+            if not is_settled:
+                # Before anybody sees the weights: a copy without steps may be given up later.
+                settle(people, record.ledger)
+                is_settled = True
             # A run that is halted leaves the weights as they were.
             if scheduler is not None and not record.is_halted:
                 scheduler.step()

@@ -387,3 +387,39 @@ def test_names_of_joined_tensors_are_nobody_elses() -> None:
         return batch["token_weights"] * causal_lm_loss(model, batch)
 
     assert_same_as_plain(model, groups, record_loss=loss)
+
+
+def test_rows_of_one_record_stay_within_the_positions_beside_joined_ones() -> None:
+    # Rows of joined records hold 16 tokens, and this model has ten positions.
+    model = shake(models_zoo.gpt2(positions=10).double().eval())
+    groups = cohort([[9, 9], [9, 1, 1, 1], [8], [9, 2, 2]])
+    settings = StepSettings(mix_sizes=True)
+    rule = FlatClip(clip_norm=middle_clip(model, groups))
+    fast = FastClipping(
+        model, trainable(model), rule, record_loss=causal_lm_loss, settings=settings
+    )
+    found = fast.clipped_sum(groups, rule).total.views
+    assert difference(found, plain_sum(model, groups, rule)) <= 1e-10
+
+
+def test_values_of_another_width_than_keys_are_not_joined() -> None:
+    # The kernels take one width, and without a GPU nothing else would show it.
+    model = transformers.YoutuForCausalLM(
+        transformers.YoutuConfig(
+            vocab_size=40,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=4,
+            v_head_dim=6,
+            max_position_embeddings=32,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    ).eval()
+    assert not can_join(model, causal_lm_loss, 16)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import comparing
+import peft
 import pytest
 import torch
 import transformers
@@ -86,6 +87,30 @@ def test_layers_multiply_by_the_weights_that_the_library_turns_back(base: Path, 
     with torch.no_grad():
         ours, expected = (m.eval()(input_ids=ids).logits for m in (quantised, oracle))
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@needs_library
+@each_width
+def test_biases_of_quantised_layers_can_be_trained(bits: Any, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    config = transformers.Qwen2Config(
+        vocab_size=40,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    models_zoo.word_tokenizer().save_pretrained(tmp_path)
+    base, _ = load_model(tmp_path, quantize=bits)
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], bias="lora_only")
+    model = peft.get_peft_model(base, adapter)  # pyright: ignore[reportArgumentType]
+    model(input_ids=torch.arange(6)[None]).logits.square().sum().backward()
+    biases = [p for name, p in model.named_parameters() if name.endswith("v_proj.base_layer.bias")]
+    assert len(biases) == 1
+    assert biases[0].grad is not None
+    assert float(biases[0].grad.abs().sum()) > 0
 
 
 @needs_library

@@ -315,3 +315,16 @@ def test_a_fork_of_a_finalized_run_is_refused(root: Path) -> None:
     finalize(root / "run", unfinished=True)
     with pytest.raises(InputError, match="checkpoint"):
         train(root, fork=True, lr=0.02)
+
+
+def test_giving_up_a_copy_without_steps_frees_nothing_that_the_original_took(root: Path) -> None:
+    def copied_first(*args: Any, **options: Any) -> userdp.PrivateStep:
+        shutil.copytree(root / "run", root / "copy")
+        return userdp.PrivateStep(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("userdp.training.PrivateStep", copied_first)
+        stopped(root, after=5)
+    (root / "copy" / "ledger.jsonl.lock").unlink(missing_ok=True)
+    assert not userdp_command("finalize", root / "copy", "--unfinished").code
+    assert spent(root) == pytest.approx(plan().epsilon())

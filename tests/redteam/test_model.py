@@ -221,6 +221,35 @@ def test_a_user_with_no_finite_number_zeroes_nobody_else() -> None:
         torch.testing.assert_close(found.total.values, expected.total.values)
 
 
+@pytest.mark.parametrize("mix", [False, True])
+def test_a_user_with_no_finite_number_zeroes_nobody_whose_records_lie_before(mix: bool) -> None:
+    # Attention moves joined records into rows as long as the longest one: what stands behind a
+    # shorter record must not be the next user's.
+    model: Any = families.build(families.SAFE["llama"])
+    poison = families.VOCABULARY - 1
+    with torch.no_grad():
+        model.get_input_embeddings().weight[poison] = math.nan
+    groups = [MADE_UP.group(1, 3, seed=i) for i in range(20)]
+    groups[0] = MADE_UP.group(1, 30, seed=20)
+    for group in groups:
+        group["input_ids"].clamp_(max=poison - 1)
+        group["labels"] = group["input_ids"].clone()
+    fast = FastClipping(
+        model,
+        list(model.parameters()),
+        RULE,
+        record_loss=causal_lm_loss,
+        settings=StepSettings(join_records=True, mix_sizes=mix),
+        sequence_length=30,
+    )
+    with_all = fast.clipped_sum(groups, RULE).total.values.clone()
+    for bad in range(len(groups)):
+        cohort = [{name: tensor.clone() for name, tensor in group.items()} for group in groups]
+        cohort[bad]["input_ids"][:] = poison
+        moved = (fast.clipped_sum(cohort, RULE).total.values - with_all).norm()
+        assert float(moved) <= RULE.clip_norm * (1 + 1e-5)
+
+
 @pytest.mark.parametrize("path", ["fast", "plain"])
 def test_a_group_that_the_model_cannot_read_counts_as_zero(
     path: Any, caplog: pytest.LogCaptureFixture

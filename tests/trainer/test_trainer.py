@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 from tiny_llama import chats, make_llama, texts
+from transformers.integrations import integration_utils
 
 import userdp
 from userdp import InputError, UserDPTrainer, UserStore
@@ -486,6 +487,18 @@ def test_a_trained_adapter_of_unknown_cost_is_refused(
 def test_a_tracker_that_nobody_looked_at_is_refused(make: Callable[..., UserDPTrainer]) -> None:
     with pytest.raises(InputError, match="upload the output folder"):
         make(arguments={"report_to": ["comet_ml"]})
+
+
+def test_a_tracker_of_transformers_is_no_callback(make: Callable[..., UserDPTrainer]) -> None:
+    class Mine(integration_utils.MLflowCallback):
+        pass
+
+    for kind in (integration_utils.TensorBoardCallback, Mine):
+        with pytest.raises(InputError, match="notes the time of every step"):
+            make(callbacks=[kind])
+    trainer = make()
+    with pytest.raises(InputError, match="name the tracker in report_to"):
+        trainer.add_callback(integration_utils.WandbCallback)
 
 
 def test_a_transform_that_would_not_be_seen_is_refused(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ def _with_floats(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
-    return _FrozenProduct.apply(x, module)
+    product = _FrozenProduct.apply(x, module)
+    # The bias is an ordinary weight, and adapters may train it.
+    return product if module.bias is None else product + module.bias.to(product.dtype)
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -75,7 +77,7 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
         ctx.layer = layer
-        return F.linear(x, _floats(layer, x.dtype), layer.bias)
+        return F.linear(x, _floats(layer, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -44,6 +44,11 @@ def callbacks_of(args: Any, own: Sequence[Any]) -> list[Any]:
                     f"{kind.__name__} wants {event}, which is inside of a step, where gradients "
                     "have no noise yet: use on_step_end."
                 )
+        if any(base.__module__.startswith("transformers.integrations") for base in kind.__mro__):
+            raise InputError(
+                f"{kind.__name__} notes the time of every step, and may send gradients or files "
+                "away: name the tracker in report_to instead."
+            )
     shown = transformers.PrinterCallback if args.disable_tqdm else transformers.ProgressCallback
     tracking = Tracking(args.report_to, Path(args.output_dir))
     return [transformers.DefaultFlowCallback, tracking, *own, shown]

@@ -34,7 +34,8 @@ from userdp.losses import (
     record_layout,
 )
 
-# Tokens of a row. A user's last row is padded: half a row on average.
+# Tokens of a row. A user's last row is padded: half a row on average. On CUDA it is a multiple of
+# the tiles of `kernels/record_attention`, so that no tile holds tokens of two users.
 ROW = {"cpu": 16, "cuda": 64}
 # A user's records are joined if a smaller share of the padded tokens than this belongs to them. On
 # an H200 joined short records ran at two thirds of the rate of full rows of one length (GPT-2, all

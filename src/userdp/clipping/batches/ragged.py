@@ -95,7 +95,10 @@ class Sizes:
         """The row length of batches for groups of this size."""
         if size.length <= 1:
             return 1
-        return min(max(SHORTEST_ROW, power_of_two(size.length)), self.longest)
+        length = min(max(SHORTEST_ROW, power_of_two(size.length)), self.longest)
+        # Rows of joined records may be longer than the model has positions for; others may not.
+        most = max(size.length, self.max_length or length)
+        return min(length, most)
 
     def most_users(self, tokens: int) -> int | None:
         """How many users of this many tokens may share a batch."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from userdp.clipping.execute.models import pretrained
+from userdp.errors import InputError
 
 RECORD_ATTENTION = "userdp_records"
 # What the CUDA kernels compute in.
@@ -47,6 +48,9 @@ def attention_within_records(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """(rows, length, heads, width), as Hugging Face's attention functions return it."""
+    if value.shape[-1] != query.shape[-1]:
+        # The kernels take one width. The trial of `joined_records` sees this, on every device.
+        raise InputError("joined records need keys and values of the same width.")
     position, left = (part.contiguous() for part in attention_mask[:, 0].unbind(-1))
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
@@ -75,8 +79,12 @@ class _Apart:
         starts = ((position == 0) & (left >= 0)).flatten().nonzero().flatten()
         lengths = left.flatten()[starts].long() + 1
         column = torch.arange(int(lengths.max()) if len(lengths) else 1, device=position.device)
-        # A column behind the record's end reads any token. Causal queries before it do not see it.
-        self._place = (starts[:, None] + column).clamp(max=position.numel() - 1)
+        # A column behind the record's end reads the record's own last token. Causal queries before
+        # it do not see it, but zero times a number that is not finite is not zero: another user's
+        # token there would reach this one.
+        place = starts[:, None] + torch.minimum(column, lengths[:, None] - 1)
+        # A survey looks at single rows, in which a record may have no end.
+        self._place = place.clamp(max=position.numel() - 1)
         self._inside = column < lengths[:, None]
 
     @property
