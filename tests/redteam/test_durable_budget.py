@@ -175,6 +175,25 @@ def test_what_a_run_said_it_took_is_never_lowered(root: Path) -> None:
     assert spent(root) == pytest.approx(plan().epsilon())
 
 
+@pytest.mark.parametrize("fixed_seed", [True, False])
+def test_a_run_that_was_settled_or_has_a_fixed_seed_keeps_its_steps(
+    root: Path, fixed_seed: bool
+) -> None:
+    train(root)
+    before = spent(root)
+    whole = {"event": plan().event(), "steps": 6}
+    people(root).reserve(
+        run="a" * 64, what="", where="", adjacency=plan().adjacency, fixed_seed=fixed_seed, **whole
+    )
+    both = spent(root)
+    assert both > before
+    if not fixed_seed:
+        people(root).settle("a" * 64, **whole)
+    # Of two runs with one seed the shorter one may end last; of a run, a copy that is older.
+    people(root).settle("a" * 64, event=plan().event(2), steps=2)
+    assert spent(root) == pytest.approx(both)
+
+
 def test_forking_a_copy_of_a_run_takes_nothing_from_the_original(root: Path) -> None:
     stopped(root, after=3)
     shutil.copytree(root / "run", root / "copy")
