@@ -31,10 +31,13 @@ _NOTHING = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _places(numbers, head, length, row_stride, head_stride, token_stride):
-    """Where the tokens of these numbers begin, of a tensor of (rows, heads, length, width)."""
+def _tile(
+    ptr, numbers, head, length, row_stride, head_stride, token_stride, mask, PADDED: tl.constexpr
+):
+    """The values of the tokens of these numbers, from a tensor of (rows, heads, length, width)."""
     rows = (numbers // length).to(tl.int64)
-    return rows * row_stride + head * head_stride + (numbers % length) * token_stride
+    place = rows * row_stride + head * head_stride + (numbers % length) * token_stride
+    return tl.load(ptr + place[:, None] + tl.arange(0, PADDED)[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -50,8 +53,7 @@ def _forward(
     is_query = query < tokens
     start = query - tl.load(position_ptr + query, mask=is_query, other=0)
     is_value = is_query[:, None] & (column < WIDTH)[None, :]
-    q_at = _places(query, head, length, q_row, q_head, q_token)
-    q = tl.load(q_ptr + q_at[:, None] + column[None, :], mask=is_value, other=0.0)
+    q = _tile(q_ptr, query, head, length, q_row, q_head, q_token, is_value, PADDED)
     best = tl.full([TILE], _NOTHING, tl.float32)
     total = tl.zeros([TILE], tl.float32)
     out = tl.zeros([TILE, PADDED], tl.float32)
@@ -59,8 +61,7 @@ def _forward(
     for begin in range(first // TILE * TILE, tl.minimum((tile + 1) * TILE, tokens), TILE):
         key = begin + tl.arange(0, TILE)
         is_key = (key < tokens)[:, None] & (column < WIDTH)[None, :]
-        k_at = _places(key, head // GROUP, length, k_row, k_head, k_token)
-        k = tl.load(k_ptr + k_at[:, None] + column[None, :], mask=is_key, other=0.0)
+        k = _tile(k_ptr, key, head // GROUP, length, k_row, k_head, k_token, is_key, PADDED)
         scores = tl.dot(q, tl.trans(k)) * scale
         sees = (key[None, :] >= start[:, None]) & (key[None, :] <= query[:, None])
         scores = tl.where(sees, scores, _NOTHING)
@@ -70,8 +71,7 @@ def _forward(
         weights = tl.exp2(scores - base[:, None])
         kept = tl.exp2(best - base)
         total = total * kept + tl.sum(weights, 1)
-        v_at = _places(key, head // GROUP, length, v_row, v_head, v_token)
-        v = tl.load(v_ptr + v_at[:, None] + column[None, :], mask=is_key, other=0.0)
+        v = _tile(v_ptr, key, head // GROUP, length, v_row, v_head, v_token, is_key, PADDED)
         out = out * kept[:, None] + tl.dot(weights.to(v.dtype), v)
         best = better
     out_at = (query.to(tl.int64) * heads + head) * WIDTH
@@ -93,8 +93,7 @@ def _backward_queries(
     is_query = query < tokens
     start = query - tl.load(position_ptr + query, mask=is_query, other=0)
     is_value = is_query[:, None] & (column < WIDTH)[None, :]
-    q_at = _places(query, head, length, q_row, q_head, q_token)
-    q = tl.load(q_ptr + q_at[:, None] + column[None, :], mask=is_value, other=0.0)
+    q = _tile(q_ptr, query, head, length, q_row, q_head, q_token, is_value, PADDED)
     own_at = (query.to(tl.int64) * heads + head)[:, None] * WIDTH + column[None, :]
     d_out = tl.load(d_out_ptr + own_at, mask=is_value, other=0.0)
     out = tl.load(out_ptr + own_at, mask=is_value, other=0.0)
@@ -106,10 +105,8 @@ def _backward_queries(
     for begin in range(first // TILE * TILE, tl.minimum((tile + 1) * TILE, tokens), TILE):
         key = begin + tl.arange(0, TILE)
         is_key = (key < tokens)[:, None] & (column < WIDTH)[None, :]
-        k_at = _places(key, head // GROUP, length, k_row, k_head, k_token)
-        k = tl.load(k_ptr + k_at[:, None] + column[None, :], mask=is_key, other=0.0)
-        v_at = _places(key, head // GROUP, length, v_row, v_head, v_token)
-        v = tl.load(v_ptr + v_at[:, None] + column[None, :], mask=is_key, other=0.0)
+        k = _tile(k_ptr, key, head // GROUP, length, k_row, k_head, k_token, is_key, PADDED)
+        v = _tile(v_ptr, key, head // GROUP, length, v_row, v_head, v_token, is_key, PADDED)
         scores = tl.dot(q, tl.trans(k)) * scale
         sees = (key[None, :] >= start[:, None]) & (key[None, :] <= query[:, None])
         weights = tl.where(sees, tl.exp2(scores - lse[:, None]), 0.0)
@@ -131,10 +128,8 @@ def _backward_keys(
     column = tl.arange(0, PADDED)
     key = tile * TILE + tl.arange(0, TILE)
     is_key = (key < tokens)[:, None] & (column < WIDTH)[None, :]
-    k_at = _places(key, shared, length, k_row, k_head, k_token)
-    k = tl.load(k_ptr + k_at[:, None] + column[None, :], mask=is_key, other=0.0)
-    v_at = _places(key, shared, length, v_row, v_head, v_token)
-    v = tl.load(v_ptr + v_at[:, None] + column[None, :], mask=is_key, other=0.0)
+    k = _tile(k_ptr, key, shared, length, k_row, k_head, k_token, is_key, PADDED)
+    v = _tile(v_ptr, key, shared, length, v_row, v_head, v_token, is_key, PADDED)
     dk = tl.zeros([TILE, PADDED], tl.float32)
     dv = tl.zeros([TILE, PADDED], tl.float32)
     last = tl.minimum((tile + 1) * TILE, tokens) - 1
@@ -146,8 +141,7 @@ def _backward_keys(
             is_query = query < tokens
             start = query - tl.load(position_ptr + query, mask=is_query, other=0)
             is_value = is_query[:, None] & (column < WIDTH)[None, :]
-            q_at = _places(query, head, length, q_row, q_head, q_token)
-            q = tl.load(q_ptr + q_at[:, None] + column[None, :], mask=is_value, other=0.0)
+            q = _tile(q_ptr, query, head, length, q_row, q_head, q_token, is_value, PADDED)
             own_at = (query.to(tl.int64) * heads + head)[:, None] * WIDTH + column[None, :]
             d_out = tl.load(d_out_ptr + own_at, mask=is_value, other=0.0)
             lse = tl.load(lse_ptr + head * tokens + query, mask=is_query, other=0.0)
