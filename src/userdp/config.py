@@ -89,7 +89,7 @@ class Config(Section):
             public,
             own=own_values(SAMPLERS, sampler, privacy, "privacy", "sampler"),
             clip=self.clip_rule(),
-            noise=noise(noise_multiplier=0.0, **own_of_noise),
+            noise=noise.configured(steps=public.steps, **own_of_noise),
             update=self.update_rule(),
             delta=privacy.delta,
             epsilon=privacy.epsilon,

@@ -85,6 +85,7 @@ class Plan:
     def __post_init__(self) -> None:
         price_of(self.sampler, self.noise, self.adjacency, self.halting_test)
         check_counts(num_users=self.num_users, steps=self.steps)
+        self.noise.check_steps(self.steps)
         accountant.check_delta(self.delta)
         if not 1 <= self.divisor < math.inf:
             raise InputError(
@@ -108,6 +109,8 @@ class Plan:
         if self.halting_test is not None:
             is_fixed = self.clip.bounds_updates and self.clip.count_stddev is None
             check_test(self.halting_test, self.delta, is_usual=is_fixed and self.mark is None)
+        if self.has_price:
+            # A price may refuse these very numbers, such as noise with more bands than parts.
             self.event()
         if self.clip.count_stddev is not None and not self.noise.shares_with_count:
             raise UnaccountedPlanError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from userdp.errors import InputError
 from userdp.parts import Part, Registry
@@ -43,6 +43,19 @@ class Noise(Part):
             raise InputError(
                 f"noise_multiplier={self.noise_multiplier} must be a finite number, 0 or more."
             )
+
+    @classmethod
+    def configured(cls, *, steps: int, **own: Any) -> Self:
+        """The noise of a run of so many steps; `own` are the values of its own `keys`.
+
+        Its multiplier is chosen later.
+        """
+        del steps
+        return cls(noise_multiplier=0.0, **own)
+
+    def check_steps(self, steps: int) -> None:
+        """Refuse a run of another length than the noise was made for, if that matters."""
+        del steps
 
     def noise_stddev(self, sensitivity: float) -> float:
         """The standard deviation on each coordinate of the clipped sum."""
