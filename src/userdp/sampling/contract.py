@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from userdp.errors import InputError
-from userdp.index import UserIndex
+from userdp.index import Rows, UserIndex
 from userdp.parts import Part, Registry
 from userdp.sampling.cohort import Cohort
 from userdp.streams import Streams
@@ -65,6 +65,8 @@ class Sampler(Part):
     """
 
     unit: ClassVar[SamplingUnit]
+    # Whether the steps of all rows were chosen before (`UserIndex.batches`) and nothing is drawn.
+    is_ordered: ClassVar[bool] = False
     group_size: int
 
     def __post_init__(self) -> None:
@@ -86,6 +88,10 @@ class Sampler(Part):
     def check_users(self, num_users: int) -> None:
         """Refuse more users than the price was computed for, if it depends on their number."""
         del num_users
+
+    def check_order(self, users: Rows, steps: Rows) -> None:
+        """Refuse an order that the price does not cover: `users[i]` takes part in `steps[i]`."""
+        del users, steps
 
     def check_steps(self, steps: int) -> None:
         """Refuse a run of another length than the sampler was made for, if that matters."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from userdp.errors import InputError
-from userdp.index import UserIndex
+from userdp.index import Rows, UserIndex
 from userdp.sampling.cohort import Cohort
 from userdp.sampling.contract import SAMPLERS, PublicNumbers, Sampler, check_at_least_one
 from userdp.streams import Streams
@@ -32,6 +32,7 @@ class MinSeparated(Sampler):
 
     name: ClassVar[str] = "min-separated"
     unit: ClassVar[SamplingUnit] = SamplingUnit.RECORD
+    is_ordered: ClassVar[bool] = True
     keys: ClassVar[Mapping[str, str]] = {"separation": "separation"}
     separation: int = field(
         metadata={
@@ -88,10 +89,25 @@ class MinSeparated(Sampler):
         rows = batches[step, slot]
         if len(rows) and (rows.max() >= len(owners) or (owners[rows] < 0).any()):
             raise InputError("the batches hold rows that nobody owns: they are of another index.")
-        check_separated(
-            owners[rows], step, separation=self.separation, participations=self.group_size
-        )
+        self.check_order(owners[rows], step)
         return index
+
+    def check_order(self, users: Rows, steps: Rows) -> None:
+        """Refuse batches in which a user is too often, or too soon again."""
+        order = np.lexsort((steps, users))
+        users, steps = users[order], steps[order]
+        gaps = (steps[1:] - steps[:-1])[users[1:] == users[:-1]]
+        if len(gaps) and int(gaps.min()) < self.separation:
+            raise InputError(
+                f"a user takes part again after {int(gaps.min())} steps, and separation="
+                f"{self.separation} is planned: plan for the batches that are used, or bound again."
+            )
+        most = int(np.bincount(users).max(initial=0))
+        if most > self.group_size:
+            raise InputError(
+                f"a user takes part in {most} steps, and group_size={self.group_size} is planned: "
+                "plan for the batches that are used, or bound again."
+            )
 
     def draw(self, index: UserIndex, step: int, streams: Streams) -> Cohort:
         """One group per record of the step's batch that gives something."""
@@ -106,28 +122,4 @@ class MinSeparated(Sampler):
         return (
             f"records in a fixed order of {self.steps} batches, each user in at most "
             f"{self.group_size} steps, at least {self.separation} apart"
-        )
-
-
-def check_separated(
-    users: np.ndarray, steps: np.ndarray, *, separation: int, participations: int
-) -> None:
-    """Refuse batches in which a user is too often, or too soon again.
-
-    `users[i]` takes part in step `steps[i]`.
-    """
-    order = np.lexsort((steps, users))
-    users, steps = users[order], steps[order]
-    is_same = users[1:] == users[:-1]
-    gaps = (steps[1:] - steps[:-1])[is_same]
-    if len(gaps) and int(gaps.min()) < separation:
-        raise InputError(
-            f"a user takes part again after {int(gaps.min())} steps, and separation={separation} "
-            "is planned: the batches are not those that were checked. Bound again."
-        )
-    most = int(np.bincount(users).max(initial=0)) if len(users) else 0
-    if most > participations:
-        raise InputError(
-            f"a user takes part in {most} steps, and {participations} are planned: the batches are "
-            "not those that were checked. Bound again."
         )

@@ -7,7 +7,7 @@ and the first line of every statement says that there is no guarantee.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -101,10 +101,6 @@ class ShuffledRecords(Sampler):
         return PoissonRecords(
             record_sampling_prob=self.batch_size / self.num_records, group_size=self.group_size
         )
-
-    def of_one_record(self) -> ShuffledRecords:
-        """The price is told for users of at most so many records, or for one."""
-        return replace(self, group_size=1)
 
     def limit_contributions(self, index: UserIndex, streams: Streams) -> UserIndex:
         """At most G rows of each user, uniformly without replacement."""
