@@ -74,9 +74,11 @@ def _capped(sampler: CappedPoissonUsers, noise: Gaussian) -> events.DpEvent:
 
 
 def _without_replacement(sampler: WithoutReplacement, noise: Gaussian) -> events.DpEvent:
-    return events.without_replacement_gaussian(
+    # Everybody is drawn, and the cohort is cut to its size at random.
+    return events.capped_poisson_users_gaussian(
+        user_sampling_prob=1.0,
+        cap=sampler.cohort_size,
         num_users=sampler.num_users,
-        cohort_size=sampler.cohort_size,
         noise_multiplier=noise.noise_multiplier,
     )
 
@@ -118,10 +120,11 @@ def _balls_in_bins(sampler: BallsInBins, noise: Gaussian, steps: int) -> events.
 
 
 def _balanced(sampler: BalancedIteration, noise: Gaussian, steps: int) -> events.DpEvent:
-    one_round = events.random_allocation_gaussian(
-        steps=sampler.round_length, participations=1, noise_multiplier=noise.noise_multiplier
+    return events.balanced_iteration_gaussian(
+        round_length=sampler.round_length,
+        rounds=rounds_begun(steps, sampler.round_length),
+        noise_multiplier=noise.noise_multiplier,
     )
-    return events.repeated(one_round, rounds_begun(steps, sampler.round_length))
 
 
 def _allocation(sampler: Allocation, noise: Gaussian, steps: int) -> events.DpEvent:
@@ -141,6 +144,8 @@ def _no_price(sampler: Sampler, noise: Gaussian, steps: int) -> events.DpEvent:
 # Under fixed-graph adjacency each row has a coin of its own, so a user who owns k rows can enter a
 # step k times. So there is no rule for sampling "users" there (Ganesh et al. 2025, Def. 2.1).
 ONE_OWNER = (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT, Adjacency.REPLACE)
+# The proof of random allocation compares a user with nobody, and not with another user.
+PRESENT_OR_NOT = (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT)
 FIXED_GRAPH = (Adjacency.FIXED_GRAPH_ZERO_OUT, Adjacency.FIXED_GRAPH_REPLACE)
 
 Table = dict[tuple[type[Sampler], type[Noise], Adjacency], Price]
@@ -168,9 +173,9 @@ set_price(CyclicPoissonUsers, Gaussian, ONE_OWNER, _cyclic_users)
 set_price(CyclicPoissonRecords, Gaussian, tuple(Adjacency), _cyclic_records)
 # Which record is in which batch depends on who owns what, so that must be public.
 set_price(MinSeparated, Gaussian, FIXED_GRAPH, _min_separated)
-set_price(BallsInBins, Gaussian, ONE_OWNER, _balls_in_bins)
-set_price(BalancedIteration, Gaussian, ONE_OWNER, _balanced)
-set_price(Allocation, Gaussian, ONE_OWNER, _allocation)
+set_price(BallsInBins, Gaussian, PRESENT_OR_NOT, _balls_in_bins)
+set_price(BalancedIteration, Gaussian, PRESENT_OR_NOT, _balanced)
+set_price(Allocation, Gaussian, PRESENT_OR_NOT, _allocation)
 # These two can be planned with a mark alone (`marks.AsIfPoisson`), which prices another sampler.
 set_price(Shuffled, Gaussian, ONE_OWNER, _no_price)
 set_price(ShuffledRecords, Gaussian, ONE_OWNER, _no_price)

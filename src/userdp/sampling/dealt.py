@@ -18,8 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from userdp.index import Rows
-from userdp.sampling.draws import distinct
+from userdp.sampling.draws import equally_many
 from userdp.streams import Streams
+
+# Smaller integers where they suffice: there is one card for every user.
+Cards = NDArray[np.int64] | NDArray[np.uint32]
 
 # The piece of a stream that deals. Piece 0 of a step chooses among the rows of who takes part.
 DEALING = 1
@@ -39,15 +42,15 @@ class Dealt:
     """
 
     indptr: Rows
-    cards: NDArray[np.int64] | NDArray[np.uint32]
+    cards: Cards
     of: object = None
 
     def __repr__(self) -> str:
         return "Dealt(<secret>)"
 
-    def at(self, place: int) -> Rows:
-        """The users, or rows, at one place, in ascending order."""
-        return self.cards[self.indptr[place] : self.indptr[place + 1]].astype(np.int64)
+    def at(self, place: int) -> Cards:
+        """The users, or rows, at one place, in ascending order. Nothing is copied."""
+        return self.cards[self.indptr[place] : self.indptr[place + 1]]
 
 
 def one_place_each(streams: Streams, number: int, *, num_users: int, places: int) -> Dealt:
@@ -65,9 +68,8 @@ def places_each(streams: Streams, *, num_users: int, places: int, most: int) -> 
 
     def deal() -> Dealt:
         rng = streams.rng(0, DEALING)
-        counts = np.full(num_users, places, dtype=np.int64)
-        found = distinct(counts, np.full(num_users, most, dtype=np.int64), rng)
-        return by_place(found, places, each=most)
+        found = equally_many(num_users, places, most, rng)
+        return by_place(found.reshape(-1), places, each=most)
 
     return remembered(("places", streams.key(0, DEALING), num_users, places, most), deal)
 

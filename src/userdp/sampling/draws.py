@@ -7,6 +7,7 @@ number of users. All randomness comes from the generator that is given.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +73,31 @@ def distinct(counts: Rows, sizes: Rows, rng: np.random.Generator) -> Rows:
     return np.sort(np.concatenate([drawn[by_keeping], kept])) % stride
 
 
+def equally_many(owners: int, count: int, size: int, rng: np.random.Generator) -> Rows:
+    """One line an owner: `size` different numbers below `count`; all sets are equally likely.
+
+    This is `distinct` where all have the same count and size, and several times faster for many
+    owners.
+    """
+    if size > count - size:
+        is_taken = np.ones((owners, count), dtype=bool)
+        np.put_along_axis(is_taken, equally_many(owners, count, count - size, rng), False, axis=1)
+        return np.nonzero(is_taken)[1].reshape(owners, size)
+    found = np.sort(rng.integers(count, size=(owners, size)), axis=1)
+    unfinished = np.arange(owners)
+    while len(unfinished):
+        lines = found[unfinished]
+        is_repeated = np.zeros(lines.shape, dtype=bool)
+        is_repeated[:, 1:] = lines[:, 1:] == lines[:, :-1]
+        is_short = is_repeated.any(axis=1)
+        unfinished, lines, is_repeated = (
+            array[is_short] for array in (unfinished, lines, is_repeated)
+        )
+        lines[is_repeated] = rng.integers(count, size=int(is_repeated.sum()))
+        found[unfinished] = np.sort(lines, axis=1)
+    return found
+
+
 def ranges(lengths: Rows) -> Rows:
     """0, 1, ... up to each length, one range after another.
 
@@ -82,8 +108,11 @@ def ranges(lengths: Rows) -> Rows:
     return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)
 
 
-def rows_of_users(index: UserIndex, users: Rows, most: int, rng: np.random.Generator) -> Cohort:
+def rows_of_users(
+    index: UserIndex, users: NDArray[Any], most: int, rng: np.random.Generator
+) -> Cohort:
     """One group for each of `users`: the user's rows, or `most` of them without replacement."""
+    users = users.astype(np.int64, copy=False)
     starts = index.indptr[users]
     counts = index.indptr[users + 1] - starts
     sizes = np.minimum(counts, most)

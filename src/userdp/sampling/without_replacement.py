@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-import numpy as np
-
 from userdp.errors import InputError
 from userdp.index import UserIndex
 from userdp.sampling.cohort import Cohort
@@ -18,7 +16,7 @@ from userdp.sampling.contract import (
     check_places,
     places_assumed,
 )
-from userdp.sampling.draws import distinct, rows_of_users
+from userdp.sampling.draws import equally_many, rows_of_users
 from userdp.streams import Streams
 from userdp.units import SamplingUnit
 
@@ -69,7 +67,7 @@ class WithoutReplacement(Sampler):
         """One group per user at a place that is drawn."""
         self.check_users(index.num_users)
         rng = streams.rng(step)
-        places = distinct(np.array([self.num_users]), np.array([self.cohort_size]), rng)
+        (places,) = equally_many(1, self.num_users, self.cohort_size, rng)
         return rows_of_users(index, places[places < index.num_users], self.group_size, rng)
 
     @property
