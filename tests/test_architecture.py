@@ -47,7 +47,9 @@ ABOVE = {
     "plan_words": GROUND
     | {"composition", "earlier", "marked_price", "marks", "paid", "statement", "wording"},
     "prices": GROUND
-    | {"accounting", "earlier", "noise", "paid", "sampling", "statement", "updates"},
+    | {"accounting", "correlated_prices", "earlier", "noise", "paid", "sampling", "statement"}
+    | {"updates"},
+    "correlated_prices": GROUND | {"accounting", "noise", "sampling"},
     "norms": GROUND,
     "filter_noise": GROUND | {"accounting", "plan", "updates"},
     "defaults": GROUND,

@@ -280,9 +280,11 @@ def start(
 def _of_length(plan: Plan, steps: int) -> Plan:
     """The plan of a run of its own with so many steps.
 
-    A sampler that spreads users over a whole run spreads them afresh over these steps.
+    A sampler that spreads users over a whole run spreads them afresh over these steps, and noise
+    that is correlated over a whole run begins afresh.
     """
-    return replace(plan, steps=steps, sampler=plan.sampler.over(steps))
+    sampler, noise = plan.sampler.over(steps), plan.noise.over(steps)
+    return replace(plan, steps=steps, sampler=sampler, noise=noise)
 
 
 def _steps_left(plan: Plan, beginning: Beginning) -> int:

@@ -128,6 +128,20 @@ def min_separated_gaussian(*, participations: int, noise_multiplier: float) -> D
     return dp_event.GaussianDpEvent(noise_multiplier / participations**0.5)
 
 
+def correlated_gaussian(*, sensitivity: float, noise_multiplier: float) -> DpEvent:
+    """A whole run of matrix-factorisation noise whose strategy a user moves by `sensitivity`.
+
+    In clip norms, over all patterns in which the user may take part (`noise.strategies`). The noise
+    is Gaussian and added from the first step to the last, so it covers contributions that depend on
+    what was released before.
+    Reference: Denisov et al. 2022, Thm. 2.1.
+
+    >>> correlated_gaussian(sensitivity=2.0, noise_multiplier=4.0)
+    GaussianDpEvent(noise_multiplier=2.0)
+    """
+    return dp_event.GaussianDpEvent(noise_multiplier / sensitivity)
+
+
 def cyclic_poisson_banded(
     *, user_sampling_prob: float, steps: int, bands: int, noise_multiplier: float
 ) -> DpEvent:

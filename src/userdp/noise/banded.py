@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from userdp.errors import InputError
@@ -52,6 +52,7 @@ class Banded(Noise):
 
     name: ClassVar[str] = "banded"
     title: ClassVar[str] = "correlated Gaussian"
+    is_independent: ClassVar[bool] = False
     keys: ClassVar[Mapping[str, str]] = {
         "bands": "bands",
         "strategy": "strategy",
@@ -136,6 +137,17 @@ class Banded(Noise):
                 f"the noise is correlated over {self.steps:,} steps, and the run has {steps:,}: "
                 "give both the same number."
             )
+
+    def over(self, steps: int) -> Noise:
+        """The strategy of the same kind for so many steps."""
+        return replace(
+            self,
+            steps=steps,
+            bands=min(self.bands, steps),
+            warmup_steps=min(self.warmup_steps, steps - 1),
+            decays=(),
+            scales=(),
+        )
 
     @property
     def is_banded(self) -> bool:

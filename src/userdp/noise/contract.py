@@ -40,6 +40,8 @@ class Noise(Part):
     # Whether a step's price can be shared with a noisy count (Andrew et al. 2021, Thm. 1). That
     # holds for independent Gaussian noise.
     shares_with_count: ClassVar[bool] = False
+    # Whether the noise of a step says nothing about that of another. Marks price such noise only.
+    is_independent: ClassVar[bool] = True
     noise_multiplier: float
 
     def __post_init__(self) -> None:
@@ -69,6 +71,11 @@ class Noise(Part):
     def check_steps(self, steps: int) -> None:
         """Refuse a run of another length than the noise was made for, if that matters."""
         del steps
+
+    def over(self, steps: int) -> Noise:
+        """The noise for another run of so many steps, such as the rest after a fork."""
+        del steps
+        return self
 
     def noise_stddev(self, sensitivity: float) -> float:
         """The standard deviation of the numbers drawn, one on each coordinate of the clipped sum.
