@@ -5,7 +5,10 @@ What the adjacency changes is decided here, and nowhere else:
 
   * add-remove and zero-out compare a user who is there with nobody (`Mixture`);
   * replace compares a user with another one who pulls the other way (`Exchanged`). Without sampling
-    that is a Gaussian, or Laplace, mechanism at twice the distance.
+    that is a Gaussian, or Laplace, mechanism at twice the distance;
+  * with a fixed graph (Ganesh et al. 2025, Def. 2.1) the same records are drawn on both sides, and
+    what they say is zeroed out or replaced. Their coins do not look at what they say, so the pairs
+    are those of zero-out and of replace.
 """
 
 from __future__ import annotations
@@ -182,7 +185,7 @@ def of(event: DpEvent, adjacency: Adjacency, count: int = 1) -> list[Step] | Non
     >>> [step.count for step in of(event, Adjacency.ADD_REMOVE) or []]
     [3]
     """
-    replaces = adjacency is Adjacency.REPLACE
+    replaces = adjacency.replaces
     match event:
         case dp_event.NoOpDpEvent():
             return []
@@ -248,7 +251,7 @@ def _sampled(
     if not 0 < rate < 1:
         # At rate 1 nothing is sampled. At rate 0 nobody is ever there, which costs nothing.
         return of(inner, adjacency, count) if rate >= 1 else []
-    replaces = adjacency is Adjacency.REPLACE
+    replaces = adjacency.replaces
     match inner:
         case dp_event.GaussianDpEvent() if inner.noise_multiplier > 0:
             return _moved(inner.noise_multiplier, [0.0, 1.0], [1 - rate, rate], count, replaces)
