@@ -39,7 +39,7 @@ def test_whatever_records_say_before_and_after_the_price_covers_it(seed: int, ad
     # The first seed is the worst case: all pull one way, and then the other way.
     before = np.ones(records) if seed == 0 else rng.uniform(-1, 1, records)
     after = -before if seed == 0 else rng.uniform(-1, 1, records)
-    after = after if adjacency.replaces else np.zeros(records)
+    after = after if adjacency is REPLACE else np.zeros(records)
     for epsilon in (0.1, 1.0, 2.0):
         found = accountant.deltas(
             step(rate, records, noise), epsilons=[epsilon], delta=1e-5, adjacency=adjacency
@@ -49,7 +49,7 @@ def test_whatever_records_say_before_and_after_the_price_covers_it(seed: int, ad
         for first, second in ((one, other), (other, one)):
             true = hockey_stick(first, second, epsilon, points)
             assert true <= found * (1 + 1e-7)
-            if seed == 0 and epsilon < 2 and adjacency.replaces:
+            if seed == 0 and epsilon < 2 and adjacency is REPLACE:
                 assert found == pytest.approx(true, rel=0.01)
 
 
