@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -253,7 +253,7 @@ def start(
             # A fork that was stopped before its first step.
             given_up = clear_unbegun(run)
         beginning = fork(run, model, step=fork_step)
-        own = _of_length(plan, _steps_left(plan, beginning))
+        own = plan.over(_steps_left(plan, beginning))
         return Start(plan=own, beginning=beginning, given_up=given_up)
     if charged is not None:
         if not charged.fixed_seed:
@@ -266,7 +266,7 @@ def start(
             )
         beginning = beginning_of(run)
         # The runs before a fork took some of the planned steps.
-        own = _of_length(plan, charged.plan.steps) if beginning.before else plan
+        own = plan.over(charged.plan.steps) if beginning.before else plan
         return Start(plan=own, beginning=beginning, goes_on=True)
     if resume and _last_moved(run) is not None:
         raise InputError(
@@ -275,16 +275,6 @@ def start(
         )
     given_up = clear_unbegun(run) if resume else None
     return Start(plan=plan, beginning=Beginning(), given_up=given_up)
-
-
-def _of_length(plan: Plan, steps: int) -> Plan:
-    """The plan of a run of its own with so many steps.
-
-    A sampler that spreads users over a whole run spreads them afresh over these steps, and noise
-    that is correlated over a whole run begins afresh.
-    """
-    sampler, noise = plan.sampler.over(steps), plan.noise.over(steps)
-    return replace(plan, steps=steps, sampler=sampler, noise=noise)
 
 
 def _steps_left(plan: Plan, beginning: Beginning) -> int:

@@ -258,6 +258,12 @@ class Plan:
         )
         return replace(plan, noise=replace(noise, noise_multiplier=found * ratio))
 
+    def over(self, steps: int) -> Plan:
+        """The plan of a run of its own with so many steps, such as the rest after a fork."""
+        return replace(
+            self, steps=steps, sampler=self.sampler.over(steps), noise=self.noise.over(steps)
+        )
+
     @property
     def noise_stddev(self) -> float:
         """The noise on each coordinate of the clipped sum, before the division."""

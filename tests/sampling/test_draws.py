@@ -41,10 +41,20 @@ def test_all_patterns_of_coins_have_their_chance(prob: float) -> None:
     assert is_likely(counts[probs > 0], probs[probs > 0])
 
 
+class AllNext:
+    """A generator whose gaps all lead to the next place: more of them than anybody expects."""
+
+    def geometric(self, prob: float, size: int) -> np.ndarray:
+        return np.ones(size, dtype=np.int64)
+
+
+def test_gaps_go_on_where_the_first_batch_of_them_ends() -> None:
+    assert poisson(1000, 0.05, AllNext()).tolist() == list(range(1000))  # type: ignore[arg-type]
+
+
 @pytest.mark.statistical
-def test_gaps_go_on_beyond_the_first_batch_of_them() -> None:
-    # 40,000 draws from 300 places at 1%: sizes are Binomial(300, 0.01), and all places are equally
-    # likely; seed 2. Six gaps more than expected are drawn at once, so a second batch is needed.
+def test_all_places_are_equally_likely_and_sizes_are_binomial() -> None:
+    # 40,000 draws from 300 places at 1%; seed 2.
     rng = np.random.default_rng(2)
     places = np.zeros(300)
     sizes = np.zeros(301)

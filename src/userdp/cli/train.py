@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -189,8 +188,8 @@ def _going_on(out: Path, steps: int | None) -> Plan | None:
     before = beginning_of(out).before
     done = before + charged.plan.steps
     if charged.is_finished and (steps is not None or before):
-        return replace(charged.plan, steps=steps or done)
-    return replace(charged.plan, steps=done) if before else None
+        return charged.plan.over(steps or done)
+    return charged.plan.over(done) if before else None
 
 
 def _in_earlier_runs(settings: Config, held_out: UserStore) -> Overlap:

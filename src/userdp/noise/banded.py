@@ -140,6 +140,8 @@ class Banded(Noise):
 
     def over(self, steps: int) -> Noise:
         """The strategy of the same kind for so many steps."""
+        if steps == self.steps:
+            return self
         return replace(
             self,
             steps=steps,
