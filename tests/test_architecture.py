@@ -17,7 +17,7 @@ ROOT = Path(userdp.__file__).parent
 GROUND = {"errors", "units", "index", "history", "parts", "streams", "chain", "durable"}
 # The file of a population lies beside a store: stores name it, and what spends adds to it.
 GROUND |= {"budget_file", "interrupts", "lock", "remembered", "rows_file", "task_names"}
-GROUND |= {"compiled", "quantisation_names"}
+GROUND |= {"compiled", "quantisation_names", "schedules"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses", "tasks"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the
@@ -47,7 +47,9 @@ ABOVE = {
     "plan_words": GROUND
     | {"composition", "earlier", "marked_price", "marks", "paid", "statement", "wording"},
     "prices": GROUND
-    | {"accounting", "earlier", "noise", "paid", "sampling", "statement", "updates"},
+    | {"accounting", "correlated_prices", "earlier", "noise", "paid", "sampling", "statement"}
+    | {"updates"},
+    "correlated_prices": GROUND | {"accounting", "noise", "sampling"},
     "norms": GROUND,
     "filter_noise": GROUND | {"accounting", "plan", "updates"},
     "defaults": GROUND,

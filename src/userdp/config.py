@@ -91,7 +91,12 @@ class Config(Section):
             public,
             own=own,
             clip=self.clip_rule(),
-            noise=noise.configured(steps=public.steps, **own_of_noise),
+            noise=noise.configured(
+                steps=public.steps,
+                separation=own.get("separation"),
+                optimizer=self.training.workload,
+                **own_of_noise,
+            ),
             update=self.update_rule(),
             delta=privacy.delta,
             epsilon=privacy.epsilon,

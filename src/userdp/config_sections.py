@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from userdp import defaults
 from userdp.errors import InputError
-from userdp.optimizer_names import refuse_unusable
+from userdp.optimizer_names import momentum_and_decay, refuse_unusable
 from userdp.quantisation_names import Quantisation
 from userdp.task_names import TaskName
 from userdp.units import Adjacency, SamplingUnit
@@ -254,6 +254,20 @@ class TrainingSettings(WithParts):
     def _is_usable(cls, name: str) -> str:
         refuse_unusable(name)
         return name
+
+    @property
+    def workload(self) -> dict[str, Any]:
+        """What the optimizer does with noise, in public numbers (`noise.strategies.workload`).
+
+        Decay counts if the learning rate is given; it is tiny otherwise.
+        """
+        return momentum_and_decay(
+            self.optimizer, self.optimizer_options, self.learning_rate, self.weight_decay
+        ) | {
+            "schedule": self.schedule,
+            "warmup_steps": self.warmup_steps,
+            "schedule_hold": self.schedule_hold,
+        }
 
     @property
     def on_cuda(self) -> bool:

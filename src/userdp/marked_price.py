@@ -42,6 +42,11 @@ def check_mark(plan: Plan) -> None:
             "non_private claims nothing at all: leave out record_level and hypothetical numbers, "
             "or non_private."
         )
+    if not plan.noise.is_independent:
+        raise UnaccountedPlanError(
+            f"{plan.noise.name} noise is priced as it runs: it has no price under record_level, "
+            "hypothetical numbers or shuffled batches. Use gaussian noise there."
+        )
     if isinstance(mark, RecordLevel) and plan.adjacency.fixed_graph:
         raise UnaccountedPlanError(
             f"record-level privacy has no price under {plan.adjacency.value} adjacency, where a "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from typing import Any
 
 from userdp.errors import InputError
 
@@ -21,6 +22,28 @@ UNUSABLE: Mapping[str, str] = {
     "lbfgs": "it computes the loss several times in a step, and each would have to be paid for",
     "sparseadam": "it needs sparse gradients, and noise is added to every coordinate",
 }
+
+# The momentum of torch's optimizers where none is given; those not listed have none.
+MOMENTUM: Mapping[str, float] = {"muon": 0.95} | dict.fromkeys(
+    ("adamw", "adam", "nadam", "radam", "adamax"), 0.9
+)
+
+
+def momentum_and_decay(
+    name: str,
+    options: Mapping[str, Any],
+    learning_rate: float | None,
+    weight_decay: float | None,
+) -> dict[str, float]:
+    """How an optimizer sums up gradients: its momentum, and the share of weights a step takes away.
+
+    >>> momentum_and_decay("adamw", {"betas": [0.8, 0.99]}, 0.01, 0.1)
+    {'momentum': 0.8, 'decay': 0.001}
+    """
+    betas = options.get("betas")
+    momentum = betas[0] if betas else options.get("momentum", MOMENTUM.get(name, 0.0))
+    decay = 0.01 if weight_decay is None and name == "adamw" else weight_decay or 0.0
+    return {"momentum": float(momentum), "decay": (learning_rate or 0.0) * decay}
 
 
 def refuse_unusable(name: str) -> None:

@@ -260,7 +260,9 @@ class Plan:
 
     def over(self, steps: int) -> Plan:
         """The plan of a run of its own with so many steps, such as the rest after a fork."""
-        return replace(self, steps=steps, sampler=self.sampler.over(steps))
+        return replace(
+            self, steps=steps, sampler=self.sampler.over(steps), noise=self.noise.over(steps)
+        )
 
     @property
     def noise_stddev(self) -> float:

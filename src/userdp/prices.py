@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from userdp import correlated_prices as correlated
 from userdp.accounting import accountant, events
 from userdp.earlier import Earlier, by_people
 from userdp.errors import InputError, UnaccountedPlanError
-from userdp.noise import Gaussian, Noise
+from userdp.noise import Banded, Gaussian, Noise
 from userdp.paid import Paid, all_events
 from userdp.sampling import (
     Allocation,
@@ -176,6 +177,13 @@ set_price(MinSeparated, Gaussian, FIXED_GRAPH, _min_separated)
 set_price(BallsInBins, Gaussian, PRESENT_OR_NOT, _balls_in_bins)
 set_price(BalancedIteration, Gaussian, PRESENT_OR_NOT, _balanced)
 set_price(Allocation, Gaussian, PRESENT_OR_NOT, _allocation)
+set_price(PoissonUsers, Banded, ONE_OWNER, correlated.of_sampled_users)
+set_price(PoissonRecords, Banded, tuple(Adjacency), correlated.of_sampled_records)
+set_price(CyclicPoissonUsers, Banded, ONE_OWNER, correlated.of_users_in_turn)
+# Where records have several owners, a user's records may be in several parts, with too few steps
+# between their turns.
+set_price(CyclicPoissonRecords, Banded, ONE_OWNER, correlated.of_records_in_turn)
+set_price(MinSeparated, Banded, FIXED_GRAPH, correlated.of_fixed_order)
 # These two can be planned with a mark alone (`marks.AsIfPoisson`), which prices another sampler.
 set_price(Shuffled, Gaussian, ONE_OWNER, _no_price)
 set_price(ShuffledRecords, Gaussian, ONE_OWNER, _no_price)

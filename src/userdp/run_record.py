@@ -45,6 +45,7 @@ from userdp.run_files import discard, model_files, write_statement
 from userdp.same_run import (
     NOISE_KEY,
     check_hardware,
+    check_noise,
     check_same,
     digests_of,
     key_name,
@@ -171,6 +172,7 @@ class RunRecord:
             if secret.fixed_seed != ledger.fixed_seed:
                 raise InputError(f"{path} was begun with another kind of seed: put it back.")
             check_hardware(ledger, moment, next(model.parameters()).device)
+            check_noise(ledger, moment, plan)
         except BaseException:
             ledger.close()
             raise

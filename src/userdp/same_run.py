@@ -76,6 +76,7 @@ def digests_of(
     return (
         dict(bound_to)
         | ({"parts": others} if others else {})
+        | ({"noise": plan.noise.digest} if plan.noise.digest else {})
         | {
             "initial_weights": weights_digest(model),
             "optimizer": optimizer_digest(optimizer),
@@ -90,11 +91,12 @@ def check_same(
     """Refuse to go on with a run under anything that would change what it releases."""
     before = dict(ledger.bound_to)
     written = before.pop("config", None)
-    # Only steps that are taken again need the same hardware.
+    # Only steps that are taken again need the same hardware, and the same numbers of the noise.
     before.pop("hardware", None)
+    before.pop("noise", None)
     # Compared where it is read.
     before.pop("noise_key", None)
-    named = {name: digest for name, digest in named.items() if name != "hardware"}
+    named = {name: digest for name, digest in named.items() if name not in ("hardware", "noise")}
     changed = {name for name in before.keys() | named if before.get(name) != named.get(name)}
     if ledger.plan != plan:
         changed.add("plan")
@@ -174,6 +176,17 @@ def check_hardware(ledger: Ledger, moment: Moment | None, device: torch.device) 
             f"{repeated:,} steps since the last checkpoint must be taken again exactly as they "
             f"were, and this is other hardware: {now} instead of {before}. Go back to that, or say "
             "--fork to take them with new noise at a new charge."
+        )
+
+
+def check_noise(ledger: Ledger, moment: Moment | None, plan: Plan) -> None:
+    """Refuse to repeat steps with noise that is computed in another way. A checkpoint holds how."""
+    if moment is None and ledger.steps and ledger.bound_to.get("noise", "") != plan.noise.digest:
+        raise InputError(
+            f"{ledger.steps:,} steps must be taken again with the same noise, and here the "
+            f"strategy of the {plan.noise.name} noise comes out otherwise: this is another machine "
+            "or another version of scipy. Go back to that, or say --fork to take them with new "
+            "noise at a new charge."
         )
 
 

@@ -61,6 +61,11 @@ class Adjacency(StrEnum):
         return self in (Adjacency.FIXED_GRAPH_ZERO_OUT, Adjacency.FIXED_GRAPH_REPLACE)
 
     @property
+    def replaces(self) -> bool:
+        """Whether a user is compared with another one, who may pull the other way."""
+        return self in (Adjacency.REPLACE, Adjacency.FIXED_GRAPH_REPLACE)
+
+    @property
     def meaning(self) -> str:
         """The neighbour relation in words, for statements and reports."""
         return {

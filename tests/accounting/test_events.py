@@ -20,6 +20,7 @@ EVENTS = [
     events.cyclic_poisson_banded(user_sampling_prob=0.2, steps=10, bands=3, noise_multiplier=2.0),
     events.fixed_size_users_gaussian(num_users=20, cohort_size=2, noise_multiplier=2.0),
     events.random_allocation_gaussian(steps=20, participations=3, noise_multiplier=2.0),
+    events.without_replacement_gaussian(num_users=20, cohort_size=2, noise_multiplier=2.0),
     events.balls_in_bins_gaussian(bins=20, rounds=4, noise_multiplier=2.0),
     events.balanced_iteration_gaussian(round_length=20, rounds=4, noise_multiplier=2.0),
     events.combined([dp_event.GaussianDpEvent(3.0), dp_event.GaussianDpEvent(2.0)]),

@@ -161,10 +161,11 @@ def test_selections_in_which_users_interfere_need_a_fixed_graph(
         selection.check_user_by_user(shared)
 
 
+@pytest.mark.parametrize("adjacency", ["fixed-graph-zero-out", "fixed-graph-replace"])
 def test_a_selection_by_text_trains_under_fixed_graph_privacy(
-    config: Callable[..., Path], tmp_path: Path
+    adjacency: str, config: Callable[..., Path], tmp_path: Path
 ) -> None:
-    privacy = 'unit = "record"\nexpected_batch_size = 2\nadjacency = "fixed-graph-zero-out"'
+    privacy = f'unit = "record"\nexpected_batch_size = 2\nadjacency = "{adjacency}"'
     found = userdp("train", config(privacy), "--out", tmp_path / "run", "--json").json
     assert found["steps"] == 3
     assert math.isfinite(found["epsilon"])

@@ -16,7 +16,7 @@ from userdp.clipping.rules import (
     NormalisedClip,
     PerLayerClip,
 )
-from userdp.noise import Gaussian
+from userdp.noise import Banded, Gaussian
 from userdp.parts import Part, Registry
 from userdp.sampling import (
     Allocation,
@@ -53,6 +53,22 @@ EXAMPLES: list[Part] = [
     Shuffled(cohort_size=2, num_users=5, group_size=2),
     ShuffledRecords(batch_size=3, num_records=33, group_size=2),
     Gaussian(noise_multiplier=1.5),
+    Banded(noise_multiplier=1.5, bands=1, steps=8),
+    Banded(noise_multiplier=0.7, bands=3, steps=8),
+    Banded(noise_multiplier=1.5, bands=3, steps=8, strategy="toeplitz"),
+    Banded(noise_multiplier=1.5, bands=3, steps=8, strategy="inverse-square-root"),
+    Banded(noise_multiplier=1.5, bands=3, steps=8, strategy="buffered"),
+    Banded(
+        noise_multiplier=1.5,
+        bands=4,
+        steps=9,
+        workload="optimizer",
+        momentum=0.9,
+        decay=0.01,
+        schedule="cosine",
+        warmup_steps=2,
+        schedule_hold=0.5,
+    ),
     FlatClip(clip_norm=0.5),
     FlatClip(clip_norm=float("inf")),
     PerLayerClip(clip_norm=0.5),

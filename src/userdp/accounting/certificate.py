@@ -33,6 +33,8 @@ _RELATION = {
     Adjacency.REPLACE: NeighboringRelation.REPLACE_ONE,
     # This is zero-out too: both datasets have the same owners, hence the same bounded records.
     Adjacency.FIXED_GRAPH_ZERO_OUT: NeighboringRelation.REPLACE_SPECIAL,
+    # The coins of a user's records are the same on both sides, and what they say is exchanged.
+    Adjacency.FIXED_GRAPH_REPLACE: NeighboringRelation.REPLACE_ONE,
 }
 
 # At smaller deltas the library's transforms lose its digits, upwards or downwards.
@@ -83,11 +85,6 @@ def own() -> str:
 
 def relation(adjacency: Adjacency) -> NeighboringRelation:
     """The library's name for the adjacency."""
-    if adjacency not in _RELATION:
-        raise UnaccountedPlanError(
-            f"adjacency {adjacency.value!r} has no accounting rule here: use one of "
-            f"{', '.join(repr(known.value) for known in _RELATION)}."
-        )
     return _RELATION[adjacency]
 
 
@@ -100,12 +97,10 @@ def can_price(event: DpEvent, adjacency: Adjacency) -> bool:
     >>> can_price(best_of_ten, Adjacency.ADD_REMOVE)
     False
     """
-    relation(adjacency)
     return steps.has_no_privacy(event) or steps.of(event, adjacency) is not None
 
 
 def _steps(event: DpEvent, adjacency: Adjacency) -> list[steps.Step]:
-    relation(adjacency)
     found = steps.of(event, adjacency)
     if found is None:
         raise UnaccountedPlanError(

@@ -30,6 +30,7 @@ from dp_accounting import dp_event
 from userdp.accounting.own_events import (
     EpsilonDeltaDpEvent,
     RandomAllocationGaussianDpEvent,
+    WithoutReplacementGaussianDpEvent,
 )
 from userdp.accounting.special import binomial_pmf
 from userdp.errors import InputError, LedgerError
@@ -128,6 +129,20 @@ def min_separated_gaussian(*, participations: int, noise_multiplier: float) -> D
     return dp_event.GaussianDpEvent(noise_multiplier / participations**0.5)
 
 
+def correlated_gaussian(*, sensitivity: float, noise_multiplier: float) -> DpEvent:
+    """A whole run of matrix-factorisation noise whose strategy a user moves by `sensitivity`.
+
+    In clip norms, over all patterns in which the user may take part (`noise.strategies`). The noise
+    is Gaussian and added from the first step to the last, so it covers contributions that depend on
+    what was released before.
+    Reference: Denisov et al. 2022, Thm. 2.1.
+
+    >>> correlated_gaussian(sensitivity=2.0, noise_multiplier=4.0)
+    GaussianDpEvent(noise_multiplier=2.0)
+    """
+    return dp_event.GaussianDpEvent(noise_multiplier / sensitivity)
+
+
 def cyclic_poisson_banded(
     *, user_sampling_prob: float, steps: int, bands: int, noise_multiplier: float
 ) -> DpEvent:
@@ -207,15 +222,33 @@ def balanced_iteration_gaussian(
 def fixed_size_users_gaussian(
     *, num_users: int, cohort_size: int, noise_multiplier: float
 ) -> DpEvent:
-    """One step whose cohort is exactly `cohort_size` users, drawn without replacement.
+    """One step whose cohort is exactly `cohort_size` users, drawn without replacement, by RDP.
 
     RDP prices it, under replace adjacency only (`renyi.evaluation`). Adding a user changes
-    everybody's chances, and `dp_accounting` has no other rule.
+    everybody's chances, and `dp_accounting` has no other rule. `without_replacement_gaussian` is
+    cheaper, and has a price under add-remove and zero-out as well.
     Reference: Wang, Balle and Kasiviswanathan 2019, Thm. 27.
     """
     return dp_event.SampledWithoutReplacementDpEvent(
         num_users, cohort_size, dp_event.GaussianDpEvent(noise_multiplier)
     )
+
+
+def without_replacement_gaussian(
+    *, num_users: int, cohort_size: int, noise_multiplier: float
+) -> DpEvent:
+    """One step that takes exactly m of N places, a uniformly random set.
+
+    The number of places is fixed. Under add-remove a place stays empty if nobody has it, and gives
+    nothing when it is drawn. `without_replacement` has the worst pairs and the proof.
+    Reference: Zhu, Dong and Wang 2022, Thm. 11; Balle, Barthe and Gaboardi 2018.
+
+    >>> without_replacement_gaussian(num_users=100, cohort_size=8, noise_multiplier=1.0).cohort_size
+    8
+    """
+    if not 1 <= cohort_size <= num_users:
+        raise InputError(f"cohort_size={cohort_size} of {num_users} places: give 1 to {num_users}.")
+    return WithoutReplacementGaussianDpEvent(num_users, cohort_size, noise_multiplier)
 
 
 def above_threshold(*, epsilon: float, delta: float) -> EpsilonDeltaDpEvent:
@@ -248,6 +281,7 @@ _KNOWN: dict[str, type[Any]] = {
     for kind in (
         EpsilonDeltaDpEvent,
         RandomAllocationGaussianDpEvent,
+        WithoutReplacementGaussianDpEvent,
         dp_event.ComposedDpEvent,
         dp_event.GaussianDpEvent,
         dp_event.LaplaceDpEvent,

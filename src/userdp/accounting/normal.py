@@ -73,4 +73,6 @@ def log_mixture_masses(
         part, part_error = log_masses((x - shift) / noise)
         mass = np.logaddexp(mass, part + weight)
         error = np.logaddexp(error, part_error + weight)
-    return mass, np.logaddexp(error, mass + np.log(SPECIAL * (4 + len(shifts) + np.abs(mass))))
+    # Between two points that rounding made equal there is no mass, and its log has no size.
+    size = np.where(np.isneginf(mass), 0.0, np.abs(mass))
+    return mass, np.logaddexp(error, mass + np.log(SPECIAL * (4 + len(shifts) + size)))

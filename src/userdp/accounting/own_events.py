@@ -25,3 +25,12 @@ class RandomAllocationGaussianDpEvent(DpEvent):
     steps: int
     participations: int
     noise_multiplier: float
+
+
+@attrs.frozen(eq=True)
+class WithoutReplacementGaussianDpEvent(DpEvent):
+    """One Gaussian step that takes exactly `cohort_size` of `num_users` places, drawn at random."""
+
+    num_users: int
+    cohort_size: int
+    noise_multiplier: float

@@ -65,7 +65,7 @@ def moments_epsilon(
 def moments_evaluation(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
     """`moments_epsilon` of an event of Poisson-sampled Gaussian steps."""
     epsilon: float | None = None
-    if adjacency is not Adjacency.REPLACE:
+    if not adjacency.replaces:
         match steps.of(event, adjacency):
             case []:
                 epsilon = 0.0
@@ -105,7 +105,7 @@ def supports(event: DpEvent, adjacency: Adjacency) -> bool:
 def composed(event: DpEvent, adjacency: Adjacency) -> RdpAccountant:
     """`dp_accounting`'s RDP accountant with the event composed, if it `supports` the event."""
     accountant = RdpAccountant(neighboring_relation=certificate.relation(adjacency))
-    accountant.compose(_twice_as_far(event) if adjacency is Adjacency.REPLACE else event)
+    accountant.compose(_twice_as_far(event) if adjacency.replaces else event)
     return accountant
 
 

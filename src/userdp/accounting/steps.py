@@ -5,7 +5,10 @@ What the adjacency changes is decided here, and nowhere else:
 
   * add-remove and zero-out compare a user who is there with nobody (`Mixture`);
   * replace compares a user with another one who pulls the other way (`Exchanged`). Without sampling
-    that is a Gaussian, or Laplace, mechanism at twice the distance.
+    that is a Gaussian, or Laplace, mechanism at twice the distance;
+  * with a fixed graph (Ganesh et al. 2025, Def. 2.1) the same records are drawn on both sides, and
+    what they say is zeroed out or replaced. Their coins do not look at what they say, so the pairs
+    are those of zero-out and of replace.
 """
 
 from __future__ import annotations
@@ -23,9 +26,13 @@ from userdp.accounting.events import DpEvent
 from userdp.accounting.exchange import Exchange
 from userdp.accounting.laplace import Laplace
 from userdp.accounting.normal import UNIT_ROUNDOFF
-from userdp.accounting.own_events import RandomAllocationGaussianDpEvent
+from userdp.accounting.own_events import (
+    RandomAllocationGaussianDpEvent,
+    WithoutReplacementGaussianDpEvent,
+)
 from userdp.accounting.pair import MixturePair, Outputs
 from userdp.accounting.special import Floats, binomial_tail
+from userdp.accounting.without_replacement import Drawn
 from userdp.units import Adjacency
 
 # Less noise than the first counts as none: epsilon would be above 10^11. More noise than the second
@@ -162,7 +169,7 @@ def _chance_in_one(step: Step) -> float:
         case Mixture() | Exchanged():
             moving = math.fsum(step.weights[step.shifts > 0])
             return _raised(moving / math.fsum(step.weights))
-        case LaplaceNoise():
+        case LaplaceNoise() | Drawn():
             return step.rate
         case Capped(usual=usual):
             return _raised(step.crowded * step.rate + _chance_in_one(usual))
@@ -182,7 +189,7 @@ def of(event: DpEvent, adjacency: Adjacency, count: int = 1) -> list[Step] | Non
     >>> [step.count for step in of(event, Adjacency.ADD_REMOVE) or []]
     [3]
     """
-    replaces = adjacency is Adjacency.REPLACE
+    replaces = adjacency.replaces
     match event:
         case dp_event.NoOpDpEvent():
             return []
@@ -212,6 +219,8 @@ def of(event: DpEvent, adjacency: Adjacency, count: int = 1) -> list[Step] | Non
             return _capped(event, count, replaces)
         case RandomAllocationGaussianDpEvent() if event.noise_multiplier > 0 and not replaces:
             return _allocated(event, count)
+        case WithoutReplacementGaussianDpEvent() if event.noise_multiplier > 0:
+            return _drawn(event, count, replaces)
         case _:
             return None
 
@@ -233,7 +242,11 @@ def has_no_privacy(event: DpEvent) -> bool:
             return event.sampling_probability > 0 and has_no_privacy(event.event)
         case dp_event.GaussianDpEvent() | dp_event.LaplaceDpEvent():
             return not event.noise_multiplier >= _LEAST_NOISE
-        case dp_event.TruncatedSubsampledGaussianDpEvent() | RandomAllocationGaussianDpEvent():
+        case (
+            dp_event.TruncatedSubsampledGaussianDpEvent()
+            | RandomAllocationGaussianDpEvent()
+            | WithoutReplacementGaussianDpEvent()
+        ):
             return not event.noise_multiplier >= _LEAST_NOISE
         case dp_event.MixtureOfGaussiansDpEvent():
             return not event.standard_deviation >= _LEAST_NOISE
@@ -248,7 +261,7 @@ def _sampled(
     if not 0 < rate < 1:
         # At rate 1 nothing is sampled. At rate 0 nobody is ever there, which costs nothing.
         return of(inner, adjacency, count) if rate >= 1 else []
-    replaces = adjacency is Adjacency.REPLACE
+    replaces = adjacency.replaces
     match inner:
         case dp_event.GaussianDpEvent() if inner.noise_multiplier > 0:
             return _moved(inner.noise_multiplier, [0.0, 1.0], [1 - rate, rate], count, replaces)
@@ -288,6 +301,16 @@ def _allocated(event: RandomAllocationGaussianDpEvent, count: int) -> list[Step]
         else:
             found.append(Allocated(noise=noise, places=places, count=number * count))
     return found
+
+
+def _drawn(event: WithoutReplacementGaussianDpEvent, count: int, replaces: bool) -> list[Step]:
+    """One of the places that are drawn; if all are, nothing is left to chance."""
+    noise = min(event.noise_multiplier, _MOST_NOISE)
+    if event.cohort_size >= event.num_users:
+        return _moved(noise, [1.0], [1.0], count, replaces)
+    # The quotient is rounded. A larger rate never costs less.
+    rate = event.cohort_size / event.num_users * (1 + 4 * UNIT_ROUNDOFF)
+    return [Drawn(noise=noise, rate=rate, replaces=replaces, count=count)]
 
 
 def _capped(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,13 +28,24 @@ def add_normal_(
     if stddev == 0:
         return
     flat = values.view(-1)
-    draw = _cuda_piece if values.device.type == "cuda" else _cpu_piece
+    for held, noise in normal_pieces(flat, offset=offset, size=size, step=step, streams=streams):
+        flat[held].add_(noise, alpha=stddev)
+
+
+def normal_pieces(
+    flat: Tensor, *, offset: int, size: int, step: int, streams: Streams
+) -> Iterator[tuple[slice, Tensor]]:
+    """Unit normal numbers for `flat`, which is not changed: where they go, and the numbers.
+
+    `flat` are the positions from `offset` on in a buffer of `size` numbers.
+    """
+    draw = _cuda_piece if flat.device.type == "cuda" else _cpu_piece
     for piece in range(offset // PIECE, -(-(offset + len(flat)) // PIECE)):
         start = piece * PIECE
         # A piece is always drawn whole: on CUDA a number depends on how many are drawn with it.
         noise = draw(flat, min(PIECE, size - start), streams.key(step, piece))
         first, last = max(start, offset), min(start + len(noise), offset + len(flat))
-        flat[first - offset : last - offset].add_(noise[first - start : last - start], alpha=stddev)
+        yield slice(first - offset, last - offset), noise[first - start : last - start]
 
 
 def noisy_number(value: float, *, noise_stddev: float, streams: Streams, step: int) -> float:

@@ -1,0 +1,109 @@
+"""What correlated noise costs with each sampler. The proofs are short: docs/noise.md.
+
+All of them rest on two facts about `Banded`: C is lower triangular, and every column has norm at
+most 1. Both are checked whenever C is made or read back.
+"""
+
+from __future__ import annotations
+
+from userdp.accounting import events
+from userdp.errors import UnaccountedPlanError
+from userdp.noise import Banded
+from userdp.sampling import (
+    CyclicPoissonRecords,
+    CyclicPoissonUsers,
+    MinSeparated,
+    PoissonRecords,
+    PoissonUsers,
+)
+
+
+def of_fixed_order(sampler: MinSeparated, noise: Banded, steps: int) -> events.DpEvent:
+    """One Gaussian for the whole run, whatever the strategy.
+
+    How long the run was decides nothing: the sampler was checked for all its steps.
+    """
+    del steps
+    if noise.is_banded:
+        _check_apart(noise, sampler.separation, f"separation={sampler.separation}")
+        return events.min_separated_gaussian(
+            participations=sampler.participations, noise_multiplier=noise.noise_multiplier
+        )
+    sensitivity = noise.sensitivity(
+        separation=sampler.separation, participations=sampler.participations
+    )
+    return events.correlated_gaussian(
+        sensitivity=sensitivity, noise_multiplier=noise.noise_multiplier
+    )
+
+
+def of_users_in_turn(sampler: CyclicPoissonUsers, noise: Banded, steps: int) -> events.DpEvent:
+    """Each turn of a user's part is a Poisson-sampled Gaussian of its own."""
+    _check_turns(noise, sampler.parts)
+    return events.cyclic_poisson_banded(
+        user_sampling_prob=sampler.user_sampling_prob,
+        steps=steps,
+        bands=sampler.parts,
+        noise_multiplier=noise.noise_multiplier,
+    )
+
+
+def of_records_in_turn(sampler: CyclicPoissonRecords, noise: Banded, steps: int) -> events.DpEvent:
+    """The same with a coin for each of a user's records, which are all in the user's part."""
+    _check_turns(noise, sampler.parts)
+    turn = events.poisson_records_gaussian(
+        record_sampling_prob=sampler.record_sampling_prob,
+        group_size=sampler.group_size,
+        noise_multiplier=noise.noise_multiplier,
+    )
+    return events.repeated(turn, -(-steps // sampler.parts))
+
+
+def of_sampled_users(sampler: PoissonUsers, noise: Banded, steps: int) -> events.DpEvent:
+    """Users who may take part in any step: only independent noise has a price."""
+    _check_independent(noise)
+    step = events.poisson_users_gaussian(
+        user_sampling_prob=sampler.user_sampling_prob, noise_multiplier=noise.noise_multiplier
+    )
+    return events.repeated(step, steps)
+
+
+def of_sampled_records(sampler: PoissonRecords, noise: Banded, steps: int) -> events.DpEvent:
+    """Records that may take part in any step: only independent noise has a price."""
+    _check_independent(noise)
+    if sampler.is_unbounded:
+        raise UnaccountedPlanError("users with any number of records have no price.")
+    step = events.poisson_records_gaussian(
+        record_sampling_prob=sampler.record_sampling_prob,
+        group_size=sampler.group_size,
+        noise_multiplier=noise.noise_multiplier,
+    )
+    return events.repeated(step, steps)
+
+
+def _check_turns(noise: Banded, parts: int) -> None:
+    if not noise.is_banded:
+        raise UnaccountedPlanError(
+            f"strategy={noise.strategy!r} has no price with sampled parts: its noise is shared by "
+            "all steps, so turns are not independent. Use strategy='optimised' or 'toeplitz', or "
+            "sampler='min-separated'."
+        )
+    _check_apart(noise, parts, f"parts={parts}")
+
+
+def _check_apart(noise: Banded, apart: int, what: str) -> None:
+    if apart < noise.bands:
+        raise UnaccountedPlanError(
+            f"bands={noise.bands} with {what}: a user may come back within the bands, and its "
+            "contributions would add up in a way that is not priced. Use at most "
+            f"bands={apart}, or more {what.split('=')[0]}."
+        )
+
+
+def _check_independent(noise: Banded) -> None:
+    if noise.bands > 1:
+        raise UnaccountedPlanError(
+            f"bands={noise.bands} with sampler='poisson': a user may take part in neighbouring "
+            "steps, which share noise, and no rule prices that. Use sampler='cyclic-poisson' with "
+            f"parts={noise.bands} or more, or bands=1."
+        )
