@@ -139,7 +139,8 @@ def test_cohorts_of_fixed_places_cost_no_more_than_they_are_priced(
         one, two = (np.outer(each[::8], each[::8]) * 64 for each in (one, two))
     for epsilon, stated in zip(EPSILONS, delta_of(sampler, adjacency, steps), strict=True):
         real = max(divergence(one, two, epsilon), divergence(two, one, epsilon))
-        assert real <= stated * (1 + 1e-6) + 1e-9
+        # The sum over the grid has a relative error of about 2e-6.
+        assert real <= stated * (1 + 1e-5) + 1e-9
 
 
 def test_a_cap_that_is_never_reached_costs_what_poisson_sampling_costs() -> None:

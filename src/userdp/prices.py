@@ -75,11 +75,9 @@ def _capped(sampler: CappedPoissonUsers, noise: Gaussian) -> events.DpEvent:
 
 
 def _without_replacement(sampler: WithoutReplacement, noise: Gaussian) -> events.DpEvent:
-    # Everybody is drawn, and the cohort is cut to its size at random.
-    return events.capped_poisson_users_gaussian(
-        user_sampling_prob=1.0,
-        cap=sampler.cohort_size,
+    return events.without_replacement_gaussian(
         num_users=sampler.num_users,
+        cohort_size=sampler.cohort_size,
         noise_multiplier=noise.noise_multiplier,
     )
 
