@@ -60,11 +60,13 @@ SAMPLERS: dict[str, tuple[str, float]] = {
         1e-3,
     ),
 }
-# Poisson sampling has tests of its own in every file.
+# Poisson sampling has tests of its own in every file, and mixtures take `dp_accounting` seconds.
 each_sampler = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow) if name.startswith("poisson") else name
+        pytest.param(name, marks=pytest.mark.slow)
+        if name.startswith("poisson") or name.endswith("records")
+        else name
         for name in SAMPLERS
     ],
 )
@@ -157,7 +159,14 @@ def test_the_stated_epsilon_is_recomputed_from_the_ledger_and_a_stopped_run_ends
     assert (run / "ledger.jsonl").read_bytes() == head
 
 
-@pytest.mark.parametrize("name", ["allocation", "balls-in-bins", "balanced-iteration"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "allocation",
+        pytest.param("balls-in-bins", marks=pytest.mark.slow),
+        pytest.param("balanced-iteration", marks=pytest.mark.slow),
+    ],
+)
 def test_a_longer_run_deals_users_afresh_and_is_composed(
     root: Path, tmp_path: Path, name: str
 ) -> None:
