@@ -43,7 +43,13 @@ PLD_ACCOUNTING = [
 ]
 
 
-@pytest.mark.parametrize(("noise", "of", "k", "delta", "upper", "lower"), PLD_ACCOUNTING)
+@pytest.mark.parametrize(
+    ("noise", "of", "k", "delta", "upper", "lower"),
+    [
+        *PLD_ACCOUNTING[:6],
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in PLD_ACCOUNTING[6:]),
+    ],
+)
 def test_between_the_bounds_of_another_library(noise, of, k, delta, upper, lower):
     assert lower < epsilon(noise, of, k, delta) < upper
 
@@ -86,7 +92,7 @@ def one_of(places: int, noise: float, epsilon: float) -> float:
 
 
 @pytest.mark.parametrize("places", [2, 3])
-@pytest.mark.parametrize("noise", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize("noise", [0.4, 3.0])
 def test_two_and_three_places_agree_with_integration(places: int, noise: float):
     event = events.random_allocation_gaussian(
         steps=places, participations=1, noise_multiplier=noise
@@ -161,11 +167,11 @@ def test_never_below_a_simulation_in_50_random_settings(seed: int):
 
 
 def test_more_participations_cost_more_and_more_steps_or_noise_cost_less():
-    by_k = [epsilon(1.0, 60, k, 1e-6) for k in (1, 2, 7, 30, 60)]
+    by_k = [epsilon(1.0, 60, k, 1e-6) for k in (1, 7, 60)]
     assert by_k == sorted(by_k)
-    by_steps = [epsilon(1.0, of, 4, 1e-6) for of in (4, 6, 40, 41, 1000)]
+    by_steps = [epsilon(1.0, of, 4, 1e-6) for of in (4, 40, 41)]
     assert by_steps == sorted(by_steps, reverse=True)
-    by_noise = [epsilon(noise, 60, 4, 1e-6) for noise in (0.02, 0.3, 0.5, 1.0, 4.0, 1e3, 1e7)]
+    by_noise = [epsilon(noise, 60, 4, 1e-6) for noise in (0.02, 0.3, 4.0, 1e7)]
     assert by_noise == sorted(by_noise, reverse=True)
 
 
@@ -203,6 +209,13 @@ def test_zero_out_is_add_remove_and_replace_has_no_price():
     assert one == other
     with pytest.raises(UnaccountedPlanError, match="replace"):
         accountant.epsilon(event, delta=1e-6, adjacency=Adjacency.REPLACE)
+
+
+def test_how_close_a_bound_is_is_stated_only_where_the_price_is_exact():
+    for k, is_finite in ((1, True), (2, False)):
+        event = events.random_allocation_gaussian(steps=50, participations=k, noise_multiplier=1.0)
+        found = accountant.evaluate(event, delta=1e-6, adjacency=ADD_REMOVE)
+        assert math.isfinite(found.error_bound) == is_finite
 
 
 def test_balls_in_bins_are_one_place_with_the_noise_of_all_rounds():

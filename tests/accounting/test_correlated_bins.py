@@ -45,7 +45,9 @@ def _epsilon(delta_at, delta: float) -> float:
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize(
+    "share", [0.5, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 0.9))]
+)
 def test_two_bins_cost_what_integration_says(share: float, monkeypatch):
     # The seed follows from the numbers. A simulated bound is too small with probability 1e-9.
     monkeypatch.setattr(correlated_bins, "_DRAWN", 2_000_000)

@@ -39,8 +39,8 @@ def _bound(event: events.DpEvent, adjacency: Adjacency, epsilon: float) -> float
     return delta_bound(mechanism, epsilon, hint=1e-6)
 
 
-@pytest.mark.parametrize("adjacency", ALL)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("adjacency", [Adjacency.ZERO_OUT, Adjacency.REPLACE])
+@pytest.mark.parametrize("seed", range(3))
 def test_whatever_the_others_say_the_price_covers_it(seed: int, adjacency: Adjacency):
     rng = np.random.default_rng(seed)
     places, cohort = [(4, 1), (4, 3), (5, 2), (3, 1)][seed]

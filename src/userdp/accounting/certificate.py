@@ -19,8 +19,10 @@ from dp_accounting.privacy_accountant import NeighboringRelation
 
 from userdp import __version__
 from userdp.accounting import search, steps
+from userdp.accounting.allocation import Allocated
 from userdp.accounting.events import DpEvent
 from userdp.accounting.prepared import joined
+from userdp.accounting.without_replacement import Drawn
 from userdp.errors import UnaccountedPlanError
 from userdp.units import Adjacency
 
@@ -136,8 +138,12 @@ def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluatio
 
 def _error_bound(mechanism: Sequence[steps.Step], bound: float) -> float:
     """How far our own bound is above the truth (relative); infinite where nobody measured it."""
+    # Blocks are an upper bound on several participations, and the price of many steps without
+    # replacement is one on what a single attacker can reach.
+    bounded = [one for one in mechanism if isinstance(one, Allocated | Drawn)]
     is_measured = (
-        search.NOTHING < bound <= LARGEST_MEASURED_EPSILON
+        sum(one.count for one in bounded) <= 1
+        and search.NOTHING < bound <= LARGEST_MEASURED_EPSILON
         and sum(step.count for step in mechanism) <= MOST_MEASURED_STEPS
     )
     return ERROR_BOUND if is_measured else math.inf

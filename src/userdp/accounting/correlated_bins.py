@@ -113,14 +113,15 @@ def proven(event: BallsInBinsBandedDpEvent) -> list[DpEvent]:
     widths = sorted({*(round(2 ** (n / 2)) for n in range(40)), len(gram)})
     for width in (w for w in widths if w <= min(len(gram), event.bins)):
         places = event.bins // width
-        shared = max(gram[width:], default=0.0)
-        alone = gram[0] - shared
+        # In one place nothing is hidden, and all is one Gaussian.
+        shared = max(gram[width:], default=0.0) if places > 1 else gram[0]
+        alone = max(gram[0] - shared, 0.0)
         parts: list[DpEvent] = []
-        if shared > 0:
-            parts.append(dp_event.GaussianDpEvent(sigma / math.sqrt(shared)))
         if alone > 0:
             noise = sigma / math.sqrt(alone)
             parts.append(RandomAllocationGaussianDpEvent(places, 1, noise))
+        if shared > 0:
+            parts.append(dp_event.GaussianDpEvent(sigma / math.sqrt(shared)))
         # The variance of R says roughly which one is best.
         size = shared + math.log1p(math.expm1(min(alone / sigma**2, 500.0)) / places) * sigma**2
         found.append((size, dp_event.ComposedDpEvent(parts)))
