@@ -10,13 +10,13 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import sampler_oracle
 from cli_runner import userdp
+from sampler_runs import plan_of, stated, stop_after_four_steps, weights
 from stores import KEY
 from tiny import WORDS, make_model, make_store
 from userdp.data.record import Record
@@ -113,32 +113,6 @@ def write_config(root: Path, place: Path, name: str, *, steps: int = STEPS, more
         )
     )
     return path
-
-
-def plan_of(run: Path) -> dict[str, Any]:
-    return json.loads((run / "ledger.jsonl").read_text().splitlines()[0])["plan"]
-
-
-def stated(run: Path) -> float:
-    """The price of the run. Nothing is promised under a fixed seed."""
-    found = json.loads((run / "statement.json").read_text())
-    assert not found["guarantee"]
-    return found["planned_epsilon"]
-
-
-def weights(run: Path) -> bytes:
-    (file,) = (run / "model").glob("*.safetensors")
-    return file.read_bytes()
-
-
-def stop_after_four_steps(run: Path) -> None:
-    """The run as if it had been killed in its fifth step: its last checkpoint is the fourth's."""
-    for name in ("model", "checkpoints/step-000000006"):
-        shutil.rmtree(run / name)
-    for name in ("statement.json", "report.html", "MODEL_CARD.md"):
-        (run / name).unlink(missing_ok=True)
-    ledger = run / "ledger.jsonl"
-    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:-2]))
 
 
 @each_sampler
