@@ -270,6 +270,26 @@ def test_a_plan_of_another_length_than_was_dealt_for_is_refused() -> None:
         sampler.over(11).check_steps(11)
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        BallsInBins(bins=1, group_size=1),
+        BalancedIteration(round_length=1, group_size=1),
+        Allocation(steps=10, participations=10, group_size=1),
+        WithoutReplacement(cohort_size=7, num_users=7, group_size=1),
+        CappedPoissonUsers(user_sampling_prob=1.0, cap=9, num_users=7, group_size=1),
+        CyclicPoissonUsers(user_sampling_prob=1.0, parts=1, group_size=1),
+        CyclicPoissonRecords(record_sampling_prob=1.0, parts=1, group_size=1),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_where_everybody_is_in_every_step_all_samplers_cost_the_same(sampler: Sampler) -> None:
+    everybody = PoissonUsers(user_sampling_prob=1.0, group_size=1)
+    assert cost_of(sampler, 10, Adjacency.ADD_REMOVE) == pytest.approx(
+        cost_of(everybody, 10, Adjacency.ADD_REMOVE), rel=1e-5
+    )
+
+
 # ---- the table of docs/sampling.md
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "sampling.md"

@@ -60,6 +60,10 @@ SAMPLERS: dict[str, tuple[str, float]] = {
         "sampler = 'min-separated'\nunit = 'record'\nadjacency = 'fixed-graph-zero-out'",
         1e-3,
     ),
+    "min-separated, replaced records": (
+        "sampler = 'min-separated'\nunit = 'record'\nadjacency = 'fixed-graph-replace'",
+        1e-3,
+    ),
 }
 # Poisson sampling has tests of its own in every file, and mixtures take `dp_accounting` seconds.
 each_sampler = pytest.mark.parametrize(
@@ -99,7 +103,7 @@ def shared_store(path: Path) -> None:
 
 def write_config(root: Path, place: Path, name: str, *, steps: int = STEPS, more: str = "") -> Path:
     """A configuration in `place`, of a store that was never counted."""
-    is_ordered = name == "min-separated"
+    is_ordered = name.startswith("min-separated")
     if not (place / "store").exists():
         shutil.copytree(root / ("shared" if is_ordered else "store"), place / "store")
     path = place / f"{name.replace(' ', '-')}-{steps}.toml"
