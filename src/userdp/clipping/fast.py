@@ -119,16 +119,21 @@ class FastClipping:
         ragged = self._graphs and half and has_aligned_head(self._model, self._record_loss)
         ragged = ragged and stores_little_by_row(self._model)
         max_users = self._stored_users()
+        sizes = Sizes(
+            max_tokens=settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS),
+            max_users=max_users,
+            max_short_users=None if on_cuda else max_users,
+            max_length=most_positions(self._model),
+        )
+        if self._graphs and sequence_length is not None:
+            # The declared length is public. Without it every longer row that is seen would bring
+            # new batch shapes.
+            sizes.see_length(sequence_length)
         return Packing(
             self._model,
             self._record_loss,
             device=self._device.type,
-            sizes=Sizes(
-                max_tokens=settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS),
-                max_users=max_users,
-                max_short_users=None if on_cuda else max_users,
-                max_length=most_positions(self._model),
-            ),
+            sizes=sizes,
             max_equal_users=None if on_cuda else max_users,
             ladder=self._graphs,
             ragged=ragged if settings.mix_sizes is None else settings.mix_sizes,

@@ -131,7 +131,9 @@ class Packing:
         The group's own records and public numbers decide. Joining changes how sums are rounded, and
         one user must not change how others' are.
         """
-        if self._can_join is False or not (self._join_all or worth_joining(group, self._device)):
+        if self._can_join is False:
+            return group
+        if not self._join_all and not worth_joining(group, self._device, self._sequence_length):
             return group
         if self._can_join is None:
             self._can_join = can_join(self._model, self._record_loss, self._join_length)

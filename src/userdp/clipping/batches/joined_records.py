@@ -38,8 +38,7 @@ from userdp.losses import (
 # the tiles of `kernels/record_attention`, so that no tile holds tokens of two users.
 ROW = {"cpu": 16, "cuda": 64}
 # A user's records are joined if a smaller share of the padded tokens than this belongs to them. On
-# an H200 joined short records ran at two thirds of the rate of full rows of one length (GPT-2, all
-# weights). On the CPU attention has to move them.
+# the CPU attention has to move them.
 FULL_ENOUGH = {"cpu": 0.8, "cuda": 0.65}
 _SEPARATE = {"input_ids", "labels", "attention_mask"}
 # The trial joins a record of this many tokens with another one. Rounding may move logits this far.
@@ -60,15 +59,19 @@ def is_joined(batch: Batch) -> bool:
     return JOINED_LEFT in batch
 
 
-def worth_joining(group: Batch, device: str) -> bool:
+def worth_joining(group: Batch, device: str, sequence_length: int | None = None) -> bool:
     """Whether joining the group's records saves much.
 
-    The group must hold tokens and labels, and nothing else that is learned from.
+    The group must hold tokens and labels, and nothing else that is learned from. On CUDA records
+    are compared with rows of the declared length, which is public: a few users with shorter rows
+    would need batches of their own, each of another shape.
     """
     if not {"input_ids", "labels"} <= group.keys() <= _SEPARATE or group["labels"].dim() != 2:
         return False
-    own = int(_lengths(group).sum())
-    return own < FULL_ENOUGH.get(device, 0.0) * size_of(group).tokens
+    size = size_of(group)
+    declared = sequence_length if device == "cuda" and sequence_length else 0
+    padded = size.rows * max(size.length, declared)
+    return int(_lengths(group).sum()) < FULL_ENOUGH.get(device, 0.0) * padded
 
 
 def can_join(model: nn.Module, record_loss: RecordLoss, longest: int) -> bool:
