@@ -66,6 +66,13 @@ def test_only_noted_sizes_may_be_any_whatever_was_seen_before() -> None:
     assert lengths == ["8])", "16])"]
 
 
+def test_attention_may_make_plans_again_afterwards() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with running.without_plans():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
 def test_nothing_is_fused_where_batches_come_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnCuda:
         is_cuda = True

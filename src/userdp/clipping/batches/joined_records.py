@@ -40,6 +40,10 @@ ROW = {"cpu": 16, "cuda": 64}
 # A user's records are joined if a smaller share of the padded tokens than this belongs to them. On
 # the CPU attention has to move them.
 FULL_ENOUGH = {"cpu": 0.8, "cuda": 0.65}
+# On CUDA small users of almost full rows are joined too: they are few where others are joined, and
+# would need batches of another shape.
+SMALL = 512
+FULL_ENOUGH_OF_SMALL = 0.95
 _SEPARATE = {"input_ids", "labels", "attention_mask"}
 # The trial joins a record of this many tokens with another one. Rounding may move logits this far.
 _TRIAL = 5
@@ -68,10 +72,12 @@ def worth_joining(group: Batch, device: str, sequence_length: int | None = None)
     """
     if not {"input_ids", "labels"} <= group.keys() <= _SEPARATE or group["labels"].dim() != 2:
         return False
-    size = size_of(group)
-    declared = sequence_length if device == "cuda" and sequence_length else 0
-    padded = size.rows * max(size.length, declared)
-    return int(_lengths(group).sum()) < FULL_ENOUGH.get(device, 0.0) * padded
+    size, own = size_of(group), int(_lengths(group).sum())
+    length, full = size.length, FULL_ENOUGH.get(device, 0.0)
+    if device == "cuda" and sequence_length is not None:
+        length = max(length, sequence_length)
+        full = FULL_ENOUGH_OF_SMALL if own <= SMALL else full
+    return own < full * size.rows * length
 
 
 def can_join(model: nn.Module, record_loss: RecordLoss, longest: int) -> bool:

@@ -45,7 +45,7 @@ from userdp.losses import Batch
 FIRST_KIND = 512
 NEXT_KIND = 4
 # The last batch of a cohort may have one of these shares of a full batch's rows.
-SMALLER = tuple(eighths / 8 for eighths in range(1, 8))
+SMALLER = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 SHORTEST_ROW = 16
 ALIGNMENT = 8
 

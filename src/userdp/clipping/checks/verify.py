@@ -20,6 +20,7 @@ from userdp.clipping.batches.users import Users
 from userdp.clipping.checks.made_up import own_groups
 from userdp.clipping.checks.wide_reference import wide_gradient
 from userdp.clipping.gradients.survey import find_layers
+from userdp.clipping.kernels.running import without_plans
 from userdp.clipping.layer_groups import clip_groups
 from userdp.clipping.plain import PlainClipping, clipped_sum
 from userdp.clipping.rules import ClipRule, FlatClip
@@ -184,9 +185,10 @@ class _Oracle:
             for group, factor in zip(groups, times, strict=True)
             if len(next(iter(group.values())))
         ]
-        self._updates = [
-            [tensor * factor for tensor in plain.update(group)] for group, factor in taking_part
-        ]
+        with without_plans():
+            self._updates = [
+                [tensor * factor for tensor in plain.update(group)] for group, factor in taking_part
+            ]
         self.middle_norm = _middle_norm(self._updates)
         layers = clip_groups(model)
         self._layers = [layers[id(parameter)] for parameter in parameters]

@@ -125,6 +125,20 @@ def without_tf32() -> Iterator[None]:
             torch.set_float32_matmul_precision(before)
 
 
+@contextlib.contextmanager
+def without_plans() -> Iterator[None]:
+    """Attention without cuDNN inside the `with` block: for passes over shapes that come once.
+
+    cuDNN makes a plan for every new shape, which takes longer than such a pass.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def half_on_cuda(tensor: Tensor) -> bool:
     """Whether products of the tensor go through the CUDA kernels."""
     return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
