@@ -1,12 +1,14 @@
 """How fast is accounting: our search beside dp_accounting's own, CPU seconds in one process.
 
-Run: python benchmarks/accounting.py [--calibrations N] [--library-seconds S]
+Run: python benchmarks/accounting.py [--calibrations N] [--allocations N] [--library-seconds S]
 
 1. Random calibrations over the whole range the search promises: K to 256, T to 10,000, epsilon
    0.1 to 64, delta to 1e-12. Bar: under 1 s CPU each.
 2. A planning sweep: noise of user-level sampling for 17 cohort sizes, and of example-level sampling
    for 9 group sizes. Bar: under 5 s CPU.
-3. The same sweep through `dp_accounting` alone, as its users call it (default interval, its own
+3. Random allocation: sigma 0.3 to 10, up to 1,000 participations, one of up to 100,000 steps each,
+   delta to 1e-12; the bar's setting first. Bar: under 1 s CPU each.
+4. The same sweep through `dp_accounting` alone, as its users call it (default interval, its own
    calibration). Each calibration gets a time limit; one that hits it counts with the limit, so the
    ratio is a lower bound. Bar: at least 30 times slower.
 """
@@ -84,12 +86,44 @@ def random_calibrations(count: int) -> None:
           f"99% {quantiles[2]:.3f}, max {quantiles[3]:.3f}")  # fmt: skip
 
 
+def random_allocations(count: int) -> None:
+    rng = np.random.default_rng(0)
+    settings = [(1.0, 100, 10, 1e-6)]
+    for _ in range(count):
+        k = int(10 ** rng.uniform(0, 3))
+        steps = k * int(10 ** rng.uniform(0.3, 5)) + int(rng.integers(0, k))
+        noise, delta = 10 ** rng.uniform(np.log10(0.3), 1), 10 ** rng.uniform(-12, -4)
+        settings.append((noise, steps, k, delta))
+    # The first call compiles, or reads what was compiled before.
+    allocated(1.0, 10, 2, 1e-3)
+    seconds: list[float] = []
+    for noise, steps, k, delta in settings:
+        start = time.process_time()
+        found = allocated(noise, steps, k, delta)
+        seconds.append(time.process_time() - start)
+        if len(seconds) == 1:
+            print(f"allocation, sigma 1, 10 of 100 steps, delta 1e-6: {found:.4f}, "
+                  f"{seconds[0]:.3f} s CPU")  # fmt: skip
+    quantiles = np.quantile(seconds, [0.5, 0.9, 1.0])
+    print(f"{count} random allocations, CPU s: median {quantiles[0]:.3f}, 90% {quantiles[1]:.3f}, "
+          f"max {quantiles[2]:.3f}")  # fmt: skip
+
+
+def allocated(noise: float, steps: int, participations: int, delta: float) -> float:
+    event = events.random_allocation_gaussian(
+        steps=steps, participations=participations, noise_multiplier=noise
+    )
+    return accountant.epsilon(event, delta=delta, adjacency=Adjacency.ADD_REMOVE)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--calibrations", type=int, default=300)
+    parser.add_argument("--allocations", type=int, default=40)
     parser.add_argument("--library-seconds", type=int, default=20, help="limit per calibration")
     options = parser.parse_args()
     random_calibrations(options.calibrations)
+    random_allocations(options.allocations)
 
     start = time.process_time()
     ours = {name: search(event_of, EPSILON, DELTA) for name, event_of in sweep()}

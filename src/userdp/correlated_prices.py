@@ -6,10 +6,15 @@ most 1. Both are checked whenever C is made or read back.
 
 from __future__ import annotations
 
-from userdp.accounting import events
+from dataclasses import replace
+from functools import lru_cache
+
+from userdp.accounting import correlated_bins, events
 from userdp.errors import UnaccountedPlanError
 from userdp.noise import Banded
+from userdp.noise.strategies.bands import Bands
 from userdp.sampling import (
+    BallsInBins,
     CyclicPoissonRecords,
     CyclicPoissonUsers,
     MinSeparated,
@@ -57,6 +62,33 @@ def of_records_in_turn(sampler: CyclicPoissonRecords, noise: Banded, steps: int)
         noise_multiplier=noise.noise_multiplier,
     )
     return events.repeated(turn, -(-steps // sampler.parts))
+
+
+def of_bins(sampler: BallsInBins, noise: Banded, steps: int) -> events.DpEvent:
+    """Users who have one bin for good; the whole run is priced, however much of it was taken."""
+    if noise.bands == 1:
+        return events.balls_in_bins_gaussian(
+            bins=sampler.bins,
+            rounds=-(-steps // sampler.bins),
+            noise_multiplier=noise.noise_multiplier,
+        )
+    return events.balls_in_bins_banded(
+        bins=sampler.bins,
+        gram=_gram(replace(noise, noise_multiplier=0.0), sampler.bins),
+        noise_multiplier=noise.noise_multiplier,
+    )
+
+
+@lru_cache(maxsize=8)
+def _gram(noise: Banded, bins: int) -> tuple[float, ...]:
+    """How much the bins have in common, whatever the noise multiplier."""
+    matrix = noise.matrix()
+    if not isinstance(matrix, Bands):
+        raise UnaccountedPlanError(
+            f"strategy={noise.strategy!r} has no price with sampler='balls-in-bins': use "
+            "strategy='optimised' or 'toeplitz'."
+        )
+    return correlated_bins.gram_of(matrix.columns(), bins)
 
 
 def of_sampled_users(sampler: PoissonUsers, noise: Banded, steps: int) -> events.DpEvent:

@@ -175,6 +175,7 @@ set_price(CyclicPoissonUsers, Banded, ONE_OWNER, correlated.of_users_in_turn)
 # Where records have several owners, a user's records may be in several parts, with too few steps
 # between their turns.
 set_price(CyclicPoissonRecords, Banded, ONE_OWNER, correlated.of_records_in_turn)
+set_price(BallsInBins, Banded, PRESENT_OR_NOT, correlated.of_bins)
 set_price(MinSeparated, Banded, FIXED_GRAPH, correlated.of_fixed_order)
 # These two can be planned with a mark alone (`marks.AsIfPoisson`), which prices another sampler.
 set_price(Shuffled, Gaussian, ONE_OWNER, _no_price)

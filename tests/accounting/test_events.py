@@ -22,6 +22,7 @@ EVENTS = [
     events.random_allocation_gaussian(steps=20, participations=3, noise_multiplier=2.0),
     events.without_replacement_gaussian(num_users=20, cohort_size=2, noise_multiplier=2.0),
     events.balls_in_bins_gaussian(bins=20, rounds=4, noise_multiplier=2.0),
+    events.balls_in_bins_banded(bins=8, gram=[3.0, 1.5, 0.25], noise_multiplier=2.0),
     events.balanced_iteration_gaussian(round_length=20, rounds=4, noise_multiplier=2.0),
     events.combined([dp_event.GaussianDpEvent(3.0), dp_event.GaussianDpEvent(2.0)]),
     dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(3.0), 10.0, 1.0),

@@ -12,11 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
-from userdp.accounting import added, certificate, least_noise, rdp_and_pld, roots, steps
+from userdp.accounting import (
+    added,
+    certificate,
+    correlated_bins,
+    least_noise,
+    rdp_and_pld,
+    roots,
+    steps,
+)
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
+from userdp.accounting.own_events import BallsInBinsBandedDpEvent
 from userdp.errors import InputError
 from userdp.units import Adjacency
 
@@ -35,6 +45,8 @@ MARGIN = 2e-4
 
 # Without a fast search, calibrated noise is at most this much (relative) above the least.
 CALIBRATION_TOLERANCE = 5e-5
+# So many simulated epsilons decide on the noise.
+_SIMULATIONS = 6
 # Without a fast search, no noise multiplier below this is tried.
 LEAST_EVALUATED_NOISE = 1e-3
 
@@ -77,8 +89,36 @@ def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluatio
         return parts.evaluated(
             lambda rest, left: evaluate(rest, delta=left, adjacency=adjacency), delta
         )
+    if isinstance(event, BallsInBinsBandedDpEvent) and certificate.can_price(event, adjacency):
+        return _of_correlated_bins(event, delta=delta, adjacency=adjacency)
     rule = certificate if certificate.can_price(event, adjacency) else rdp_and_pld
     return rule.evaluate(event, delta=delta, adjacency=adjacency)
+
+
+def _of_correlated_bins(
+    event: BallsInBinsBandedDpEvent, *, delta: float, adjacency: Adjacency
+) -> Evaluation:
+    """The least of several proven bounds, or a simulated one that is smaller still."""
+    best = min(
+        (
+            certificate.evaluate(one, delta=delta, adjacency=adjacency)
+            for one in (event, *correlated_bins.proven(event)[1:])
+        ),
+        key=lambda found: found.epsilon,
+    )
+    if not math.isfinite(best.epsilon):
+        return best
+    # A proven bound is close to what it prices, and that may be far above the run itself.
+    best = replace(best, error_bound=math.inf)
+    simulated = correlated_bins.simulated(event, delta, best.epsilon)
+    if simulated is None:
+        return best
+    return Evaluation(
+        epsilon=simulated,
+        certified_by=f"{certificate.own()}, Monte Carlo, confidence 1 - "
+        f"{correlated_bins.FAILURE:.0e} over seeds; {best.epsilon:.3g} is proven",
+        error_bound=math.inf,
+    )
 
 
 def epsilon(event: DpEvent, *, delta: float, adjacency: Adjacency) -> float:
@@ -134,6 +174,9 @@ def calibrate(
     aim = target
     for _ in range(8):
         reached = epsilon(event_of(noise_multiplier), delta=delta, adjacency=adjacency)
+        if isinstance(event_of(noise_multiplier), BallsInBinsBandedDpEvent):
+            # The search knows the proven bound, and a simulated one may be smaller.
+            return _less_noise(event_of, noise_multiplier, target, delta, adjacency)
         if reached <= target:
             return noise_multiplier
         # The certificate is above the search, so aim lower by as much. The search then says how
@@ -144,6 +187,30 @@ def calibrate(
             break
         noise_multiplier = searched
     raise _out_of_reach(event_of, target=target, delta=delta, adjacency=adjacency)
+
+
+def _less_noise(
+    event_of: Callable[[float], DpEvent],
+    enough: float,
+    target: float,
+    delta: float,
+    adjacency: Adjacency,
+) -> float:
+    """A noise multiplier that meets the target to about 1%, from one that is `enough`."""
+    guess, too_little = enough, 0.0
+    for _ in range(_SIMULATIONS):
+        reached = epsilon(event_of(guess), delta=delta, adjacency=adjacency)
+        if reached <= target:
+            enough = guess
+            if reached > 0.99 * target:
+                break
+        else:
+            too_little = guess
+        # Epsilon is roughly in proportion to 1 / noise.
+        guess *= 1.002 * reached / target
+        if not too_little < guess < enough:
+            guess = math.sqrt(max(too_little, enough / 4) * enough)
+    return enough
 
 
 def search_noise(

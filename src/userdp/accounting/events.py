@@ -28,6 +28,7 @@ import attrs
 from dp_accounting import dp_event
 
 from userdp.accounting.own_events import (
+    BallsInBinsBandedDpEvent,
     EpsilonDeltaDpEvent,
     RandomAllocationGaussianDpEvent,
     WithoutReplacementGaussianDpEvent,
@@ -203,6 +204,25 @@ def balls_in_bins_gaussian(*, bins: int, rounds: int, noise_multiplier: float) -
     )
 
 
+def balls_in_bins_banded(*, bins: int, gram: Sequence[float], noise_multiplier: float) -> DpEvent:
+    """A whole run of correlated noise in which a user has one bin for good.
+
+    `gram` says how the noise is correlated (`correlated_bins.gram_of` makes it from C). Alone, the
+    price is the smaller of a proven bound and a simulated one. Together with other mechanisms it is
+    the proven one.
+    Reference: Choquette-Choo et al. 2025 (arXiv 2410.06266); `correlated_bins` has the proof.
+
+    >>> balls_in_bins_banded(bins=8, gram=[1.0, 0.5], noise_multiplier=2.0).gram
+    (1.0, 0.5)
+    """
+    if not (bins >= 1 and 1 <= len(gram) <= bins // 2 + 1 and gram[0] > 0 and min(gram) >= 0):
+        raise InputError(
+            f"gram has {len(gram)} numbers for {bins} bins: give 1 to {bins // 2 + 1}, none of "
+            "them negative and the first one positive."
+        )
+    return BallsInBinsBandedDpEvent(bins, gram, noise_multiplier)
+
+
 def balanced_iteration_gaussian(
     *, round_length: int, rounds: int, noise_multiplier: float
 ) -> DpEvent:
@@ -279,6 +299,7 @@ def repeated(step_event: DpEvent, count: int) -> DpEvent:
 _KNOWN: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
+        BallsInBinsBandedDpEvent,
         EpsilonDeltaDpEvent,
         RandomAllocationGaussianDpEvent,
         WithoutReplacementGaussianDpEvent,

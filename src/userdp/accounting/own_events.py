@@ -6,6 +6,8 @@ meaning never changes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 from dp_accounting.dp_event import DpEvent
 
@@ -33,4 +35,20 @@ class WithoutReplacementGaussianDpEvent(DpEvent):
 
     num_users: int
     cohort_size: int
+    noise_multiplier: float
+
+
+def _numbers(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)
+
+
+@attrs.frozen(eq=True)
+class BallsInBinsBandedDpEvent(DpEvent):
+    """A user has one of `bins` bins for good, and noise is correlated over the steps.
+
+    `gram` holds the inner products of what bins add at distance 0, 1, ... around the circle.
+    """
+
+    bins: int
+    gram: tuple[float, ...] = attrs.field(converter=_numbers)
     noise_multiplier: float

@@ -21,12 +21,14 @@ from typing import Protocol
 import numpy as np
 from dp_accounting import dp_event
 
+from userdp.accounting import correlated_bins
 from userdp.accounting.allocation import Allocated, blocks
 from userdp.accounting.events import DpEvent
 from userdp.accounting.exchange import Exchange
 from userdp.accounting.laplace import Laplace
 from userdp.accounting.normal import UNIT_ROUNDOFF
 from userdp.accounting.own_events import (
+    BallsInBinsBandedDpEvent,
     RandomAllocationGaussianDpEvent,
     WithoutReplacementGaussianDpEvent,
 )
@@ -221,6 +223,8 @@ def of(event: DpEvent, adjacency: Adjacency, count: int = 1) -> list[Step] | Non
             return _allocated(event, count)
         case WithoutReplacementGaussianDpEvent() if event.noise_multiplier > 0:
             return _drawn(event, count, replaces)
+        case BallsInBinsBandedDpEvent() if event.noise_multiplier > 0 and not replaces:
+            return of(correlated_bins.proven(event)[0], adjacency, count)
         case _:
             return None
 
@@ -246,6 +250,7 @@ def has_no_privacy(event: DpEvent) -> bool:
             dp_event.TruncatedSubsampledGaussianDpEvent()
             | RandomAllocationGaussianDpEvent()
             | WithoutReplacementGaussianDpEvent()
+            | BallsInBinsBandedDpEvent()
         ):
             return not event.noise_multiplier >= _LEAST_NOISE
         case dp_event.MixtureOfGaussiansDpEvent():
