@@ -27,6 +27,7 @@ RELATIONS = {
     "zero-out": NeighboringRelation.ADD_OR_REMOVE_ONE,
     "fixed-graph-zero-out": NeighboringRelation.ADD_OR_REMOVE_ONE,
     "replace": NeighboringRelation.REPLACE_ONE,
+    "fixed-graph-replace": NeighboringRelation.REPLACE_ONE,
 }
 
 

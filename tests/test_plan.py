@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import hypothesis
 import numpy as np
@@ -17,7 +17,17 @@ from userdp.index import UserIndex
 from userdp.noise.gaussian import Gaussian
 from userdp.plan import Plan
 from userdp.prices import event_of
-from userdp.sampling import Cohort, PoissonRecords, PoissonUsers
+from userdp.sampling import (
+    Allocation,
+    CappedPoissonUsers,
+    Cohort,
+    PoissonRecords,
+    PoissonUsers,
+    PublicNumbers,
+    Sampler,
+    WithoutReplacement,
+)
+from userdp.streams import RunSecret
 from userdp.units import Adjacency
 
 
@@ -297,3 +307,37 @@ def test_json_of_unknown_parts_is_refused(part: str, kind: str) -> None:
     data[part]["type"] = kind
     with pytest.raises(UnaccountedPlanError, match="no accounting rule"):
         Plan.from_json(data)
+
+
+def test_an_allocation_of_another_length_makes_no_plan() -> None:
+    public = PublicNumbers(
+        num_users=100, num_records=100, expected_groups=10, group_size=1, steps=20
+    )
+    plan = Plan.of(
+        Allocation, public, clip=FlatClip(clip_norm=1.0), noise_multiplier=1.0, delta=1e-3
+    )
+    assert plan.sampler == Allocation(steps=20, participations=2, group_size=1)
+    # Users would take part more often than the price says.
+    with pytest.raises(InputError, match="allocated to 20 steps, and the run has 30"):
+        replace(plan, steps=30)
+    assert plan.over(30).sampler == Allocation(steps=30, participations=3, group_size=1)
+
+
+@pytest.mark.parametrize("kind", [CappedPoissonUsers, WithoutReplacement])
+def test_a_price_that_depends_on_the_number_of_users_says_so(kind: type[Sampler]) -> None:
+    public = PublicNumbers(
+        num_users=100, num_records=100, expected_groups=10, group_size=1, steps=20
+    )
+    own = {"cap": 20} if kind is CappedPoissonUsers else {}
+    plan = Plan.of(
+        kind, public, own=own, clip=FlatClip(clip_norm=1.0), noise_multiplier=1.0, delta=1e-3
+    )
+    assumed = "no more than num_users=100 users are in the data: the price depends on it"
+    assert assumed in plan.statement().assumptions
+    plan.sampler.check_users(100)
+    with pytest.raises(InputError, match="more users than num_users=100"):
+        plan.sampler.check_users(101)
+    with pytest.raises(InputError, match="more users than num_users=100"):
+        plan.sampler.draw(
+            UserIndex.from_owners(range(101)), 0, RunSecret.fixed_for_tests(0).streams("cohort")
+        )

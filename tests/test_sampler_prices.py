@@ -8,7 +8,9 @@ divergence is integrated and compared with the delta that the price gives.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,11 +32,13 @@ from userdp.sampling import (
     MinSeparated,
     PoissonRecords,
     PoissonUsers,
+    PublicNumbers,
     Sampler,
     Shuffled,
     ShuffledRecords,
     WithoutReplacement,
 )
+from userdp.statement import epsilon_text
 from userdp.units import Adjacency
 
 EVERYWHERE = tuple(Adjacency)
@@ -264,3 +268,68 @@ def test_a_plan_of_another_length_than_was_dealt_for_is_refused() -> None:
         with pytest.raises(InputError, match="11"):
             sampler.check_steps(11)
         sampler.over(11).check_steps(11)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        BallsInBins(bins=1, group_size=1),
+        BalancedIteration(round_length=1, group_size=1),
+        Allocation(steps=10, participations=10, group_size=1),
+        WithoutReplacement(cohort_size=7, num_users=7, group_size=1),
+        CappedPoissonUsers(user_sampling_prob=1.0, cap=9, num_users=7, group_size=1),
+        CyclicPoissonUsers(user_sampling_prob=1.0, parts=1, group_size=1),
+        CyclicPoissonRecords(record_sampling_prob=1.0, parts=1, group_size=1),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_where_everybody_is_in_every_step_all_samplers_cost_the_same(sampler: Sampler) -> None:
+    everybody = PoissonUsers(user_sampling_prob=1.0, group_size=1)
+    assert cost_of(sampler, 10, Adjacency.ADD_REMOVE) == pytest.approx(
+        cost_of(everybody, 10, Adjacency.ADD_REMOVE), rel=1e-5
+    )
+
+
+# ---- the table of docs/sampling.md
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "sampling.md"
+USERS = PublicNumbers(
+    num_users=10_000, num_records=40_000, expected_groups=100, group_size=4, steps=1_000
+)
+RECORDS = replace(USERS, expected_groups=400)
+ON_THE_PAGE: dict[str, tuple[type[Sampler], PublicNumbers, dict[str, int]]] = {
+    "`poisson`": (PoissonUsers, USERS, {}),
+    "`allocation`, 10 of 1,000 steps": (Allocation, USERS, {}),
+    "`balanced-iteration`, rounds of 100": (BalancedIteration, USERS, {}),
+    "`capped-poisson`, cap 140": (CappedPoissonUsers, USERS, {"cap": 140}),
+    "`cyclic-poisson`, 10 parts": (CyclicPoissonUsers, USERS, {"parts": 10}),
+    "`without-replacement`": (WithoutReplacement, USERS, {}),
+    "`balls-in-bins`, 100 bins": (BallsInBins, USERS, {}),
+    "`poisson`, records": (PoissonRecords, RECORDS, {}),
+    "`cyclic-poisson`, records, 10 parts": (CyclicPoissonRecords, RECORDS, {"parts": 10}),
+    "`min-separated`, 10 times, 100 apart (fixed-graph)": (
+        MinSeparated,
+        replace(USERS, group_size=10),
+        {"separation": 100},
+    ),
+}
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_each_sampler_costs() -> None:
+    text = PAGE.read_text().split("<!-- prices: begin -->")[1].split("<!-- prices: end -->")[0]
+    lines = [line.strip("|").split("|") for line in text.strip().splitlines()[2:]]
+    shown = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
+    assert shown.keys() == ON_THE_PAGE.keys()
+    for name, (kind, public, own) in ON_THE_PAGE.items():
+        sampler = kind.configured(public, **own)
+        graphs = FIXED_GRAPH if kind.is_ordered else (Adjacency.ADD_REMOVE, Adjacency.REPLACE)
+        told = []
+        for adjacency in graphs:
+            if adjacency not in PRICED[kind]:
+                told.append("")
+                continue
+            noise = Gaussian(noise_multiplier=1.0)
+            event = event_of(sampler, noise, adjacency, steps=public.steps)
+            told.append(epsilon_text(accountant.epsilon(event, delta=1e-6, adjacency=adjacency)))
+        assert shown[name] == told, name

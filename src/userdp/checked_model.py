@@ -74,6 +74,7 @@ class CheckedModel:
             plan.clip,
             record_loss=record_loss,
             sequence_length=sequence_length,
+            group_size=plan.sampler.rows_in_a_group,
             test=plan.halting_test,
         )
         self._is_own_loss = record_loss not in (

@@ -20,6 +20,7 @@ from userdp.clipping.batches.users import PADDING, is_padded
 from userdp.clipping.checks.made_up import MadeUp
 from userdp.clipping.checks.wide_reference import wide_gradient
 from userdp.clipping.fast import FastClipping
+from userdp.clipping.kernels.running import uncompiled
 from userdp.clipping.layer_groups import clip_groups
 from userdp.clipping.plain import PlainClipping, clip_update
 from userdp.clipping.rules import ClipRule
@@ -56,6 +57,8 @@ _LITTLE = 0.05
 # In half precision nothing above this is allowed. It is also the limit if there is no float32
 # reference: it does not fit in memory, or the update is not the mean gradient.
 _COARSE = 0.5
+# Updates that the device must have room for, twice over, or else they are kept on the host.
+_UPDATES_AT_ONCE = 24
 # The batch entry that multiplies a row's loss, to make losses huge or not finite.
 _SCALE = "userdp_probe_scale"
 
@@ -109,6 +112,7 @@ class Trial:
         self._parameters = list(trainable_parameters(model).values())
         layers = clip_groups(model)
         self._layers = [layers[id(parameter)] for parameter in self._parameters]
+        self._keep_on = self._where_updates_fit()
         self._oracle = self._plain(record_loss)
         self._others = self._cohort(1)
         self._updates = [self._update(self._oracle, group) for group in self._others]
@@ -263,16 +267,25 @@ class Trial:
         groups: Sequence[Group],
         rule: ClipRule | None = None,
     ) -> Tensor:
-        found = clipping.clipped_sum(groups, rule or self._rule)
+        with uncompiled():
+            found = clipping.clipped_sum(groups, rule or self._rule)
         return self._flat(found.total.views)
 
-    # Updates are kept on the host: beside the model, the device may have room for one update only.
+    def _where_updates_fit(self) -> torch.device:
+        """The device, or the host if the device may have room for one update only."""
+        device = self._parameters[0].device
+        if device.type == "cuda":
+            size = sum(p.numel() * wide_dtype(p.dtype).itemsize for p in self._parameters)
+            free, _ = torch.cuda.mem_get_info(device)
+            if 2 * _UPDATES_AT_ONCE * size <= free:
+                return device
+        return torch.device("cpu")
 
     def _update(self, oracle: PlainClipping, group: Group) -> Update:
-        return [tensor.cpu() for tensor in oracle.update(group)]
+        return [tensor.to(self._keep_on) for tensor in oracle.update(group)]
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([tensor.detach().cpu().flatten() for tensor in tensors])
+        return torch.cat([tensor.detach().to(self._keep_on).flatten() for tensor in tensors])
 
     def _clipped(self, update: Update) -> Update:
         return clip_update(update, self._rule, layers=self._layers)
@@ -359,7 +372,7 @@ class Trial:
         groups = [self._group(1, self._longest / 2, 200 + i) for i in range(3)]
         each = [self._clipped(self._update(self._oracle, group)) for group in groups]
         total = self._clipping(self._record_loss, False).clipped_sum(groups, self._rule).total
-        found = [view.cpu() for view in total.views]
+        found = [view.to(self._keep_on) for view in total.views]
         names = {id(p): name for name, p in self._model.named_parameters()}
         errors = {
             names[id(parameter)]: float((sums - sum(expected)).norm()) / self._rule.bound

@@ -66,6 +66,16 @@ def test_each_user_is_joined_if_that_saves_this_user_much_whoever_else_is_there(
     (mostly_full,) = cohort([[10, 4]])
     assert worth_joining(mostly_full, "cpu")
     assert not worth_joining(mostly_full, "cuda")
+    # There a lone short record joins those of others: its rows would need a shape of their own.
+    lone, full = cohort([[12], [16, 16]])
+    assert worth_joining(lone, "cuda", sequence_length=32)
+    assert not worth_joining(lone, "cpu", sequence_length=32)
+    assert not worth_joining(full, "cuda", sequence_length=16)
+    # A small user is joined where groups may be large, by public numbers.
+    for user, joins in ((full, True), (cohort([[16] * 33])[0], False)):
+        assert worth_joining(user, "cuda", sequence_length=16, group_size=33) is joins
+        assert not worth_joining(user, "cuda", sequence_length=16, group_size=32)
+        assert not worth_joining(user, "cpu", sequence_length=16, group_size=33)
     for groups, joined_rows in ((even, {False}), (uneven, {True}), (even + uneven, {False, True})):
         batches = tokens_run(fast, groups, rule)
         assert {is_joined(users.batch) for users in batches} == joined_rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -147,8 +148,35 @@ def test_what_both_paths_round_alike_is_no_fault(monkeypatch: pytest.MonkeyPatch
         return [1.12 * gradient for gradient in exact(*given, **options)]
 
     monkeypatch.setattr(verify_module, "wide_gradient", far_off)
+    monkeypatch.setattr(verify_module, "_CLOSE", 0.0)
     found = compare_on(model, batch(), clip=FlatClip(clip_norm=math.inf))
     assert found.worst[1] > 0.1
+
+
+@pytest.mark.parametrize("off", [1.0, 1.05])
+def test_the_float32_reference_is_asked_unless_the_paths_are_close(
+    off: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Closer than `_CLOSE`, the reference could not refuse the fast path.
+    model = shake(models_zoo.build("llama", torch.bfloat16))
+    exact, asked = verify_module.wide_gradient, []
+
+    def noted(*given: Any, **options: Any) -> Any:
+        asked.append(1)
+        return exact(*given, **options)
+
+    sums = layers.per_user
+    monkeypatch.setattr(layers, "per_user", lambda tensor, users: off * sums(tensor, users))
+    monkeypatch.setattr(verify_module, "wide_gradient", noted)
+    with contextlib.suppress(FastPathError):
+        compare_on(model, batch(), clip=FlatClip(clip_norm=math.inf))
+    assert bool(asked) == (off > 1)
+
+
+def test_what_is_close_to_the_plain_loop_is_close_enough_to_float32() -> None:
+    # The worst case of `_CLOSE`: the plain loop is as far off as is still trusted.
+    furthest = verify_module._CLOSE * (1 + verify_module._FAR)
+    assert furthest <= verify_module._LITTLE
 
 
 def test_an_error_that_is_no_number_is_the_worst() -> None:

@@ -58,12 +58,16 @@ def test_rows_of_another_index_of_the_same_size_are_not_mistaken() -> None:
     sampler = CyclicPoissonRecords(record_sampling_prob=1.0, parts=2, group_size=9)
     first = UserIndex.from_owners([0, 0, 0, 1])
     second = UserIndex.from_owners([0, 1, 1, 1])
-    for step in range(4):
+    apart = 0
+    for seed in range(12):
         for index, owners in ((first, [0, 0, 0, 1]), (second, [0, 1, 1, 1])):
-            rows = sampler.draw(index, step, streams(3)).rows.tolist()
+            rows = sampler.draw(index, 0, streams(seed)).rows.tolist()
             users = {owners[row] for row in rows}
             # All rows of whoever's turn it is, and no others.
             assert rows == [row for row in range(4) if owners[row] in users]
+            apart += len(users) == 1
+    # In some runs the two users are in different parts: there a mistake would show.
+    assert apart
 
 
 def test_a_deal_does_not_show_who_is_where() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,18 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tiny import make_store
 from userdp.bounding.edges import Edges
 from userdp.bounding.min_sep import min_separation
 from userdp.bounding.selection import Selection
 from userdp.clipping.rules import FlatClip
 from userdp.data.tokens import TokenRows
+from userdp.digests import index_digest
 from userdp.errors import InputError
 from userdp.index import UserIndex
 from userdp.plan import Plan
 from userdp.sampling import MinSeparated, PublicNumbers
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
-from userdp.training_rows import batches_of
+from userdp.training_rows import batches_of, selection_name
 from userdp.units import Adjacency
 
 STREAMS = RunSecret.fixed_for_tests(0).streams("cohort")
@@ -169,3 +172,27 @@ def test_owners_are_counted_from_the_edges_as_brute_force_counts_them(
     if most > 1:
         with pytest.raises(InputError, match="takes part in"):
             replace(sampler, group_size=most - 1).check_order(users, steps)
+
+
+def test_another_order_of_the_same_records_has_other_noise(tmp_path: Path) -> None:
+    """With the same noise, the difference of two runs would show what the records give.
+
+    The noise follows the names in the ledger, and the index where the ledger does not name it.
+    """
+    store = make_store(tmp_path / "store", [1, 1, 1, 1])
+    edges = Edges.load(store.path)
+
+    def selected(batches: list[list[int]]) -> Selection:
+        return Selection.of(
+            edges,
+            np.ones(4, dtype=np.int64),
+            1,
+            method="min-separation",
+            batches=np.array(batches),
+            separation=2,
+        )
+
+    orders = [[[0, 1], [2, 3]], [[2, 3], [0, 1]], [[0], [1], [2], [3]]]
+    assert len({selection_name(store, selected(order)) for order in orders}) == 3
+    assert len({index_digest(with_batches(*order)) for order in orders}) == 3
+    assert index_digest(INDEX) not in {index_digest(with_batches(*order)) for order in orders}

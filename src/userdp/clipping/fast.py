@@ -63,7 +63,8 @@ CUDA_STORED_SHARE = 0.3
 class FastClipping:
     """Clipped sums of cohorts, as the plain loop would give them.
 
-    `sequence_length` is how long records may be, a public number; `skip_failing` as in
+    `sequence_length` is how long records may be and `group_size` how many rows a group may have,
+    public numbers; `skip_failing` as in
     `PlainClipping`; `every_shape` compares every new shape of batch with the plain loop. `differs`
     says that the two were seen to differ: from then on the plain loop does the work.
     """
@@ -77,6 +78,7 @@ class FastClipping:
         record_loss: RecordLoss,
         settings: StepSettings | None = None,
         sequence_length: int | None = None,
+        group_size: int | None = None,
         every_shape: bool = True,
     ) -> None:
         settings = settings or StepSettings()
@@ -101,7 +103,7 @@ class FastClipping:
         if settings.join_records is True:
             refuse_dropout(model)
             self._refuse_if_attention_cannot_be_captured()
-        self._packing = self._choose_packing(sequence_length)
+        self._packing = self._choose_packing(sequence_length, group_size)
         self._total = FlatBuffer(self._parameters, padded_rows(model) if self._compile else None)
         # On the device, where captured steps read and write them.
         self._clip_norm = torch.tensor(1.0, dtype=self._total.values.dtype, device=self._device)
@@ -113,27 +115,33 @@ class FastClipping:
         self._add_by_shape: dict[Any, AddBatch] = {}
         self._pool: Any = None
 
-    def _choose_packing(self, sequence_length: int | None) -> Packing:
+    def _choose_packing(self, sequence_length: int | None, group_size: int | None) -> Packing:
         settings, on_cuda = self._settings, self._device.type == "cuda"
         half = (self._dtype or self._parameters[0].dtype) == torch.bfloat16
         ragged = self._graphs and half and has_aligned_head(self._model, self._record_loss)
         ragged = ragged and stores_little_by_row(self._model)
         max_users = self._stored_users()
+        sizes = Sizes(
+            max_tokens=settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS),
+            max_users=max_users,
+            max_short_users=None if on_cuda else max_users,
+            max_length=most_positions(self._model),
+        )
+        if self._graphs and sequence_length is not None:
+            # The declared length is public. Without it every longer row that is seen would bring
+            # new batch shapes.
+            sizes.see_length(sequence_length)
         return Packing(
             self._model,
             self._record_loss,
             device=self._device.type,
-            sizes=Sizes(
-                max_tokens=settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS),
-                max_users=max_users,
-                max_short_users=None if on_cuda else max_users,
-                max_length=most_positions(self._model),
-            ),
+            sizes=sizes,
             max_equal_users=None if on_cuda else max_users,
             ladder=self._graphs,
             ragged=ragged if settings.mix_sizes is None else settings.mix_sizes,
             ragged_always=settings.mix_sizes is True,
             sequence_length=sequence_length,
+            group_size=group_size,
             join_records=settings.join_records if self._can_follow_records else False,
         )
 

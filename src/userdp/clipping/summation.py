@@ -50,6 +50,7 @@ def summation(
     record_loss: RecordLoss,
     settings: StepSettings,
     sequence_length: int | None,
+    group_size: int | None = None,
     every_shape: bool = True,
     test: HaltingTest | None = None,
 ) -> Summation:
@@ -62,6 +63,7 @@ def summation(
             record_loss=record_loss,
             settings=settings,
             sequence_length=sequence_length,
+            group_size=group_size,
             every_shape=every_shape,
         )
     plain = PlainClipping(

@@ -29,7 +29,8 @@ class Packing:
 
     `ladder` rounds sizes up, so that few batch shapes occur. `ragged` puts users of different size
     into one batch if their rows hold tokens, `ragged_always` also if they do not. `join_records`
-    joins every user's records; None joins those of users for whom it saves much.
+    joins every user's records; None joins those of users for whom it saves much. `sequence_length`
+    and `group_size` say how long records are and how many rows a group has at most, if declared.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Packing:
         ragged_always: bool,
         sequence_length: int | None,
         join_records: bool | None,
+        group_size: int | None = None,
     ) -> None:
         self._model, self._record_loss, self._device = model, record_loss, device
         self._sizes = sizes
@@ -53,6 +55,7 @@ class Packing:
         self.ragged = ragged
         self._ragged_always = ragged_always
         self._sequence_length = sequence_length
+        self._group_size = group_size
         self._join_all = join_records is True
         # None: not tried yet.
         self._can_join = False if join_records is False else None
@@ -131,7 +134,10 @@ class Packing:
         The group's own records and public numbers decide. Joining changes how sums are rounded, and
         one user must not change how others' are.
         """
-        if self._can_join is False or not (self._join_all or worth_joining(group, self._device)):
+        if self._can_join is False:
+            return group
+        public = self._sequence_length, self._group_size
+        if not (self._join_all or worth_joining(group, self._device, *public)):
             return group
         if self._can_join is None:
             self._can_join = can_join(self._model, self._record_loss, self._join_length)

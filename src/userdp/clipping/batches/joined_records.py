@@ -38,9 +38,11 @@ from userdp.losses import (
 # the tiles of `kernels/record_attention`, so that no tile holds tokens of two users.
 ROW = {"cpu": 16, "cuda": 64}
 # A user's records are joined if a smaller share of the padded tokens than this belongs to them. On
-# an H200 joined short records ran at two thirds of the rate of full rows of one length (GPT-2, all
-# weights). On the CPU attention has to move them.
+# the CPU attention has to move them.
 FULL_ENOUGH = {"cpu": 0.8, "cuda": 0.65}
+# Users of at most this many tokens are small. Where groups may be larger, small ones are joined on
+# CUDA however full their rows are: a few with full rows would need batches of another shape.
+SMALL = 512
 _SEPARATE = {"input_ids", "labels", "attention_mask"}
 # The trial joins a record of this many tokens with another one. Rounding may move logits this far.
 _TRIAL = 5
@@ -60,15 +62,25 @@ def is_joined(batch: Batch) -> bool:
     return JOINED_LEFT in batch
 
 
-def worth_joining(group: Batch, device: str) -> bool:
+def worth_joining(
+    group: Batch, device: str, sequence_length: int | None = None, group_size: int | None = None
+) -> bool:
     """Whether joining the group's records saves much.
 
-    The group must hold tokens and labels, and nothing else that is learned from.
+    The group must hold tokens and labels, and nothing else that is learned from. On CUDA records
+    are compared with rows of the declared length: a few users with shorter rows would need batches
+    of their own, each of another shape. The declared length, and `group_size`, the most rows of a
+    group, are public.
     """
     if not {"input_ids", "labels"} <= group.keys() <= _SEPARATE or group["labels"].dim() != 2:
         return False
-    own = int(_lengths(group).sum())
-    return own < FULL_ENOUGH.get(device, 0.0) * size_of(group).tokens
+    size, own = size_of(group), int(_lengths(group).sum())
+    length = size.length
+    if device == "cuda" and sequence_length is not None:
+        length = max(length, sequence_length)
+        if own <= SMALL < (group_size or 0) * sequence_length:
+            return True
+    return own < FULL_ENOUGH.get(device, 0.0) * size.rows * length
 
 
 def can_join(model: nn.Module, record_loss: RecordLoss, longest: int) -> bool:

@@ -45,7 +45,7 @@ from userdp.losses import Batch
 FIRST_KIND = 512
 NEXT_KIND = 4
 # The last batch of a cohort may have one of these shares of a full batch's rows.
-SMALLER = (1 / 8, 1 / 4, 1 / 2, 3 / 4)
+SMALLER = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 SHORTEST_ROW = 16
 ALIGNMENT = 8
 
@@ -80,11 +80,15 @@ class Sizes:
         """Take note of the longest row and of the largest number of rows."""
         for group in groups:
             size = size_of(group)
-            aligned = -(-size.length // ALIGNMENT) * ALIGNMENT
-            if self.max_length is not None and aligned > self.max_length:
-                aligned = size.length
-            self.longest = max(self.longest, aligned)
+            self.see_length(size.length)
             self.most_seen = max(self.most_seen, size.rows)
+
+    def see_length(self, length: int) -> None:
+        """Take note of a row that is this long."""
+        aligned = -(-length // ALIGNMENT) * ALIGNMENT
+        if self.max_length is not None and aligned > self.max_length:
+            aligned = length
+        self.longest = max(self.longest, aligned)
 
     def holds(self, group: Batch) -> bool:
         """Whether the group fits into a batch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -14,11 +15,23 @@ from torch.utils import _pytree as pytree
 
 # torch compiles a function once for each shape; its default would give up at 8.
 RECOMPILATIONS = 256
+_FUSES = ContextVar("userdp_fuses", default=True)
 
 
 def fused(function: Callable[..., Tensor], *tensors: Tensor, any_rows: bool = False) -> Tensor:
     """The function's value; on CUDA by a compiled version that fuses its operations."""
-    return (_fused(function, any_rows) if tensors[0].is_cuda else function)(*tensors)
+    fuses = tensors[0].is_cuda and _FUSES.get()
+    return (_fused(function, any_rows) if fuses else function)(*tensors)
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """`fused` compiles nothing inside the `with` block: for batches that come once."""
+    token = _FUSES.set(False)
+    try:
+        yield
+    finally:
+        _FUSES.reset(token)
 
 
 @cache
@@ -32,9 +45,11 @@ def compiled(function: Callable[..., Any], *, any_rows: bool) -> Callable[..., A
 
     What is compiled for one shape may be a little faster. Compiling takes many seconds.
     """
+    # Only the sizes that are noted may be any: if torch chose others by what it has seen before,
+    # the next process, which sees the shapes in another order, would not find its code on disk.
+    for_any = torch.compile(function, dynamic=False)
     if not any_rows:
-        return torch.compile(function, dynamic=False)
-    for_any = torch.compile(function)
+        return for_any
 
     def call(*args: Any, **kwargs: Any) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs)):
@@ -108,6 +123,20 @@ def without_tf32() -> Iterator[None]:
             setting.fp32_precision = "tf32"
         else:
             torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def without_plans() -> Iterator[None]:
+    """Attention without cuDNN inside the `with` block: for passes over shapes that come once.
+
+    cuDNN makes a plan for every new shape, which takes longer than such a pass.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def half_on_cuda(tensor: Tensor) -> bool:
