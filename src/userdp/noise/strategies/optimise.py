@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 Objective = Callable[[Floats], tuple[float, Floats]]
 
 # The search ends if the error falls by a smaller share than this in an iteration.
-TOLERANCE = 1e-10
+TOLERANCE = 1e-9
 ITERATIONS = 1000
 
 
