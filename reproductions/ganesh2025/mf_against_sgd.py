@@ -4,10 +4,10 @@
 
 Sec. 5.3 and Fig. 4, smaller: 20,000 records in place of 125,000 and more, so that it takes minutes
 on a CPU. DP-SGD samples records that a greedy algorithm with duplicates bounded (Alg. 3), and
-prices Poisson sampling. DP-MF goes through batches in which users are far apart (Alg. 4), with banded
-noise, and prices one Gaussian. Each method takes the learning rate, and DP-SGD the bound, that is
-best on validation records, over all seeds. The optimizer is plain descent, so that prefix sums are
-exactly its workload; the paper uses Adam.
+prices Poisson sampling. DP-MF goes through batches in which users are far apart (Alg. 4), with
+banded noise, and prices one Gaussian. Each method takes the learning rate, and DP-SGD the bound,
+that is best on validation records, over all seeds. The optimizer is plain descent, so that prefix
+sums are exactly its workload; the paper uses Adam.
 """
 
 from __future__ import annotations
