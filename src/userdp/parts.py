@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 
@@ -117,6 +117,9 @@ def as_written(what: str) -> Generator[None]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        # As it is when it is read back, so that both compare as equal.
+        return [_plain(entry) for entry in cast("tuple[Any, ...]", value)]
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -68,7 +68,7 @@ def test_any_slice_drawn_alone_is_that_slice_of_the_whole(
     monkeypatch.setattr("userdp.noise.draw.PIECE", piece)
     whole = drawn(part, step=3, dtype=dtype)
     for first in range(SIZE):
-        for last in range(first, SIZE + 1):
+        for last in {*range(first, SIZE, 4), SIZE}:
             alone = drawn(part, step=3, first=first, last=last, dtype=dtype)
             assert torch.equal(alone, whole[first:last]), (first, last)
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 100
 HERE = Path(__file__).parent
-KINDS = ("full", "adaptive", "lora")
+KINDS = ("full", "adaptive", "lora", "banded")
 # Of each kind: kills inside a save, inside the final save, in the ledger, and at moments of time.
 POINTS = {"save": 5, "final": 3, "ledger": 6, "time": 3}
 # Runs with these samplers are killed at fewer points: what they save is the same.
@@ -88,12 +88,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_config(path: Path, root: Path, kind: str) -> Path:
     clipping = 'clipping = "adaptive"\nclip_count_noise = 2.0\n' if kind == "adaptive" else ""
     lora = "[model.lora]\nrank = 2\n" if kind == "lora" else ""
+    banded = (
+        'sampler = "cyclic-poisson"\nparts = 4\nnoise = "banded"\nbands = 4\n'
+        if kind == "banded"
+        else ""
+    )
     path.write_text(
         # Relative, so that the run is the same wherever it runs.
         '[data]\nstore = "store"\nsequence_length = 16\n'
         f'[model]\npath = "{root / "base"}"\n{lora}'
         "[privacy]\nnum_users = 24\nexpected_cohort_size = 4\ngroup_size = 2\nclip_norm = 0.5\n"
-        f"noise_multiplier = 1.0\ndelta = 1e-2\n{clipping}{SAMPLERS.get(kind, '')}"
+        f"noise_multiplier = 1.0\ndelta = 1e-2\n{clipping}{banded}{SAMPLERS.get(kind, '')}"
         f"[training]\nsteps = {STEPS}\nfixed_seed = 1\ncheckpoint_every = 7\n"
         'schedule = "linear"\nlearning_rate = 0.01\n'
     )
