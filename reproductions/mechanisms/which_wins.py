@@ -89,7 +89,8 @@ def picture() -> str:
     bottom = TOP + CELL * len(ROUNDS) + 34
     parts.append(text(LEFT + CELL * len(EPSILONS) / 2, bottom, "epsilon"))
     parts.append(
-        f'<text transform="translate(16 {TOP + CELL * len(ROUNDS) / 2}) rotate(-90)" font-size="12" '
+        f'<text transform="translate(16 {TOP + CELL * len(ROUNDS) / 2}) rotate(-90)" '
+        'font-size="12" '
         'text-anchor="middle" fill="#22262b">times that all users come round</text>'
     )
     return "\n".join([*parts, "</svg>\n"])
