@@ -163,6 +163,8 @@ def test_what_has_no_proof_cannot_be_planned(
 
 CYCLIC = CyclicPoissonRecords(record_sampling_prob=0.2, parts=4, group_size=2)
 
+MORE_USERS = Hypothetical(num_users=5000, expected_groups=8.0)
+
 
 @pytest.mark.parametrize(
     ("changed", "error", "match"),
@@ -170,11 +172,7 @@ CYCLIC = CyclicPoissonRecords(record_sampling_prob=0.2, parts=4, group_size=2)
         ({"steps": 13}, InputError, "12 steps, and the run has 13"),
         ({"clip": AdaptiveClip(clip_norm=1.0, count_noise=3.0)}, UnaccountedPlanError, "count"),
         ({"mark": RecordLevel()}, UnaccountedPlanError, "priced as it runs"),
-        (
-            {"mark": Hypothetical(num_users=5000, expected_groups=8.0)},
-            UnaccountedPlanError,
-            "priced as it runs",
-        ),
+        ({"mark": MORE_USERS}, UnaccountedPlanError, "priced as it runs"),
         ({"update": Filter()}, UnaccountedPlanError, "no accounting rule"),
     ],
 )

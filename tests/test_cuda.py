@@ -28,6 +28,7 @@ from userdp.clipping.rules import FlatClip
 from userdp.clipping.settings import StepSettings
 from userdp.index import UserIndex
 from userdp.losses import causal_lm_loss
+from userdp.noise import Banded, Gaussian, Noise
 from userdp.noise.draw import add_normal_
 from userdp.plan import Plan
 from userdp.run_record import RunRecord, checkpoints_of
@@ -53,6 +54,28 @@ def test_cuda_noise_is_gaussian_of_the_stated_size() -> None:
     sample = _noise(0).numpy() / 2.0
     assert kstest(sample[:100_000], "norm").pvalue > 0.001
     assert abs(sample.std() - 1) < 0.005
+
+
+@pytest.mark.parametrize("strategy", ["optimised", "inverse-square-root", "buffered"])
+def test_cuda_correlated_noise_is_the_inverse_of_its_strategy_times_what_is_drawn(
+    strategy: Any,
+) -> None:
+    size, steps = 5_000, 12
+    noise = Banded(noise_multiplier=1.0, bands=4, steps=steps, strategy=strategy)
+    streams = RunSecret.fixed_for_tests(7).streams("noise")
+
+    def through(part: Noise, first: int, last: int) -> torch.Tensor:
+        started, found = part.started(), torch.zeros(steps, last - first, device="cuda")
+        for step in range(steps):
+            started.add_(
+                found[step], offset=first, size=size, noise_stddev=2.0, step=step, streams=streams
+            )
+        return found
+
+    whole, drawn = through(noise, 0, size), through(Gaussian(noise_multiplier=1.0), 0, size)
+    expected = torch.from_numpy(noise.mixing(steps)) @ drawn.double().cpu()
+    torch.testing.assert_close(whole.double().cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(through(noise, 1_234, 4_321), whole[:, 1_234:4_321])
 
 
 def test_cuda_noise_repeats_for_a_step_and_differs_between_steps() -> None:

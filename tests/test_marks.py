@@ -10,12 +10,14 @@ import pytest
 from dp_accounting.dp_event import GaussianDpEvent
 
 from userdp.accounting import accountant, events
+from userdp.clipping.rules import FlatClip
 from userdp.earlier import Earlier
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.ledger import Ledger
-from userdp.marks import Hypothetical, RecordLevel
+from userdp.marks import AsIfPoisson, Hypothetical, RecordLevel
 from userdp.paid import Paid
 from userdp.plan import Plan
+from userdp.sampling import PublicNumbers, Shuffled
 from userdp.units import Adjacency
 
 DELTA = 1e-3
@@ -219,3 +221,44 @@ def test_a_look_at_users_has_no_price_by_the_record() -> None:
     ledger = Ledger.create(records(), bound_to={}, fixed_seed=False)
     with pytest.raises(UnaccountedPlanError, match="none for single records"):
         ledger.charge(GaussianDpEvent(9.0), what="x")
+
+
+def shuffled(**changes: Any) -> Plan:
+    public = PublicNumbers(
+        num_users=100, num_records=300, expected_groups=20, group_size=3, steps=20
+    )
+    settings: dict[str, Any] = {
+        "clip": FlatClip(clip_norm=1.0),
+        "noise_multiplier": 2.0,
+        "delta": DELTA,
+    }
+    return Plan.of(Shuffled, public, **(settings | changes))
+
+
+def test_shuffled_batches_are_planned_with_their_mark_and_no_other() -> None:
+    plan = shuffled()
+    assert plan.mark == AsIfPoisson()
+    assert not plan.has_price
+    assert plan.epsilon() == math.inf
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(UnaccountedPlanError, match="no accounting rule"):
+        replace(plan, mark=None)
+    with pytest.raises(UnaccountedPlanError, match="no accounting rule"):
+        shuffled(mark=Hypothetical(num_users=1000, expected_groups=20))
+    with pytest.raises(UnaccountedPlanError, match="priced as it is drawn"):
+        users(mark=AsIfPoisson())
+    assert shuffled(noise_multiplier=0.0, non_private=True).mark is None
+
+
+def test_the_epsilon_of_shuffled_batches_is_that_of_poisson_sampling_and_is_not_promised() -> None:
+    statement = shuffled().statement()
+    expected = poisson_epsilon(0.2, 2.0, Adjacency.ADD_REMOVE)
+    assert statement.as_if_epsilon == pytest.approx(expected)
+    assert not statement.guarantee
+    assert statement.promise == ""
+    assert str(statement).startswith("guarantee: none, the batches were shuffled")
+    assert statement.to_json()["epsilon"] is None
+    assert statement.to_json()["planned_epsilon"] is None
+    # A target is met by that number.
+    plan = shuffled(noise_multiplier=None, epsilon=3.0)
+    assert plan.statement().as_if_epsilon == pytest.approx(3.0, rel=1e-3)

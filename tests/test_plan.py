@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import hypothesis
 import numpy as np
@@ -17,7 +17,7 @@ from userdp.index import UserIndex
 from userdp.noise.gaussian import Gaussian
 from userdp.plan import Plan
 from userdp.prices import event_of
-from userdp.sampling import Cohort, PoissonRecords, PoissonUsers
+from userdp.sampling import Allocation, Cohort, PoissonRecords, PoissonUsers, PublicNumbers
 from userdp.units import Adjacency
 
 
@@ -297,3 +297,17 @@ def test_json_of_unknown_parts_is_refused(part: str, kind: str) -> None:
     data[part]["type"] = kind
     with pytest.raises(UnaccountedPlanError, match="no accounting rule"):
         Plan.from_json(data)
+
+
+def test_an_allocation_of_another_length_makes_no_plan() -> None:
+    public = PublicNumbers(
+        num_users=100, num_records=100, expected_groups=10, group_size=1, steps=20
+    )
+    plan = Plan.of(
+        Allocation, public, clip=FlatClip(clip_norm=1.0), noise_multiplier=1.0, delta=1e-3
+    )
+    assert plan.sampler == Allocation(steps=20, participations=2, group_size=1)
+    # Users would take part more often than the price says.
+    with pytest.raises(InputError, match="allocated to 20 steps, and the run has 30"):
+        replace(plan, steps=30)
+    assert plan.over(30).sampler == Allocation(steps=30, participations=3, group_size=1)

@@ -266,7 +266,7 @@ class Plan:
 
     @property
     def noise_stddev(self) -> float:
-        """The noise on each coordinate of the clipped sum, before the division."""
+        """The noise drawn for each coordinate of the clipped sum, before the division."""
         # The multiplier counts clip norms under every adjacency. The event covers how many updates
         # of a neighbour come and go (C24 Thm. 2 and 3), and that replace exchanges +C for -C.
         return self.noise_stddev_of(self.clip)

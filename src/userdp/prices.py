@@ -49,13 +49,13 @@ def each_step(step: Callable[[Any, Any], events.DpEvent]) -> Price:
     return lambda sampler, noise, steps: events.repeated(step(sampler, noise), steps)
 
 
-def _users(sampler: PoissonUsers, noise: Gaussian) -> events.DpEvent:
+def _users(sampler: PoissonUsers | CyclicPoissonUsers, noise: Gaussian) -> events.DpEvent:
     return events.poisson_users_gaussian(
         user_sampling_prob=sampler.user_sampling_prob, noise_multiplier=noise.noise_multiplier
     )
 
 
-def _records(sampler: PoissonRecords, noise: Gaussian) -> events.DpEvent:
+def _records(sampler: PoissonRecords | CyclicPoissonRecords, noise: Gaussian) -> events.DpEvent:
     if sampler.is_unbounded:
         raise UnaccountedPlanError("users with any number of records have no price.")
     return events.poisson_records_gaussian(
@@ -75,11 +75,9 @@ def _capped(sampler: CappedPoissonUsers, noise: Gaussian) -> events.DpEvent:
 
 
 def _without_replacement(sampler: WithoutReplacement, noise: Gaussian) -> events.DpEvent:
-    # Everybody is drawn, and the cohort is cut to its size at random.
-    return events.capped_poisson_users_gaussian(
-        user_sampling_prob=1.0,
-        cap=sampler.cohort_size,
+    return events.without_replacement_gaussian(
         num_users=sampler.num_users,
+        cohort_size=sampler.cohort_size,
         noise_multiplier=noise.noise_multiplier,
     )
 
@@ -90,19 +88,13 @@ def rounds_begun(steps: int, length: int) -> int:
 
 
 def _cyclic_users(sampler: CyclicPoissonUsers, noise: Gaussian, steps: int) -> events.DpEvent:
-    turn = events.poisson_users_gaussian(
-        user_sampling_prob=sampler.user_sampling_prob, noise_multiplier=noise.noise_multiplier
-    )
-    return events.repeated(turn, rounds_begun(steps, sampler.parts))
+    return events.repeated(_users(sampler, noise), rounds_begun(steps, sampler.parts))
 
 
 def _cyclic_records(sampler: CyclicPoissonRecords, noise: Gaussian, steps: int) -> events.DpEvent:
-    turn = events.poisson_records_gaussian(
-        record_sampling_prob=sampler.record_sampling_prob,
-        group_size=sampler.group_size,
-        noise_multiplier=noise.noise_multiplier,
-    )
-    return events.repeated(turn, rounds_begun(steps, sampler.parts))
+    # All of a user's rows may have their coin in the same step: the price is that of one step each
+    # time that it is the part's turn.
+    return events.repeated(_records(sampler, noise), rounds_begun(steps, sampler.parts))
 
 
 def _min_separated(sampler: MinSeparated, noise: Gaussian, steps: int) -> events.DpEvent:

@@ -11,9 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from tiny import make_store
+from userdp.accounting import accountant, events
 from userdp.cli import app
+from userdp.cli.sampled import SamplerName
 from userdp.errors import InputError
+from userdp.sampling import SAMPLERS
 from userdp.statement import round_up
+from userdp.units import Adjacency
 
 RUN = "--rate 0.01 --steps 200 --noise-multiplier 2 --delta 1e-6"
 TARGET = "--rate 0.01 --steps 200 --epsilon 2 --delta 1e-6"
@@ -76,6 +80,112 @@ def test_banded_noise_needs_only_participations():
     assert found["epsilon"] == pytest.approx(2.254084650219736, rel=1e-4)
     found = run("calibrate --noise banded --participations 16 --epsilon 4 --delta 1e-6")
     assert found["noise_multiplier"] == pytest.approx(4.774074348631938, rel=1e-4)
+
+
+# One line a sampler: its options, and the event that its numbers stand for.
+MANY = {"steps": 100, "noise_multiplier": 2.0}
+SAMPLED = {
+    "--sampler poisson --rate 0.1": events.repeated(
+        events.poisson_users_gaussian(user_sampling_prob=0.1, noise_multiplier=2.0), 100
+    ),
+    "--sampler capped-poisson --rate 0.1 --cap 120 --users 1000": events.repeated(
+        events.capped_poisson_users_gaussian(
+            user_sampling_prob=0.1, cap=120, num_users=1000, noise_multiplier=2.0
+        ),
+        100,
+    ),
+    "--sampler cyclic-poisson --rate 0.3 --parts 8": events.cyclic_poisson_banded(
+        user_sampling_prob=0.3, bands=8, **MANY
+    ),
+    # Three coins a user, and not one: all records of a user are in one part.
+    "--sampler cyclic-poisson --rate 0.3 --parts 8 --unit record --group-size 3": events.repeated(
+        events.poisson_records_gaussian(
+            record_sampling_prob=0.3, group_size=3, noise_multiplier=2.0
+        ),
+        13,
+    ),
+    "--sampler cyclic-poisson --rate 0.3 --parts 8 --noise banded --bands 8": (
+        events.cyclic_poisson_banded(user_sampling_prob=0.3, bands=8, **MANY)
+    ),
+    "--sampler balls-in-bins --parts 8": events.balls_in_bins_gaussian(
+        bins=8, rounds=13, noise_multiplier=2.0
+    ),
+    "--sampler balanced-iteration --rate 0.125": events.balanced_iteration_gaussian(
+        round_length=8, rounds=13, noise_multiplier=2.0
+    ),
+    "--sampler allocation --participations 7": events.random_allocation_gaussian(
+        participations=7, **MANY
+    ),
+    "--sampler without-replacement --rate 0.1 --users 1000": events.repeated(
+        events.without_replacement_gaussian(num_users=1000, cohort_size=100, noise_multiplier=2.0),
+        100,
+    ),
+    "--noise banded --bands 8": events.min_separated_gaussian(
+        participations=13, noise_multiplier=2.0
+    ),
+}
+
+
+@pytest.mark.parametrize("options", SAMPLED)
+def test_every_sampler_is_priced_as_its_numbers_say(options: str):
+    found = run(f"account --steps 100 --noise-multiplier 2 --delta 1e-6 {options}")
+    exact = accountant.evaluate(SAMPLED[options], delta=1e-6, adjacency=Adjacency.ADD_REMOVE)
+    assert found["epsilon"] == exact.epsilon
+    assert found["certified_by"] == exact.certified_by
+
+
+def test_every_sampler_of_the_command_line_is_one_of_configurations():
+    names = {part.name for part in SAMPLERS}
+    assert {name.value for name in SamplerName} <= names
+    # A fixed order is what --noise banded alone means, and shuffling has no price.
+    assert names - {name.value for name in SamplerName} <= {"min-separated", "shuffled"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--sampler allocation --participations 4",
+        "--sampler without-replacement --rate 0.1 --users 1000 --adjacency replace",
+        "--sampler cyclic-poisson --rate 0.3 --parts 8 --noise banded --bands 4",
+    ],
+)
+def test_calibrate_takes_the_same_words(options: str):
+    found = run(f"calibrate --steps 40 --epsilon 2 --delta 1e-6 {options}")
+    again = run(
+        f"account --steps 40 --noise-multiplier {found['noise_multiplier']} --delta 1e-6 {options}"
+    )
+    assert 1.99 < found["epsilon"] == again["epsilon"] <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--sampler allocation --steps 9", "--participations is missing"),
+        ("--sampler allocation --participations 3", "--steps is missing"),
+        ("--sampler allocation --participations 12 --steps 9", "participations=12 of 9"),
+        ("--sampler allocation --participations 3 --steps 9 --rate 0.1", "--rate has no meaning"),
+        ("--sampler poisson --rate 0.1 --steps 9 --parts 3", "belongs to --sampler cyclic"),
+        ("--sampler allocation --participations 3 --steps 9 --unit record", "--unit user"),
+        ("--sampler balls-in-bins --steps 9", "--parts or --rate"),
+        ("--sampler balls-in-bins --steps 9 --rate 2", "not a probability"),
+        ("--sampler without-replacement --rate 0.1 --steps 9", "--users is missing"),
+        ("--sampler cyclic-poisson --rate 0.1 --parts 3 --steps 9 --noise banded", "--bands"),
+        ("--rate 0.1 --steps 9 --bands 3", "--bands belongs to --noise banded"),
+        ("--noise banded --bands 3", "--steps"),
+        ("--noise banded --participations 3 --cap 4 --users 9", "--cap is about sampling"),
+        (
+            "--sampler cyclic-poisson --rate 0.1 --parts 3 --steps 9 --noise banded --bands 4",
+            "bands=4 with parts=3",
+        ),
+        (
+            "--sampler allocation --participations 3 --steps 9 --adjacency replace",
+            "no accounting rule",
+        ),
+    ],
+)
+def test_options_that_a_sampler_lacks_or_would_ignore_are_named(options: str, said: str):
+    with pytest.raises(InputError, match=said):
+        run(f"account {options} --noise-multiplier 1 --delta 1e-6")
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import sampler_oracle
 from cli_runner import userdp
+from sampler_runs import plan_of, stated, stop_after_four_steps, weights
 from stores import KEY
 from tiny import WORDS, make_model, make_store
 from userdp.data.record import Record
@@ -60,11 +60,13 @@ SAMPLERS: dict[str, tuple[str, float]] = {
         1e-3,
     ),
 }
-# Poisson sampling has tests of its own in every file.
+# Poisson sampling has tests of its own in every file, and mixtures take `dp_accounting` seconds.
 each_sampler = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow) if name.startswith("poisson") else name
+        pytest.param(name, marks=pytest.mark.slow)
+        if name.startswith("poisson") or name.endswith("records")
+        else name
         for name in SAMPLERS
     ],
 )
@@ -113,32 +115,6 @@ def write_config(root: Path, place: Path, name: str, *, steps: int = STEPS, more
     return path
 
 
-def plan_of(run: Path) -> dict[str, Any]:
-    return json.loads((run / "ledger.jsonl").read_text().splitlines()[0])["plan"]
-
-
-def stated(run: Path) -> float:
-    """The price of the run. Nothing is promised under a fixed seed."""
-    found = json.loads((run / "statement.json").read_text())
-    assert not found["guarantee"]
-    return found["planned_epsilon"]
-
-
-def weights(run: Path) -> bytes:
-    (file,) = (run / "model").glob("*.safetensors")
-    return file.read_bytes()
-
-
-def stop_after_four_steps(run: Path) -> None:
-    """The run as if it had been killed in its fifth step: its last checkpoint is the fourth's."""
-    for name in ("model", "checkpoints/step-000000006"):
-        shutil.rmtree(run / name)
-    for name in ("statement.json", "report.html", "MODEL_CARD.md"):
-        (run / name).unlink(missing_ok=True)
-    ledger = run / "ledger.jsonl"
-    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:-2]))
-
-
 @each_sampler
 def test_the_stated_epsilon_is_recomputed_from_the_ledger_and_a_stopped_run_ends_the_same(
     root: Path, tmp_path: Path, name: str
@@ -157,7 +133,14 @@ def test_the_stated_epsilon_is_recomputed_from_the_ledger_and_a_stopped_run_ends
     assert (run / "ledger.jsonl").read_bytes() == head
 
 
-@pytest.mark.parametrize("name", ["allocation", "balls-in-bins", "balanced-iteration"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "allocation",
+        pytest.param("balls-in-bins", marks=pytest.mark.slow),
+        pytest.param("balanced-iteration", marks=pytest.mark.slow),
+    ],
+)
 def test_a_longer_run_deals_users_afresh_and_is_composed(
     root: Path, tmp_path: Path, name: str
 ) -> None:

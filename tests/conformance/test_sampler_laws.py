@@ -37,7 +37,7 @@ from userdp.units import SamplingUnit
 
 USERS = 5
 SIGMAS = 4.5
-FEW, MANY = 800, 100_000
+FEW, MANY = 500, 100_000
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,18 @@ from part_examples import each, without_example
 
 from userdp.errors import InputError
 from userdp.index import UserIndex
-from userdp.sampling import SAMPLERS, Cohort, MinSeparated, Sampler
+from userdp.sampling import (
+    SAMPLERS,
+    Allocation,
+    BalancedIteration,
+    BallsInBins,
+    Cohort,
+    CyclicPoissonRecords,
+    CyclicPoissonUsers,
+    MinSeparated,
+    Sampler,
+    dealt,
+)
 from userdp.streams import RunSecret, Streams
 from userdp.units import SamplingUnit
 
@@ -68,7 +79,8 @@ def test_any_step_in_any_order_gives_the_same_cohort(part: Sampler) -> None:
     index = limited(part)
     in_order = [plain(part.draw(index, step, streams())) for step in range(STEPS)]
     for step in (STEPS - 1, 0, 7, 7, 3):
-        # An equal sampler in another process, which has drawn nothing before.
+        # An equal sampler on another rank, which has drawn nothing before.
+        dealt._remembered.clear()
         again = SAMPLERS.from_json(SAMPLERS.to_json(part))
         assert plain(again.draw(index, step, streams())) == in_order[step]
 
@@ -155,3 +167,53 @@ def test_parameters_are_frozen_named_and_written_down(part: Sampler) -> None:
 def test_groups_without_records_are_refused(part: Sampler) -> None:
     with pytest.raises(InputError, match="group_size"):
         replace(part, group_size=0)  # type: ignore[type-var]
+
+
+def steps_of_users(part: Sampler, steps: int = STEPS) -> list[list[int]]:
+    """The steps that each of the five users takes part in."""
+    index, owner_of_row = limited(part), np.asarray(OWNERS)
+    found: list[list[int]] = [[] for _ in range(5)]
+    for step in range(steps):
+        for user in np.unique(owner_of_row[part.draw(index, step, streams()).rows]):
+            found[user].append(step)
+    return found
+
+
+# What a sampler promises about every single run, whatever its coins say: how often each user takes
+# part in the first 30 steps, and how far apart.
+FIXED_NUMBER = {
+    Allocation: lambda part: {part.participations},
+    BalancedIteration: lambda part: {STEPS // part.round_length, STEPS // part.round_length + 1},
+    BallsInBins: lambda part: {STEPS // part.bins, STEPS // part.bins + 1},
+    MinSeparated: lambda part: set(range(part.group_size + 1)),
+}
+SEPARATION = {
+    BallsInBins: lambda part: part.bins,
+    CyclicPoissonUsers: lambda part: part.parts,
+    CyclicPoissonRecords: lambda part: part.parts,
+    MinSeparated: lambda part: part.separation,
+}
+
+
+@each(SAMPLERS)
+def test_users_take_part_as_often_and_as_far_apart_as_is_promised(part: Sampler) -> None:
+    for steps in steps_of_users(part):
+        if type(part) in FIXED_NUMBER:
+            assert len(steps) in FIXED_NUMBER[type(part)](part)
+        if type(part) in SEPARATION:
+            assert all(gap >= SEPARATION[type(part)](part) for gap in np.diff(steps))
+        if isinstance(part, BalancedIteration):
+            rounds = [step // part.round_length for step in steps]
+            assert len(set(rounds)) == len(rounds)
+
+
+@each(SAMPLERS)
+def test_steps_do_not_depend_on_how_many_rows_a_user_has(part: Sampler) -> None:
+    """Where users are drawn, the same users are drawn from an index in which they have one row."""
+    if part.unit is SamplingUnit.RECORD:
+        return
+    alone = UserIndex.from_owners(range(5))
+    for step in range(STEPS):
+        many = part.draw(limited(part), step, streams())
+        few = part.draw(alone, step, streams())
+        assert [OWNERS[group[0]] for group in many] == [int(group[0]) for group in few]

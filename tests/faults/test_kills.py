@@ -25,9 +25,19 @@ pytestmark = pytest.mark.slow
 
 STEPS = 100
 HERE = Path(__file__).parent
-KINDS = ("full", "adaptive", "lora")
+KINDS = ("full", "adaptive", "lora", "banded")
 # Of each kind: kills inside a save, inside the final save, in the ledger, and at moments of time.
 POINTS = {"save": 5, "final": 3, "ledger": 6, "time": 3}
+# Runs with these samplers are killed at fewer points: what they save is the same.
+SAMPLERS = {
+    "capped": 'sampler = "capped-poisson"\ncap = 5\n',
+    "cyclic": 'sampler = "cyclic-poisson"\nparts = 5\n',
+    "bins": 'sampler = "balls-in-bins"\n',
+    "balanced": 'sampler = "balanced-iteration"\n',
+    "allocation": 'sampler = "allocation"\n',
+    "fixed size": 'sampler = "without-replacement"\n',
+}
+POINTS_OF_SAMPLERS = {"save": 2, "final": 1, "ledger": 3, "time": 0}
 
 
 class Server:
@@ -78,12 +88,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_config(path: Path, root: Path, kind: str) -> Path:
     clipping = 'clipping = "adaptive"\nclip_count_noise = 2.0\n' if kind == "adaptive" else ""
     lora = "[model.lora]\nrank = 2\n" if kind == "lora" else ""
+    banded = (
+        'sampler = "cyclic-poisson"\nparts = 4\nnoise = "banded"\nbands = 4\n'
+        if kind == "banded"
+        else ""
+    )
     path.write_text(
         # Relative, so that the run is the same wherever it runs.
         '[data]\nstore = "store"\nsequence_length = 16\n'
         f'[model]\npath = "{root / "base"}"\n{lora}'
         "[privacy]\nnum_users = 24\nexpected_cohort_size = 4\ngroup_size = 2\nclip_norm = 0.5\n"
-        f"noise_multiplier = 1.0\ndelta = 1e-2\n{clipping}"
+        f"noise_multiplier = 1.0\ndelta = 1e-2\n{clipping}{banded}{SAMPLERS.get(kind, '')}"
         f"[training]\nsteps = {STEPS}\nfixed_seed = 1\ncheckpoint_every = 7\n"
         'schedule = "linear"\nlearning_rate = 0.01\n'
     )
@@ -109,7 +124,7 @@ def whole(
 ) -> dict[str, tuple[dict[str, bytes], dict[str, int]]]:
     """What runs release that nobody kills, and how often they come to each place."""
     found: dict[str, tuple[dict[str, bytes], dict[str, int]]] = {}
-    for kind in KINDS:
+    for kind in (*KINDS, *SAMPLERS):
         place = tmp_path_factory.mktemp("whole") / kind
         config = fresh(place, root, kind)
         answer = server.run(place, "train", config, "--out", "run")
@@ -124,13 +139,14 @@ def whole(
 def points(kind: str) -> list[tuple[str, int, float]]:
     """Where, and two numbers that choose the point: these are repeatable."""
     rng = random.Random(f"kills {kind}")
+    counts = POINTS_OF_SAMPLERS if kind in SAMPLERS else POINTS
     return [
-        (place, index, rng.random()) for place, count in POINTS.items() for index in range(count)
+        (place, index, rng.random()) for place, count in counts.items() for index in range(count)
     ]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *SAMPLERS])
 def test_runs_end_as_if_nobody_had_killed_them(
     root: Path, server: Server, whole: Any, tmp_path: Path, kind: str
 ) -> None:

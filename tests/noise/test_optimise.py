@@ -149,6 +149,15 @@ def test_errors_are_those_of_jax_privacy(
     assert found == pytest.approx(toeplitz, rel=5e-6)
 
 
+@pytest.mark.parametrize(("bands", "theirs"), [(2, 253.456644491), (3, 171.493576057)])
+def test_few_bands_for_many_steps_are_found_as_well(bands: int, theirs: float) -> None:
+    # A first trial that goes too far meets noise without bound, which must not end the search.
+    # `toeplitz.optimize_banded_toeplitz` of jax_privacy 2.0.0 for 1,000 steps, 500 iterations.
+    workload = Workload(steps=1000)
+    found = mean_error(workload, optimised_toeplitz(workload, bands))
+    assert found == pytest.approx(theirs, rel=5e-6)
+
+
 def test_error_for_momentum_and_a_falling_rate_is_that_of_jax_privacy() -> None:
     # `banded.optimize` of jax_privacy 2.0.0 for momentum 0.9 and rates 40/40, 39/40, ..., 1/40.
     theirs = 90.463724337

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from userdp.errors import UnaccountedPlanError
+from userdp.errors import InputError, UnaccountedPlanError
 from userdp.noise import Banded
 from userdp.noise.strategies.bands import Bands
 from userdp.noise.strategies.optimise import optimised
 from userdp.noise.strategies.sensitivity import banded_sensitivity, toeplitz_sensitivity
+from userdp.noise.strategies.unbanded import Buffered, InverseBands
 from userdp.noise.strategies.workload import Workload
 
 
@@ -126,3 +127,14 @@ def test_inverse_square_root_has_falling_positive_coefficients(
     coefficients = noise.matrix().coefficients()  # type: ignore[union-attr]
     assert (coefficients >= 0).all()
     assert (np.diff(coefficients) <= 1e-12).all()
+
+
+def test_strategies_whose_first_column_is_too_long_are_refused() -> None:
+    with pytest.raises(InputError, match="above 1"):
+        InverseBands(steps=4, noising=np.array([0.9, -0.3]))
+    with pytest.raises(InputError, match="above 1"):
+        Buffered(steps=4, diagonal=0.9, decays=(0.5,), scales=(0.6,))
+    with pytest.raises(InputError, match="decays"):
+        Buffered(steps=4, diagonal=0.5, decays=(1.0,), scales=(0.1,))
+    with pytest.raises(InputError, match="positive first one"):
+        InverseBands(steps=4, noising=np.array([0.0, -0.3]))

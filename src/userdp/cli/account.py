@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from userdp.cli import common, mechanism
-from userdp.cli.mechanism import AccountantName, NoiseKind
+from userdp.cli import common, mechanism, sampled
+from userdp.cli.mechanism import AccountantName
+from userdp.cli.sampled import NoiseKind
 from userdp.errors import InputError
 from userdp.run_files import read_run
 from userdp.units import Adjacency, SamplingUnit
@@ -18,19 +19,22 @@ from userdp.units import Adjacency, SamplingUnit
 def account(
     run: Annotated[Path | None, typer.Argument(help="Directory of a run: read its ledger.")] = None,
     unit: common.Unit = SamplingUnit.USER,
-    rate: mechanism.OptionalRate = None,
-    steps: mechanism.OptionalSteps = None,
+    rate: sampled.Rate = None,
+    steps: sampled.Steps = None,
     noise_multiplier: Annotated[
         float | None, typer.Option(help="Noise standard deviation over clip norm.")
     ] = None,
     delta: Annotated[float | None, typer.Option(help="Delta; below 1/N.")] = None,
     group_size: common.GroupSize = 1,
     adjacency: common.AdjacencyOption = Adjacency.ADD_REMOVE,
-    cap: mechanism.Cap = None,
-    users: mechanism.Users = None,
+    cap: sampled.Cap = None,
+    users: sampled.Users = None,
     accountant: mechanism.Accountant = AccountantName.PLD,
-    noise: mechanism.Noise = NoiseKind.GAUSSIAN,
-    participations: mechanism.Participations = None,
+    noise: sampled.NoiseOption = NoiseKind.GAUSSIAN,
+    sampler: sampled.SamplerOption = None,
+    participations: sampled.Participations = None,
+    parts: sampled.Parts = None,
+    bands: sampled.Bands = None,
     unfinished: common.Unfinished = False,
     json: common.Json = False,
 ) -> None:
@@ -45,7 +49,19 @@ def account(
             "give --rate, --steps, --noise-multiplier and --delta, or a run's directory."
         )
     described = mechanism.of_options(
-        unit, rate, steps, group_size, adjacency, accountant, cap, users, noise, participations
+        adjacency,
+        accountant,
+        sampler=sampler,
+        unit=unit,
+        rate=rate,
+        steps=steps,
+        group_size=group_size,
+        cap=cap,
+        users=users,
+        noise=noise,
+        participations=participations,
+        parts=parts,
+        bands=bands,
     )
     if noise_multiplier == 0:
         raise InputError("--noise-multiplier 0 protects nobody: epsilon is infinite.")
@@ -55,7 +71,7 @@ def account(
         described,
         noise_multiplier=noise_multiplier,
         delta=delta,
-        words=f"{described.in_words()}, noise_multiplier={noise_multiplier:g}",
+        words=f"{described.drawing.in_words()}, noise_multiplier={noise_multiplier:g}",
     )
     common.emit(json, payload, text)
 

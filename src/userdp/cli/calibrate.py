@@ -7,34 +7,53 @@ from typing import Annotated
 
 import typer
 
-from userdp.cli import common, mechanism
-from userdp.cli.mechanism import AccountantName, NoiseKind
+from userdp.cli import common, mechanism, sampled
+from userdp.cli.mechanism import AccountantName
+from userdp.cli.sampled import NoiseKind
 from userdp.units import Adjacency, SamplingUnit
 
 
 def calibrate(
     epsilon: Annotated[float, typer.Option(help="Target epsilon; the result is at most this.")],
     delta: common.Delta,
-    rate: mechanism.OptionalRate = None,
-    steps: mechanism.OptionalSteps = None,
+    rate: sampled.Rate = None,
+    steps: sampled.Steps = None,
     unit: common.Unit = SamplingUnit.USER,
     group_size: common.GroupSize = 1,
     adjacency: common.AdjacencyOption = Adjacency.ADD_REMOVE,
-    cap: mechanism.Cap = None,
-    users: mechanism.Users = None,
+    cap: sampled.Cap = None,
+    users: sampled.Users = None,
     accountant: mechanism.Accountant = AccountantName.PLD,
-    noise: mechanism.Noise = NoiseKind.GAUSSIAN,
-    participations: mechanism.Participations = None,
+    noise: sampled.NoiseOption = NoiseKind.GAUSSIAN,
+    sampler: sampled.SamplerOption = None,
+    participations: sampled.Participations = None,
+    parts: sampled.Parts = None,
+    bands: sampled.Bands = None,
     json: common.Json = False,
 ) -> None:
     """Find the least noise multiplier at which a run costs at most epsilon."""
     start = time.perf_counter()
     described = mechanism.of_options(
-        unit, rate, steps, group_size, adjacency, accountant, cap, users, noise, participations
+        adjacency,
+        accountant,
+        sampler=sampler,
+        unit=unit,
+        rate=rate,
+        steps=steps,
+        group_size=group_size,
+        cap=cap,
+        users=users,
+        noise=noise,
+        participations=participations,
+        parts=parts,
+        bands=bands,
     )
     noise_multiplier = described.calibrate(epsilon, delta)
     payload, text = mechanism.told(
-        described, noise_multiplier=noise_multiplier, delta=delta, words=described.in_words()
+        described,
+        noise_multiplier=noise_multiplier,
+        delta=delta,
+        words=described.drawing.in_words(),
     )
     common.emit(
         json,

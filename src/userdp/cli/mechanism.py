@@ -1,6 +1,7 @@
-"""The options that describe a mechanism in numbers, shared by `account` and `calibrate`.
+"""What `account` and `calibrate` share: a run described by numbers, and what it costs.
 
-Together they give the event of a run as a function of its noise multiplier, and an accountant.
+The options about who takes part are in `sampled`. Together with an adjacency and an accountant they
+give epsilon as a function of the noise multiplier.
 """
 
 from __future__ import annotations
@@ -13,13 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
-from userdp.accounting import accountant, events, group, renyi, steps
+from userdp.accounting import accountant, group, renyi, steps
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
-from userdp.cli import common
+from userdp.cli.sampled import Drawing, NoiseKind, SamplerName
 from userdp.errors import InputError, UnaccountedPlanError
-from userdp.noise import Gaussian
-from userdp.prices import event_of
 from userdp.statement import round_up
 from userdp.units import Adjacency, SamplingUnit
 
@@ -33,33 +32,11 @@ class AccountantName(StrEnum):
     GROUP_PRIVACY = "group-privacy"
 
 
-class NoiseKind(StrEnum):
-    """Independent noise at every step, or noise correlated by a banded matrix."""
-
-    GAUSSIAN = "gaussian"
-    BANDED = "banded"
-
-
-OptionalRate = Annotated[float | None, typer.Option("--rate", help="Sampling probability q or p.")]
-OptionalSteps = Annotated[int | None, typer.Option("--steps", help="Number of training steps.")]
 Accountant = Annotated[
     AccountantName,
     typer.Option(
         help="pld: exact and certified. rdp, moments (McMahan et al. 2018), group-privacy "
         "(black box): looser, for comparison."
-    ),
-]
-Cap = Annotated[
-    int | None, typer.Option(help="Cut cohorts to this many users; needs --users.", min=1)
-]
-Users = Annotated[int | None, typer.Option(help="Number of users N, for --cap.", min=1)]
-Noise = Annotated[NoiseKind, typer.Option(help="Independent or matrix-factorisation noise.")]
-Participations = Annotated[
-    int | None,
-    typer.Option(
-        help="With --noise banded: the most steps one user takes part in, each as far from the "
-        "next as the matrix has bands.",
-        min=1,
     ),
 ]
 
@@ -68,85 +45,19 @@ Participations = Annotated[
 class Mechanism:
     """A run described by public numbers, all but its noise."""
 
-    unit: SamplingUnit
-    rate: float | None
-    steps: int | None
-    group_size: int
+    drawing: Drawing
     adjacency: Adjacency
     accountant: AccountantName
-    cap: int | None
-    num_users: int | None
-    noise: NoiseKind
-    participations: int | None
 
     def __post_init__(self) -> None:
-        if self.noise is NoiseKind.BANDED:
-            self._check_banded()
+        if self.accountant is not AccountantName.GROUP_PRIVACY:
             return
-        if self.participations is not None:
-            raise InputError("--participations belongs to --noise banded.")
-        if self.rate is None or self.steps is None:
-            raise InputError(
-                "give --rate and --steps: the sampling probability and the run's length."
-            )
-        common.check_steps(self.steps)
-        common.sampler_of(self.unit, self.rate, self.group_size)  # refuses what is no probability
-        if (self.cap is None) != (self.num_users is None):
-            raise InputError("--cap and --users come together: give both or neither.")
-        if self.cap is not None and self.unit is SamplingUnit.RECORD:
-            raise InputError("--cap limits how many users a step has: use it with --unit user.")
-        if self.cap is not None and self.adjacency.fixed_graph:
-            raise InputError(
-                f"--cap {self.cap} with --adjacency {self.adjacency.value}: a cap cuts cohorts of "
-                "users, and a fixed graph is about sampled records, so no rule prices both. Leave "
-                "--cap and --users out, or use another adjacency."
-            )
-        if self.accountant is AccountantName.GROUP_PRIVACY and self.unit is SamplingUnit.USER:
+        if self.drawing.unit is SamplingUnit.USER:
             raise InputError("--accountant group-privacy is about records: use --unit record.")
-
-    def _check_banded(self) -> None:
-        if self.participations is None:
-            raise InputError(
-                "--noise banded needs --participations K, how often a user takes part."
-            )
-        if self.cap is not None or self.accountant is AccountantName.GROUP_PRIVACY:
-            raise InputError("--cap and --accountant group-privacy are about Poisson sampling.")
-        if self.unit is SamplingUnit.RECORD:
-            raise InputError(
-                f"--unit record (--group-size {self.group_size}) with --noise banded: the price "
-                "counts the steps a user takes part in, and would ignore that several records of "
-                "a user may share a step. Use --unit user."
-            )
-        if self.rate is not None and self.rate != 1:
-            raise InputError(
-                f"--rate {self.rate:g} with --noise banded: batches in a fixed order are not "
-                "sampled, so nothing is amplified. Leave --rate out."
-            )
 
     def event(self, noise_multiplier: float) -> DpEvent:
         """What the run costs with this noise."""
-        return self._event(noise_multiplier, self.group_size)
-
-    def _event(self, noise_multiplier: float, group_size: int) -> DpEvent:
-        if self.noise is NoiseKind.BANDED:
-            assert self.participations is not None
-            return events.min_separated_gaussian(
-                participations=self.participations, noise_multiplier=noise_multiplier
-            )
-        assert self.rate is not None
-        assert self.steps is not None
-        if self.cap is not None:
-            assert self.num_users is not None
-            step = events.capped_poisson_users_gaussian(
-                user_sampling_prob=self.rate,
-                cap=self.cap,
-                num_users=self.num_users,
-                noise_multiplier=noise_multiplier,
-            )
-            return events.repeated(step, self.steps)
-        sampler = common.sampler_of(self.unit, self.rate, group_size)
-        noise = Gaussian(noise_multiplier=noise_multiplier)
-        return event_of(sampler, noise, self.adjacency, steps=self.steps)
+        return self.drawing.event(noise_multiplier, self.adjacency)
 
     def evaluate(self, noise_multiplier: float, delta: float) -> Evaluation:
         """Epsilon by the chosen accountant."""
@@ -173,8 +84,8 @@ class Mechanism:
                 return renyi.moments_evaluation(event, delta=delta, adjacency=self.adjacency)
             case AccountantName.GROUP_PRIVACY:
                 return group.evaluation(
-                    self._event(noise_multiplier, 1),
-                    group_size=self.group_size,
+                    self.drawing.event(noise_multiplier, self.adjacency, group_size=1),
+                    group_size=self.drawing.group_size,
                     delta=delta,
                     adjacency=self.adjacency,
                 )
@@ -213,45 +124,38 @@ class Mechanism:
             )
         return found
 
-    def in_words(self) -> str:
-        """The run in one line."""
-        if self.noise is NoiseKind.BANDED:
-            return f"banded noise, at most {self.participations} well-separated steps a user"
-        words = (
-            f"{self.steps:,} steps, Poisson sampling of {self.unit.value}s at rate {self.rate:g}"
-        )
-        if self.cap is not None:
-            words += f", at most {self.cap:,} of {self.num_users:,} users a step"
-        if self.unit is SamplingUnit.RECORD:
-            words += f", at most {self.group_size} records a user"
-        return words
-
 
 def of_options(
+    adjacency: Adjacency,
+    accountant: AccountantName,
+    *,
+    sampler: SamplerName | None,
     unit: SamplingUnit,
     rate: float | None,
     steps: int | None,
     group_size: int,
-    adjacency: Adjacency,
-    accountant: AccountantName,
     cap: int | None,
     users: int | None,
     noise: NoiseKind,
     participations: int | None,
+    parts: int | None,
+    bands: int | None,
 ) -> Mechanism:
     """The mechanism that the options of `account` and `calibrate` describe."""
-    return Mechanism(
+    drawing = Drawing(
+        sampler=sampler,
         unit=unit,
         rate=rate,
         steps=steps,
         group_size=group_size,
-        adjacency=adjacency,
-        accountant=accountant,
         cap=cap,
         num_users=users,
         noise=noise,
         participations=participations,
+        parts=parts,
+        bands=bands,
     )
+    return Mechanism(drawing=drawing, adjacency=adjacency, accountant=accountant)
 
 
 def told(
@@ -273,7 +177,7 @@ def told(
         "epsilon_pld": None if exact is None else exact.epsilon,
         "delta": delta,
         "adjacency": described.adjacency.value,
-        "unit": described.unit.value,
+        "unit": described.drawing.unit.value,
         "protects": "user",
         "accountant": described.accountant.value,
         "certified_by": found.certified_by,

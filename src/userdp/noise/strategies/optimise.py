@@ -31,8 +31,10 @@ Floats = NDArray[np.float64]
 Objective = Callable[[Floats], tuple[float, Floats]]
 
 # The search ends if the error falls by a smaller share than this in an iteration.
-TOLERANCE = 1e-10
+TOLERANCE = 1e-9
 ITERATIONS = 1000
+FINER = 100.0
+LARGEST = 1e9
 
 
 def mean_error(workload: Workload, strategy: Bands) -> float:
@@ -96,17 +98,23 @@ def _check(workload: Workload, bands: int) -> int:
 
 
 def _least(objective: Objective, start: Floats) -> Floats:
-    # Scaled to 1 at the start, so that tolerances mean the same for every workload.
+    # Scaled to 1 at the start, so that tolerances mean the same for every workload. The first trial
+    # of the search has length 1, which would be too far: there noise may grow without bound.
     scale = objective(start)[0]
 
     def scaled(at: Floats) -> tuple[float, Floats]:
-        value, gradient = objective(at)
-        return value / scale, gradient / scale
+        with np.errstate(over="ignore", invalid="ignore"):
+            value, gradient = objective(at / FINER)
+        if not (np.isfinite(gradient).all() and value < LARGEST * scale):
+            # Uphill, back to where the search began.
+            away = at - start * FINER
+            return LARGEST, LARGEST * away / float(away @ away)
+        return value / scale, gradient / (scale * FINER)
 
     options = {"maxiter": ITERATIONS, "maxcor": 10, "ftol": TOLERANCE, "gtol": 0.0}
-    found: Any = minimize(scaled, start, jac=True, method="L-BFGS-B", options=options)
-    # A line search that went wrong must not leave a worse strategy than it began with.
-    return found.x if np.isfinite(found.fun) and found.fun <= 1 else start
+    found: Any = minimize(scaled, start * FINER, jac=True, method="L-BFGS-B", options=options)
+    # A search that went wrong must not leave a worse strategy than it began with.
+    return found.x / FINER if found.fun <= 1 else start
 
 
 def _through(workload: Workload, columns: Floats) -> Floats:
@@ -150,10 +158,13 @@ def _toeplitz_value(workload: Workload, row: Floats) -> tuple[float, Floats]:
     summed = _divided(impulse, np.array([1.0, workload.decay - 1]))
     response = _divided(_divided(summed, np.array([1.0, -workload.momentum])), row)
     weights = np.arange(n, 0, -1.0)
-    value = float(weights @ response**2)
-    moved = _divided(response, row)
-    # Entry j is the sum over s of weight_s v_s (v / C)_(s - j).
-    correlated = fftconvolve(weights * response, moved[::-1])[n - 1 : n - 1 + len(row)]
+    # The search may try a C whose inverse grows without bound. Its value is infinite, or no number,
+    # and the search turns back.
+    with np.errstate(over="ignore", invalid="ignore"):
+        value = float(weights @ response**2)
+        moved = _divided(response, row)
+        # Entry j is the sum over s of weight_s v_s (v / C)_(s - j).
+        correlated = fftconvolve(weights * response, moved[::-1])[n - 1 : n - 1 + len(row)]
     return value, -2 * correlated
 
 
