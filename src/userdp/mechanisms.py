@@ -10,7 +10,7 @@ clipped sum of M users, the noise in the model after step t has the standard dev
 where A is what the optimizer makes of the gradients (`noise.strategies.workload`). Errors here are
 for C = 1 and a learning rate of 1, so they compare mechanisms and nothing else. No mechanism wins
 everywhere (Ganesh et al. 2025, Sec. 5.3): amplification by sampling helps where epsilon is small,
-correlation where it is large or users come back often.
+correlation where it is large or users come back seldom.
 
 Public: everything. No data is read.
 """
@@ -26,7 +26,7 @@ from userdp.accounting import accountant
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.noise import Banded, Gaussian, Noise
 from userdp.noise.strategies.bands import Bands, identity
-from userdp.noise.strategies.optimise import final_error, mean_error
+from userdp.noise.strategies.optimise import final_error, mean_error, optimised_toeplitz
 from userdp.noise.strategies.workload import Workload
 from userdp.prices import calibrate
 from userdp.sampling import (
@@ -104,11 +104,11 @@ def compare(setting: MechanismSetting) -> list[MechanismChoice]:
     'poisson'
     """
     found: list[MechanismChoice] = []
-    for sampler, noise, groups, often in _tried(setting):
+    for tried in _tried(setting):
         try:
             multiplier = calibrate(
-                sampler,
-                noise,
+                tried.sampler,
+                tried.noise,
                 steps=setting.steps,
                 epsilon=setting.epsilon,
                 delta=setting.delta,
@@ -116,16 +116,15 @@ def compare(setting: MechanismSetting) -> list[MechanismChoice]:
             )
         except UnaccountedPlanError:
             continue
-        matrix = noise.matrix() if isinstance(noise, Banded) else identity(setting.steps)
-        assert isinstance(matrix, Bands)
         workload = setting.workload or Workload(steps=setting.steps)
-        scale = multiplier / groups
+        scale = multiplier / tried.groups
+        matrix = tried.strategy
         found.append(
             MechanismChoice(
-                sampler=sampler.name,
-                noise=noise.name,
+                sampler=tried.sampler.name,
+                noise=tried.noise.name,
                 bands=matrix.bands,
-                participations=often,
+                participations=tried.participations,
                 noise_multiplier=multiplier,
                 error=scale * math.sqrt(mean_error(workload, matrix)),
                 final_error=scale * math.sqrt(final_error(workload, matrix)),
@@ -135,41 +134,54 @@ def compare(setting: MechanismSetting) -> list[MechanismChoice]:
     return sorted(found, key=lambda choice: choice.error)
 
 
-def _tried(setting: MechanismSetting) -> Iterator[tuple[Sampler, Noise, float, float]]:
-    """Samplers and noises, with the users of a step and how often a user takes part."""
+@dataclass(frozen=True, kw_only=True)
+class _Tried:
+    """A sampler with a noise, the users of a step, and how often a user takes part."""
+
+    sampler: Sampler
+    noise: Noise
+    strategy: Bands
+    groups: float
+    participations: float
+
+
+def _tried(setting: MechanismSetting) -> Iterator[_Tried]:
+    """What is compared."""
     users, steps, length = setting.num_users, setting.steps, setting.round_length
-    independent = Gaussian(noise_multiplier=0.0)
     rate = setting.cohort_size / users
-    yield (
-        PoissonUsers(user_sampling_prob=rate, group_size=1),
-        independent,
-        setting.cohort_size,
-        steps * rate,
-    )
-    often = min(steps, max(1, round(steps * rate)))
-    allocated = Allocation(steps=steps, participations=often, group_size=1)
-    yield allocated, independent, users * often / steps, often
-    if length <= steps:
-        rounds = steps / length
-        bins = BallsInBins(bins=length, group_size=1)
-        yield bins, independent, users / length, rounds
-        yield (
-            BalancedIteration(round_length=length, group_size=1),
-            independent,
-            users / length,
-            rounds,
+    for sampler, participations in _samplers(setting):
+        yield _Tried(
+            sampler=sampler,
+            noise=Gaussian(noise_multiplier=0.0),
+            strategy=identity(steps),
+            groups=users * participations / steps,
+            participations=participations,
         )
     for bands in _numbers_of_bands(setting):
         # With as many parts as bands, a user's steps meet no common row of C. Within a part, users
-        # are sampled; with as many parts as a round has steps, everybody is, and nothing is
+        # are sampled. With as many parts as a round has steps, everybody is drawn, and nothing is
         # amplified.
-        within = min(1.0, bands * rate)
-        yield (
-            CyclicPoissonUsers(user_sampling_prob=within, parts=bands, group_size=1),
-            Banded.configured(steps=steps, bands=bands, strategy="toeplitz"),
-            users * within / bands,
-            steps * within / bands,
+        within = 1.0 if bands == length else min(1.0, bands * rate)
+        noise = Banded.configured(steps=steps, bands=bands, strategy="toeplitz")
+        yield _Tried(
+            sampler=CyclicPoissonUsers(user_sampling_prob=within, parts=bands, group_size=1),
+            noise=noise,
+            strategy=optimised_toeplitz(noise.workload_matrix, bands),
+            groups=users * within / bands,
+            participations=steps * within / bands,
         )
+
+
+def _samplers(setting: MechanismSetting) -> Iterator[tuple[Sampler, float]]:
+    """Samplers for independent noise, and how often each lets a user take part."""
+    steps, length = setting.steps, setting.round_length
+    rate = setting.cohort_size / setting.num_users
+    yield PoissonUsers(user_sampling_prob=rate, group_size=1), steps * rate
+    often = min(steps, max(1, round(steps * rate)))
+    yield Allocation(steps=steps, participations=often, group_size=1), often
+    if length <= steps:
+        yield BallsInBins(bins=length, group_size=1), steps / length
+        yield BalancedIteration(round_length=length, group_size=1), steps / length
 
 
 def _numbers_of_bands(setting: MechanismSetting) -> list[int]:
