@@ -59,6 +59,7 @@ ABOVE = {
     "planner": GROUND
     | {"accounting", "statement", "sampling", "clipping", "noise", "plan"}
     | {"norms", "prices"},
+    "mechanisms": GROUND | {"accounting", "noise", "prices", "sampling"},
     "own_keys": GROUND,
     "config_problems": GROUND | {"own_keys"},
     "ledger_rows": GROUND | {"chain"},

@@ -158,6 +158,7 @@ OPTIONS = {
         "--records-per-user",
         "--gradient-norms",
         "--assume",
+        "--noise-memory",
         "--times-users",
         "--model",
         "--sample-users",

@@ -14,7 +14,7 @@ import typer
 from userdp import defaults, planner
 from userdp import norms as norm_models
 from userdp.accounting import accountant, events
-from userdp.cli import charts, common
+from userdp.cli import charts, common, mechanism_table
 from userdp.clipping.rules import AutomaticClip
 from userdp.data.store import UserStore
 from userdp.errors import InputError
@@ -79,6 +79,13 @@ def plan(
         typer.Option(help="Also say what this many times the users would give; hypothetical."),
     ] = None,
     adjacency: common.AdjacencyOption = Adjacency.ADD_REMOVE,
+    noise_memory: Annotated[
+        int,
+        typer.Option(
+            help="Vectors of the model's size that correlated noise may keep; 0 leaves it out.",
+            min=0,
+        ),
+    ] = 31,
     plot: Annotated[Path | None, typer.Option(help="Write the plots to this .svg file.")] = None,
     json: common.Json = False,
 ) -> None:
@@ -136,6 +143,7 @@ def plan(
     stddev = found.best.noise_stddev * noise_multiplier / found.best.noise_multiplier
     not_covered = _not_covered(peeked, gradient_norms)
     rates = _rates(_width(model))
+    mechanisms = mechanism_table.compared(setting, found.best, noise_memory)
     if plot is not None:
         plot.write_text(charts.plan_svg(_by_compute(setting, norms), found), encoding="utf-8")
         common.say(f"wrote {plot}")
@@ -159,6 +167,7 @@ def plan(
             "gradient_norms": source,
             "norms": found_norms,
             "reasons": list(found.reasons),
+            "mechanisms": [choice.to_json() for choice in mechanisms],
             "strategies": {name: list(split) for name, split in found.strategies.items()},
             "candidates": [candidate.to_json() for candidate in found.candidates],
             "other_steps": [candidate.to_json() for candidate in found.other_steps],
@@ -166,8 +175,12 @@ def plan(
             "peeked": peeked,
             "not_covered": not_covered,
         },
-        _in_words(
-            setting, found, noise_multiplier, stddev, reached, by, source, rates, not_covered
+        "\n".join(
+            [
+                _in_words(setting, found, noise_multiplier, stddev, reached, by, source, rates),
+                *mechanism_table.in_words(mechanisms),
+                *(f"not covered: {entry}" for entry in not_covered),
+            ]
         ),
     )
 
@@ -313,7 +326,6 @@ def _in_words(
     by: str,
     source: str,
     rates: dict[str, float],
-    not_covered: list[str],
 ) -> str:
     best = found.best
     what = "users" if best.method == planner.ULS else "records"
@@ -341,5 +353,4 @@ def _in_words(
     if found.hypothetical:
         lines += ["", "HYPOTHETICAL: if there were more users", ""]
         lines.append(charts.candidate_table(found.hypothetical, None))
-    lines += [f"not covered: {entry}" for entry in not_covered]
     return "\n".join(lines)

@@ -158,10 +158,13 @@ def _toeplitz_value(workload: Workload, row: Floats) -> tuple[float, Floats]:
     summed = _divided(impulse, np.array([1.0, workload.decay - 1]))
     response = _divided(_divided(summed, np.array([1.0, -workload.momentum])), row)
     weights = np.arange(n, 0, -1.0)
-    value = float(weights @ response**2)
-    moved = _divided(response, row)
-    # Entry j is the sum over s of weight_s v_s (v / C)_(s - j).
-    correlated = fftconvolve(weights * response, moved[::-1])[n - 1 : n - 1 + len(row)]
+    # The search may try a C whose inverse grows without bound. Its value is infinite, or no number,
+    # and the search turns back.
+    with np.errstate(over="ignore", invalid="ignore"):
+        value = float(weights @ response**2)
+        moved = _divided(response, row)
+        # Entry j is the sum over s of weight_s v_s (v / C)_(s - j).
+        correlated = fftconvolve(weights * response, moved[::-1])[n - 1 : n - 1 + len(row)]
     return value, -2 * correlated
 
 

@@ -1,0 +1,1 @@
+"""Which sampler and noise leave the least error, over epsilon and how often users come back."""
