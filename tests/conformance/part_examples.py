@@ -19,6 +19,7 @@ from userdp.clipping.rules import (
 from userdp.noise import Gaussian
 from userdp.parts import Part, Registry
 from userdp.sampling import PoissonRecords, PoissonUsers
+from userdp.updates.fedavg import FedAvg
 from userdp.updates.filter import Filter
 from userdp.updates.mean_gradient import MeanGradient
 
@@ -38,6 +39,17 @@ EXAMPLES: list[Part] = [
     AutomaticClip(),
     AutomaticClip(stability=1e-6),
     AdaptiveClip(clip_norm=2.0, count_noise=3.0),
+    FedAvg(local_learning_rate=0.5),
+    FedAvg(
+        local_learning_rate=0.1,
+        local_epochs=2,
+        local_batch_size=2,
+        user_weight_cap=4.0,
+        total_weight=1.5,
+        estimator="f_c",
+        min_weight=1.0,
+        update_penalty=0.1,
+    ),
     MeanGradient(),
     Filter(),
     Filter(concentration=0.05, threshold=0.9, threshold_epsilon=3.0, threshold_delta=1e-8),

@@ -32,6 +32,9 @@ class ClipRule(Part):
 
     # Whether each layer is clipped on its own; `share` is then that of one layer.
     by_layer: ClassVar[bool] = False
+    # Whether clipping twice is clipping once, as it is for a projection. Local training clips after
+    # every local step.
+    is_projection: ClassVar[bool] = False
     clip_norm: float
 
     @abstractmethod
@@ -82,6 +85,7 @@ class FlatClip(ClipRule):
     """
 
     name: ClassVar[str] = "flat"
+    is_projection: ClassVar[bool] = True
     keys: ClassVar[Mapping[str, str]] = {"clip_norm": "clip_norm"}
     clip_norm: float
 
@@ -130,6 +134,7 @@ class NormalisedClip(FlatClip):
     """
 
     name: ClassVar[str] = "normalised"
+    is_projection: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
