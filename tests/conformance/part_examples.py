@@ -15,6 +15,7 @@ from userdp.clipping.rules import (
     FlatClip,
     NormalisedClip,
     PerLayerClip,
+    ScheduledClip,
 )
 from userdp.noise import Gaussian
 from userdp.parts import Part, Registry
@@ -39,6 +40,8 @@ EXAMPLES: list[Part] = [
     AutomaticClip(),
     AutomaticClip(stability=1e-6),
     AdaptiveClip(clip_norm=2.0, count_noise=3.0),
+    ScheduledClip(phases=((0, 2.0),)),
+    ScheduledClip(phases=((0, 2.0), (5, 0.5), (9, 0.1))),
     FedAvg(local_learning_rate=0.5),
     FedAvg(
         local_learning_rate=0.1,
