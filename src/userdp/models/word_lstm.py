@@ -104,7 +104,8 @@ class WordLSTM(PreTrainedModel):
             state = torch.sigmoid(leave) * torch.tanh(cell)
             states.append(state)
         out = self.output_embedding(torch.stack(states, dim=1))
-        return CausalLMOutput(logits=F.linear(out, words))
+        logits: Any = F.linear(out, words)
+        return CausalLMOutput(logits=logits)
 
 
 AutoConfig.register(WordLSTMConfig.model_type, WordLSTMConfig)
