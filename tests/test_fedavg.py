@@ -34,7 +34,7 @@ def groups() -> list[Batch]:
 def summed(
     model: nn.Module, update: FedAvg, rule: ClipRule, path: str, cohort: Sequence[Batch]
 ) -> tuple[Tensor, float]:
-    found = summation(
+    made = summation(
         model,
         list(trainable_parameters(model).values()),
         update,
@@ -42,7 +42,10 @@ def summed(
         record_loss=causal_lm_loss,
         settings=StepSettings(path=path),  # type: ignore[arg-type]
         sequence_length=16,
-    ).clipped_sum(cohort, rule)
+    )
+    found = made.clipped_sum(cohort, rule)
+    # Otherwise the fast path would be compared with nothing: who cannot be stacked trains alone.
+    assert path == "plain" or made.trains_many_at_once  # type: ignore[attr-defined]
     return torch.cat([view.flatten() for view in found.total.views]), found.total_weight
 
 
@@ -117,13 +120,11 @@ def test_one_epoch_of_one_batch_is_the_gradient_times_the_rate() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rtol", "atol"), [(torch.float32, 1e-5, 1e-6), (torch.float64, 1e-10, 1e-12)]
-)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("rule", [FlatClip(clip_norm=0.3), PerLayerClip(clip_norm=0.3), INFINITE])
 @pytest.mark.parametrize("architecture", ["gpt2 tied", "llama", "llama tied + lora"])
 def test_many_users_at_once_are_the_users_one_by_one(
-    architecture: str, rule: ClipRule, dtype: torch.dtype, rtol: float, atol: float
+    architecture: str, rule: ClipRule, dtype: torch.dtype, most: float
 ) -> None:
     torch.manual_seed(0)
     model = models_zoo.BUILDERS[architecture]().eval().to(dtype)
@@ -132,7 +133,7 @@ def test_many_users_at_once_are_the_users_one_by_one(
     )
     one_by_one, weight = summed(model, update, rule, "plain", groups())
     at_once, same_weight = summed(model, update, rule, "fast", groups())
-    torch.testing.assert_close(at_once, one_by_one, rtol=rtol, atol=atol)
+    assert float((at_once - one_by_one).norm()) <= most * float(one_by_one.norm())
     assert weight == pytest.approx(same_weight) == pytest.approx(1 + 1 / 3 + 1 + 2 / 3 + 1)
 
 
@@ -199,6 +200,25 @@ def test_one_users_bad_numbers_change_nobody_else(path: str) -> None:
         assert float(moved.norm()) <= 0.3 * (1 + 1e-5)
         if not math.isfinite(factor):
             assert float(moved.norm()) <= 1e-5
+
+
+def test_torch_s_own_lstm_trains_one_user_at_a_time() -> None:
+    model = models_zoo.BUILDERS["lstm tied"]()
+    made = summation(
+        model,
+        list(model.parameters()),
+        FedAvg(local_learning_rate=0.5, local_batch_size=2),
+        INFINITE,
+        record_loss=causal_lm_loss,
+        settings=StepSettings(),
+        sequence_length=16,
+    )
+    assert not made.trains_many_at_once  # type: ignore[attr-defined]
+    found = made.clipped_sum(groups(), INFINITE).total.values
+    alone, _ = summed(
+        model, FedAvg(local_learning_rate=0.5, local_batch_size=2), INFINITE, "plain", groups()
+    )
+    assert float(found.norm()) == pytest.approx(float(alone.norm()), rel=1e-6)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2 tied", "lstm tied"])

@@ -14,13 +14,16 @@ Shapes: U users, B records of a local batch. Everything is secret until noise is
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from userdp.clipping.batches.users import PADDING, is_padded
 from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
@@ -61,9 +64,19 @@ class LocalClipping:
         self._names = [f"model.{names[id(parameter)]}" for parameter in self._parameters]
         self._losses = _Losses(model, record_loss)
         groups = clip_groups(model)
-        self._layers = torch.tensor([groups[id(parameter)] for parameter in self._parameters])
+        self._layers = [groups[id(parameter)] for parameter in self._parameters]
+        device = self._parameters[0].device.type
+        self._compiles = (
+            device == "cuda" if settings.compile_blocks is None else settings.compile_blocks
+        )
+        copies = sum(parameter.numel() for parameter in self._parameters)
+        stacked = _MOST_STACKED.get(device, _MOST_STACKED["cpu"])
+        self._most_users = max(1, min(_MOST_USERS, stacked // copies))
+        self._step: tuple[type[ClipRule], Callable[..., list[Tensor]]] | None = None
         self.differs = False
-        self._can_stack = True
+        # Until a model is seen that cannot be vectorised. torch's recurrent layers keep a list of
+        # their weights outside of their parameters, which cannot be exchanged.
+        self.trains_many_at_once = not any(isinstance(m, nn.RNNBase) for m in model.modules())
 
     @property
     def skip_failing(self) -> bool:
@@ -88,7 +101,7 @@ class LocalClipping:
         within, weight = 0, 0.0
         failures = Failures(self.skip_failing)
         for users in self._microbatches(listed):
-            if self._can_stack:
+            if self.trains_many_at_once:
                 found = self._trained(users, rule)
                 if found is not None:
                     for view, tensor in zip(total.views, found.sums, strict=True):
@@ -105,12 +118,9 @@ class LocalClipping:
 
     def _microbatches(self, groups: Sequence[Batch]) -> Iterator[list[Batch]]:
         """Users of similar size together, as many as their copies have room."""
-        copies = sum(parameter.numel() for parameter in self._parameters)
-        device = self._parameters[0].device.type
-        most = max(1, min(_MOST_USERS, _MOST_STACKED.get(device, 2**26) // copies))
         ordered = sorted(groups, key=_num_records)
-        for first in range(0, len(ordered), most):
-            yield ordered[first : first + most]
+        for first in range(0, len(ordered), self._most_users):
+            yield ordered[first : first + self._most_users]
 
     def _trained(self, users: list[Batch], rule: ClipRule) -> _Trained | None:
         """The users' clipped and weighted updates, added up; None if they cannot be stacked."""
@@ -122,7 +132,7 @@ class LocalClipping:
             # What cannot be vectorised fails for everybody, so it is not tried again. Users whose
             # own data fails are found when they run alone.
             if not self._is_data_fault(users, rule):
-                self._can_stack = False
+                self.trains_many_at_once = False
                 _LOG.warning(
                     "users train one at a time: this model cannot be vectorised (%s).",
                     type(error).__name__,
@@ -151,52 +161,90 @@ class LocalClipping:
 
     def _ways(self, users: Sequence[Batch], rule: ClipRule) -> list[Tensor]:
         """theta - theta^0 of every user after its local training (Alg. 1, UserUpdateFedAvg)."""
-        rule_of = self._update
         device = self._parameters[0].device
-        stacked = _Stacked.of(users, rule_of.local_batch_size, device)
+        # Compiled code is for one number of users, so places without a user fill up the last
+        # microbatch.
+        places = self._most_users if self._compiles else len(users)
+        stacked = _Stacked.of(
+            users, self._update.local_batch_size, places, device, few_lengths=self._compiles
+        )
         start = [at_least_float32(parameter.detach()) for parameter in self._parameters]
-        way = [tensor.new_zeros((len(users), *tensor.shape)) for tensor in start]
-        theta = [theta_0 + none for theta_0, none in zip(start, way, strict=True)]
-        dtype = self._compute_dtype
-        step = vmap(grad(self._losses.of_one), in_dims=(0, 0, 0))
-        for _ in range(rule_of.local_epochs):
+        way = [tensor.new_zeros((places, *tensor.shape)) for tensor in start]
+        clip_norm = torch.tensor(rule.clip_norm, dtype=torch.float64, device=device)
+        step = self._step_of(rule)
+        for _ in range(self._update.local_epochs):
             for number in range(stacked.most_batches):
-                batch, mask_UB, acts_U = stacked.local_batch(number)
-                weights = {
-                    name: now.to(parameter.dtype)
-                    for name, parameter, now in zip(
-                        self._names, self._parameters, theta, strict=True
-                    )
-                }
-                with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                    gradients = step(weights, batch, mask_UB)
-                moved = [
-                    rule_of.local_step(now, theta_0, gradients[name].to(now.dtype)) - theta_0
-                    for now, theta_0, name in zip(theta, start, self._names, strict=True)
-                ]
-                clipped, _ = self._clipped(moved, rule)
-                way = [
-                    torch.where(_over(acts_U, new), new, old)
-                    for new, old in zip(clipped, way, strict=True)
-                ]
-                theta = [theta_0 + gone for theta_0, gone in zip(start, way, strict=True)]
-        return way
+                with warnings.catch_warnings():
+                    # Some operations are computed user by user, and torch says so each time.
+                    warnings.filterwarnings("ignore", "There is a performance drop")
+                    way = step(way, start, *stacked.local_batch(number), clip_norm)
+        return [tensor[: len(users)] for tensor in way]
 
-    def _clipped(self, updates: list[Tensor], rule: ClipRule) -> tuple[list[Tensor], Tensor]:
-        """Each user's update scaled to the rule's bound, and the squared norms (layers, users)."""
+    def _step_of(self, rule: ClipRule) -> Callable[..., list[Tensor]]:
+        """One local step of all users, compiled on CUDA.
+
+        The clip norm is an argument of the step, so that a rule at another clip norm is no new one.
+        """
+        if self._step is None or self._step[0] is not type(rule):
+            step = partial(self._local_step, rule)
+            compiled = torch.compile(step, dynamic=False) if self._compiles else step
+            self._step = (type(rule), compiled)
+        return self._step[1]
+
+    def _local_step(
+        self,
+        rule: ClipRule,
+        way: list[Tensor],
+        start: list[Tensor],
+        batch: Batch,
+        mask_UB: Tensor,
+        acts_U: Tensor,
+        clip_norm: Tensor,
+    ) -> list[Tensor]:
+        """The users' ways after one more local step; who has no batch left stays where it is."""
+        theta = [theta_0 + gone for theta_0, gone in zip(start, way, strict=True)]
+        weights = {
+            name: now.to(parameter.dtype)
+            for name, parameter, now in zip(self._names, self._parameters, theta, strict=True)
+        }
+        dtype = self._compute_dtype
+        with (
+            torch.autocast(clip_norm.device.type, dtype, enabled=dtype is not None),
+            # The other kinds of attention would be computed user by user.
+            sdpa_kernel(SDPBackend.MATH),
+        ):
+            gradients = vmap(grad(self._losses.of_one))(weights, batch, mask_UB)
+        moved = [
+            self._update.local_step(now, theta_0, gradients[name].to(now.dtype)) - theta_0
+            for now, theta_0, name in zip(theta, start, self._names, strict=True)
+        ]
+        clipped, _ = self._clipped(moved, rule, clip_norm)
+        return [
+            torch.where(_over(acts_U, new), new, old) for new, old in zip(clipped, way, strict=True)
+        ]
+
+    def _clipped(
+        self, updates: list[Tensor], rule: ClipRule, clip_norm: Tensor | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        """Each user's update scaled to the rule's bound, and the squared norms (layers, users).
+
+        `clip_norm` is the rule's own where it lives on the device: compiled code reads it there.
+        """
         squares = torch.stack(
             [
                 torch.linalg.vector_norm(t.flatten(1), dim=1, dtype=torch.float64).square()
                 for t in updates
             ]
         )
-        numbers = self._layers.to(squares.device)
-        if not rule.by_layer:
-            numbers = torch.zeros_like(numbers)
-        squared = squares.new_zeros(int(numbers.max()) + 1, squares.shape[1])
-        squared.index_add_(0, numbers, squares)
+        layers = self._layers if rule.by_layer else [0] * len(updates)
+        squared = torch.stack(
+            [
+                squares[[place for place, layer in enumerate(layers) if layer == number]].sum(0)
+                for number in range(max(layers) + 1)
+            ]
+        )
         margin = ROUNDING_MARGIN * max(torch.finfo(tensor.dtype).eps for tensor in updates)
-        factors = clip_factors(squared, rule, margin=margin)[numbers]
+        factors = clip_factors(squared, rule, margin=margin, clip_norm=clip_norm)[layers]
         scaled = [
             torch.where(
                 _over(factor > 0, tensor), tensor * _over(factor.to(tensor.dtype), tensor), 0.0
@@ -243,16 +291,29 @@ class _Stacked:
     batch_size: int
 
     @staticmethod
-    def of(users: Sequence[Batch], batch_size: int, device: torch.device) -> _Stacked:
-        """The users' records side by side."""
-        counts = [_num_records(group) for group in users]
+    def of(
+        users: Sequence[Batch],
+        batch_size: int,
+        places: int,
+        device: torch.device,
+        *,
+        few_lengths: bool,
+    ) -> _Stacked:
+        """The users' records side by side, and after them places without records.
+
+        With `few_lengths` records are padded to a power of two, so that code is compiled for few
+        lengths only.
+        """
+        counts = [_num_records(group) for group in users] + [0] * (places - len(users))
         rows = -(-max(counts) // batch_size) * batch_size
         tensors: dict[str, Tensor] = {}
         for name, first in users[0].items():
             padded = is_padded(name, first)
             length = max(group[name].shape[1] for group in users) if padded else 0
+            if few_lengths and length:
+                length = 1 << (length - 1).bit_length()
             shape = (length, *first.shape[2:]) if padded else first.shape[1:]
-            whole = first.new_full((len(users), rows, *shape), PADDING[name] if padded else 0)
+            whole = first.new_full((places, rows, *shape), PADDING[name] if padded else 0)
             for place, group in enumerate(users):
                 own, part = whole[place, : len(group[name])], group[name]
                 (own[:, : part.shape[1]] if padded else own).copy_(part)
