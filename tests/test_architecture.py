@@ -46,6 +46,7 @@ ABOVE = {
     | {"accounting", "composition", "earlier", "marks", "paid", "prices", "sampling"},
     "plan_words": GROUND
     | {"composition", "earlier", "marked_price", "marks", "paid", "statement", "wording"},
+    "plan_checks": GROUND | {"accounting", "marked_price", "prices", "sampling"},
     "prices": GROUND
     | {"accounting", "correlated_prices", "earlier", "noise", "paid", "sampling", "statement"}
     | {"updates"},
@@ -55,7 +56,7 @@ ABOVE = {
     "defaults": GROUND,
     "plan": GROUND
     | {"accounting", "clipping", "earlier", "noise", "paid", "prices", "sampling", "statement"}
-    | {"composition", "defaults", "marked_price", "marks", "plan_words", "updates"},
+    | {"composition", "defaults", "marked_price", "marks", "plan_checks", "plan_words", "updates"},
     "planner": GROUND
     | {"accounting", "statement", "sampling", "clipping", "noise", "plan"}
     | {"norms", "prices"},
@@ -100,9 +101,10 @@ ABOVE = {
     "digests": GROUND | {"models"},
     "lineage": GROUND | {"earlier", "ledger", "run_files"},
     "kept": GROUND | {"clipping", "losses", "models"},
-    "neighbours": GROUND | {"clipping", "losses", "models", "updates"},
+    "seen": GROUND,
+    "neighbours": GROUND | {"clipping", "losses", "models", "seen", "updates"},
     "checked_model": GROUND | {"clipping", "losses", "models", "plan", "probe", "sampling"},
-    "probe": GROUND | {"kept"} | {"clipping", "losses", "models", "neighbours", "updates"},
+    "probe": GROUND | {"kept"} | {"clipping", "losses", "models", "neighbours", "seen", "updates"},
     "checkpoints": GROUND | {"chain", "data"},
     "same_run": GROUND | {"checkpoints", "digests", "ledger", "plan"},
     "run_record": GROUND
@@ -159,6 +161,7 @@ TORCH_FREE = [
     "parts",
     "own_keys",
     "updates.contract",
+    "updates.estimators",
     "updates.filter",
     "updates.halting",
     "statement",
@@ -167,6 +170,7 @@ TORCH_FREE = [
     "wording",
     "marks",
     "marked_price",
+    "plan_checks",
     "plan_words",
     "prices",
     "composition",

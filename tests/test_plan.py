@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from userdp.clipping.rules import FlatClip
+from userdp.clipping.rules import FlatClip, ScheduledClip
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.index import UserIndex
+from userdp.noise import Banded
 from userdp.noise.gaussian import Gaussian
 from userdp.plan import Plan
 from userdp.prices import event_of
@@ -21,6 +22,7 @@ from userdp.sampling import (
     Allocation,
     CappedPoissonUsers,
     Cohort,
+    CyclicPoissonUsers,
     PoissonRecords,
     PoissonUsers,
     PublicNumbers,
@@ -340,4 +342,19 @@ def test_a_price_that_depends_on_the_number_of_users_says_so(kind: type[Sampler]
     with pytest.raises(InputError, match="more users than num_users=100"):
         plan.sampler.draw(
             UserIndex.from_owners(range(101)), 0, RunSecret.fixed_for_tests(0).streams("cohort")
+        )
+
+
+def test_a_clip_norm_that_changes_has_no_price_with_correlated_noise() -> None:
+    clip = ScheduledClip(phases=((0, 1.0), (3, 0.5)))
+    with pytest.raises(UnaccountedPlanError, match="changes the clip norm"):
+        Plan.of(
+            CyclicPoissonUsers,
+            PublicNumbers(
+                num_users=100, num_records=100, expected_groups=10, group_size=1, steps=6
+            ),
+            own={"parts": 2},
+            clip=clip,
+            noise=Banded.configured(steps=6, bands=2),
+            noise_multiplier=1.0,
         )

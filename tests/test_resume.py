@@ -14,7 +14,7 @@ import userdp
 from tiny import make_model, make_store
 from userdp import Lora, Plan, load_model
 from userdp.checkpoints import Saving
-from userdp.clipping.rules import AdaptiveClip
+from userdp.clipping.rules import AdaptiveClip, ScheduledClip
 from userdp.data.store import UserStore
 from userdp.digests import trained_digest
 from userdp.errors import BudgetExhaustedError, InputError, LedgerError
@@ -29,6 +29,7 @@ from userdp.run_record import checkpoints_of
 from userdp.streams import RunSecret
 from userdp.tasks import CausalTask
 from userdp.training import Run
+from userdp.updates.fedavg import FedAvg
 
 STEPS = 6
 
@@ -130,6 +131,25 @@ def assert_same(one: Run, other: Run) -> None:
 @pytest.fixture(scope="module")
 def whole(root: Path) -> Run:
     return run(root, root / "whole")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"update": FedAvg(local_learning_rate=0.5, local_batch_size=1, user_weight_cap=2.0)},
+        {"update": FedAvg(local_learning_rate=0.5, estimator="f_c", min_weight=20.0)},
+        {"clip_norm": None, "clip": ScheduledClip(phases=((0, 0.5), (3, 0.1)))},
+    ],
+    ids=["fedavg", "f_c", "schedule"],
+)
+def test_local_training_and_scheduled_clipping_go_on_bit_for_bit(
+    root: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    chosen, settings = plan(**changes), userdp.StepSettings(path="fast")
+    straight = run(root, tmp_path / "a", chosen=chosen, settings=settings)
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "b", chosen=chosen, settings=settings, stop_after=3)
+    assert_same(straight, run(root, tmp_path / "b", chosen=chosen, settings=settings, resume=True))
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 5, 6])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from userdp.clipping.batches.users import PADDING, is_padded
 from userdp.clipping.execute.models import num_classes_of
 from userdp.clipping.plain import PlainClipping
+from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.summation import Summation, summation
 from userdp.errors import NothingSeenError, UntriedModelError
@@ -149,7 +150,7 @@ class CheckedModel:
         self.is_checked = self.summation.skip_failing = True
         self.summation.load_state_dict(state["sums"])
 
-    def update_of_one(self, groups: Sequence[Batch]) -> Update | None:
+    def update_of_one(self, groups: Sequence[Batch], rule: ClipRule) -> Update | None:
         """The update of the first group with rows, if the loss is one's own. Secret.
 
         It must be the same before and after the step's sum is computed.
@@ -158,7 +159,7 @@ class CheckedModel:
         if self._witness is None or first is None:
             return None
         try:
-            return self._witness.update(first)
+            return self._witness.update(first, rule)
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception:

@@ -126,14 +126,17 @@ def evaluate(
     task: Task | None = None,
     batch_tokens: int = 8192,
     compute_dtype: torch.dtype | None = None,
+    unknown: int | None = None,
 ) -> Evaluation:
     """Measure the model on all rows, in batches of rows of similar length.
 
     `task` says what is predicted: by default the next token, where it carries loss.
     `compute_dtype` is the dtype of products, by autocast; None leaves that of the weights.
+    `unknown` is the token of words outside a dictionary: where it is the next one, no prediction
+    is right, so that dictionaries can be compared (McMahan et al. 2018, App. B).
     """
     task = task or CausalTask(pad_token=pad_token)
-    sums = _row_sums(model, rows, task, batch_tokens, compute_dtype)
+    sums = _row_sums(model, rows, task, batch_tokens, compute_dtype, unknown)
     return _summary(sums, np.arange(len(rows)), np.asarray(rows.owners))
 
 
@@ -152,7 +155,8 @@ def evaluate_store(
     rows = tokenise_by_record(
         store, tokenizer, sequence_length=sequence_length, encoding=task.encoding
     )
-    sums = _row_sums(model, rows, task, batch_tokens, compute_dtype)
+    unknown = unknown_word(tokenizer)
+    sums = _row_sums(model, rows, task, batch_tokens, compute_dtype, unknown)
     records = np.asarray(rows.owners)
     owners = store.users_per_record()[records]
     row = np.repeat(np.arange(len(rows)), owners)
@@ -177,6 +181,7 @@ def _row_sums(
     task: Task,
     batch_tokens: int,
     compute_dtype: torch.dtype | None,
+    unknown: int | None,
 ) -> _RowSums:
     device = next(model.parameters()).device
     waiting = _batches(np.diff(rows.indptr), batch_tokens)[::-1]
@@ -186,7 +191,7 @@ def _row_sums(
         while waiting:
             chosen = waiting.pop()
             try:
-                found.append(_batch_sums(*_predict(model, rows, chosen, device, task)))
+                found.append(_batch_sums(*_predict(model, rows, chosen, device, task), unknown))
             except torch.OutOfMemoryError:
                 # Training may have left little memory. A charged run must not end for that.
                 if len(chosen) == 1:
@@ -201,7 +206,7 @@ def _row_sums(
     return _RowSums(loss=sums[0], correct=sums[1].astype(np.int64), tokens=sums[2].astype(np.int64))
 
 
-def _batch_sums(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _batch_sums(logits: torch.Tensor, targets: torch.Tensor, unknown: int | None) -> torch.Tensor:
     """Losses, right predictions and predicted tokens, summed over each row.
 
     They stay on the device until the end, so that no batch waits for another.
@@ -210,8 +215,22 @@ def _batch_sums(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     losses = F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
     ).view(targets.shape)
-    told = (losses, logits.argmax(-1) == targets, targets != IGNORED_LABEL)
+    right = logits.argmax(-1) == targets
+    if unknown is not None:
+        right &= targets != unknown
+    told = (losses, right, targets != IGNORED_LABEL)
     return torch.stack([one.double().sum(1) for one in told])
+
+
+def unknown_word(tokenizer: Any) -> int | None:
+    """The token of words outside the dictionary; None if the tokenizer can spell every text.
+
+    Tokenizers of pieces of words name some other token as the unknown one, which stands for
+    something else.
+    """
+    others = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    return None if unknown in others else unknown
 
 
 def _products_in(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:

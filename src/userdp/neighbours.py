@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -25,18 +25,16 @@ from userdp.clipping.layer_groups import clip_groups
 from userdp.clipping.plain import PlainClipping, clip_update
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
+from userdp.clipping.summation import Summation, summation
 from userdp.errors import NothingSeenError, UntriedModelError
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, Update, coarsest_dtype, wide_dtype
 from userdp.models.checks import trainable_parameters
+from userdp.seen import MOST_COUPLING, Probe
 from userdp.updates.contract import UpdateRule
 
 Path = Literal["fast", "plain"]
 Group = dict[str, Tensor]
 
-# How far a sum may move in total, and how far beyond the user's own update, in clip norms. Rounding
-# in float32 explains this much on any device.
-MOST_MOVEMENT = 1 + 1e-4
-MOST_COUPLING = 1e-3
 # Coupling grows with the cohort, and real cohorts are larger than a probe's. So nothing is allowed
 # beyond what rounding needs. On the CPU the fast path needs only this much. In float64 it needs
 # more than float64 rounding, because some models compute their norms in float32.
@@ -61,28 +59,6 @@ _COARSE = 0.5
 _UPDATES_AT_ONCE = 24
 # The batch entry that multiplies a row's loss, to make losses huge or not finite.
 _SCALE = "userdp_probe_scale"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """One cohort with and without one user. All numbers are in clip norms.
-
-    `movement` is how far the sum moves. `coupling` is the part of it that is not the user's own
-    update.
-    """
-
-    name: str
-    movement: float
-    coupling: float
-    allowed_coupling: float
-
-    @property
-    def safe(self) -> bool:
-        """Whether rounding explains everything that is not the user's own update."""
-        moves_little = self.movement <= MOST_MOVEMENT + max(
-            0.0, self.allowed_coupling - MOST_COUPLING
-        )
-        return moves_little and self.coupling <= self.allowed_coupling
 
 
 class Trial:
@@ -114,9 +90,13 @@ class Trial:
         self._layers = [layers[id(parameter)] for parameter in self._parameters]
         self._keep_on = self._where_updates_fit()
         self._oracle = self._plain(record_loss)
+        self._rule = rule
         self._others = self._cohort(1)
         self._updates = [self._update(self._oracle, group) for group in self._others]
         self._rule = _that_clips(rule, self._updates)
+        if update.local_training is not None:
+            # Local training clips on the way, so its updates depend on the rule.
+            self._updates = [self._update(self._oracle, group) for group in self._others]
         self._allowed = self._what_rounding_explains()
 
     # ---- what is tried
@@ -185,7 +165,7 @@ class Trial:
         if thorough:
             yield from self._with_scaled_losses()
 
-    def _again(self, clipping: FastClipping | PlainClipping) -> Probe:
+    def _again(self, clipping: Summation) -> Probe:
         """Sum the same cohort twice, with a clip norm at which nobody is clipped.
 
         Clipping would hide how large updates are. Without clipping, even the smallest effect of
@@ -205,7 +185,11 @@ class Trial:
 
     def _of_oracle(self) -> Tensor:
         """The sum that the cohort must have: each user computed alone, padded to its own length."""
-        return torch.stack([self._flat(self._clipped(update)) for update in self._updates]).sum(0)
+        clipped = [
+            self._flat(self._contribution(update, group))
+            for update, group in zip(self._updates, self._others, strict=True)
+        ]
+        return torch.stack(clipped).sum(0)
 
     def _with_scaled_losses(self) -> Iterator[Probe]:
         """Make one user's loss huge or not finite: only that user's update may change."""
@@ -227,7 +211,9 @@ class Trial:
             extra = scaled(self._group(1, self._longest, 106), factor)
             for place, where in self._places(True):
                 moved = self._sum(clipping, [*others[:where], extra, *others[where:]]) - alone
-                own = self._flat(self._clipped(self._update(self._plain(scaled_loss), extra)))
+                own = self._flat(
+                    self._contribution(self._update(self._plain(scaled_loss), extra), extra)
+                )
                 yield self._probe(f"{name}, {place}", moved, own)
 
     # ---- sums
@@ -237,9 +223,17 @@ class Trial:
             self._model, self._parameters, record_loss=record_loss, update=self._update_rule
         )
 
-    def _clipping(self, record_loss: RecordLoss, mix: bool) -> FastClipping | PlainClipping:
-        if self._path == "plain":
-            return self._plain(record_loss)
+    def _clipping(self, record_loss: RecordLoss, mix: bool) -> Summation:
+        if self._path == "plain" or not self._update_rule.is_mean_gradient:
+            return summation(
+                self._model,
+                self._parameters,
+                self._update_rule,
+                self._rule,
+                record_loss=record_loss,
+                settings=replace(self._settings, path=self._path, compute_dtype=None),
+                sequence_length=self._longest,
+            )
         # Probe in the weights' own dtype and without compilation. Compiled code is compared
         # separately, shape by shape.
         settings = replace(
@@ -263,7 +257,7 @@ class Trial:
 
     def _sum(
         self,
-        clipping: FastClipping | PlainClipping,
+        clipping: Summation,
         groups: Sequence[Group],
         rule: ClipRule | None = None,
     ) -> Tensor:
@@ -282,18 +276,19 @@ class Trial:
         return torch.device("cpu")
 
     def _update(self, oracle: PlainClipping, group: Group) -> Update:
-        return [tensor.to(self._keep_on) for tensor in oracle.update(group)]
+        return [tensor.to(self._keep_on) for tensor in oracle.update(group, self._rule)]
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([tensor.detach().to(self._keep_on).flatten() for tensor in tensors])
 
-    def _clipped(self, update: Update) -> Update:
-        return clip_update(update, self._rule, layers=self._layers)
+    def _contribution(self, update: Update, group: Group) -> Update:
+        weight = self._update_rule.weight(len(next(iter(group.values()))))
+        return [t * weight for t in clip_update(update, self._rule, layers=self._layers)]
 
     def _own(self, extra: Group) -> Tensor | None:
         if not len(next(iter(extra.values()))):
             return None
-        return self._flat(self._clipped(self._update(self._oracle, extra)))
+        return self._flat(self._contribution(self._update(self._oracle, extra), extra))
 
     def _probe(
         self, name: str, moved: Tensor, own: Tensor | None, *, allowed: float | None = None
@@ -331,7 +326,7 @@ class Trial:
             return _COARSE
         try:
             distance = sum(
-                float((self._flat(self._clipped(update)) - self._wide(group)).norm())
+                float((self._flat(self._contribution(update, group)) - self._wide(group)).norm())
                 for update, group in zip(self._updates, self._others, strict=True)
             )
         except torch.OutOfMemoryError:
@@ -342,7 +337,7 @@ class Trial:
         device = self._parameters[0].device
         own = {name: tensor.to(device) for name, tensor in group.items()}
         found = wide_gradient(self._model, self._parameters, own, record_loss=self._record_loss)
-        return self._flat(self._clipped(found))
+        return self._flat(self._contribution(found, group))
 
     # ---- why
 
@@ -370,7 +365,7 @@ class Trial:
     def _worst_on_equal_lengths(self) -> tuple[str, float]:
         """The parameter with the largest error if nobody is padded, and the error in clip norms."""
         groups = [self._group(1, self._longest / 2, 200 + i) for i in range(3)]
-        each = [self._clipped(self._update(self._oracle, group)) for group in groups]
+        each = [self._contribution(self._update(self._oracle, group), group) for group in groups]
         total = self._clipping(self._record_loss, False).clipped_sum(groups, self._rule).total
         found = [view.to(self._keep_on) for view in total.views]
         names = {id(p): name for name, p in self._model.named_parameters()}

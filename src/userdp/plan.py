@@ -21,20 +21,20 @@ from userdp.accounting.certificate import Evaluation
 from userdp.clipping.rules import CLIP_RULES, ClipRule, one_clip_rule
 from userdp.composition import check_inherited, check_together, curve, dearest, total_events
 from userdp.earlier import Earlier
-from userdp.errors import InputError, LedgerError, UnaccountedPlanError
-from userdp.marked_price import check_mark
+from userdp.errors import InputError, LedgerError
 from userdp.marks import AsIfPoisson, Mark
 from userdp.noise import NOISES, Gaussian, Noise
 from userdp.paid import Paid
 from userdp.parts import Part, as_written
+from userdp.plan_checks import check_parts
 from userdp.plan_words import Said, cautions_of, statement_of
-from userdp.prices import calibrate, check_test, event_of, price_of
+from userdp.prices import calibrate, event_of
 from userdp.sampling import SAMPLERS, PoissonRecords, PoissonUsers, PublicNumbers, Sampler
-from userdp.sampling.contract import check_counts
 from userdp.sampling.poisson_records import UNBOUNDED
 from userdp.statement import Statement
 from userdp.units import Adjacency
 from userdp.updates.contract import UPDATE_RULES, UpdateRule
+from userdp.updates.estimators import Estimator
 from userdp.updates.halting import HaltingTest
 from userdp.updates.mean_gradient import MEAN_GRADIENT
 
@@ -83,44 +83,12 @@ class Plan:
     mark: Mark | None = None
 
     def __post_init__(self) -> None:
-        price_of(self.sampler, self.noise, self.adjacency, self.halting_test)
-        check_counts(num_users=self.num_users, steps=self.steps)
-        self.sampler.check_steps(self.steps)
-        self.noise.check_steps(self.steps)
-        accountant.check_delta(self.delta)
-        if not 1 <= self.divisor < math.inf:
-            raise InputError(
-                f"a step has {self.divisor:g} expected groups: it takes a number from one up. "
-                "Raise the sampling rate or the expected cohort size, or use more users."
-            )
-        multiplier, clip_norm = self.noise.noise_multiplier, self.clip.clip_norm
-        spends = multiplier == 0 or not self.clip.bounds_updates
-        if spends and not self.non_private:
-            raise InputError(
-                f"noise_multiplier={multiplier:g} with clip_norm={clip_norm:g} protects nobody. "
-                "Give both a positive finite value, or set non_private=True to train without any "
-                "guarantee."
-            )
-        if multiplier > 0 and not self.clip.bounds_updates:
-            raise InputError(
-                f"noise_multiplier={multiplier:g} with clip_norm=inf is infinite noise: it is "
-                "scaled to the clip norm. Set noise_multiplier=0, or clip_norm finite."
-            )
-        check_mark(self)
-        if self.halting_test is not None:
-            is_fixed = self.clip.bounds_updates and self.clip.count_stddev is None
-            check_test(self.halting_test, self.delta, is_usual=is_fixed and self.mark is None)
-        if self.has_price:
-            # A price may refuse these very numbers, such as noise with more bands than parts.
-            self.event()
-        if self.clip.count_stddev is not None and not self.noise.shares_with_count:
-            raise UnaccountedPlanError(
-                f"{self.clip.name} clipping releases a noisy count at every step, and no rule "
-                f"prices it together with {self.noise.name} noise. Use gaussian noise, or another "
-                "clipping."
-            )
-        # If a noisy count leaves no noise for the updates, this raises now, before the first step.
-        _ = self.noise_stddev
+        check_parts(self)
+
+    @property
+    def averaging(self) -> Estimator:
+        """How the average update is estimated, and how far one user moves the estimate."""
+        return self.update.averaging(num_users=self.num_users, expected_groups=self.divisor)
 
     @property
     def halting_test(self) -> HaltingTest | None:
@@ -281,9 +249,10 @@ class Plan:
             multiplier = quantile.adaptive_clipping_noise(
                 noise_multiplier=self.noise.noise_multiplier, count_noise=clip.count_stddev
             )
-            return replace(self.noise, noise_multiplier=multiplier).noise_stddev(clip.bound)
-        test = self.halting_test
-        return self.noise.noise_stddev(clip.bound if test is None else test.sensitivity(clip.bound))
+            noise = replace(self.noise, noise_multiplier=multiplier)
+            return noise.noise_stddev(self.averaging.sensitivity(clip.bound))
+        test = self.halting_test or self.averaging
+        return self.noise.noise_stddev(test.sensitivity(clip.bound))
 
     @property
     def has_price(self) -> bool:

@@ -28,7 +28,8 @@ from userdp.kept import is_random, what_it_keeps
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, causal_lm_loss
 from userdp.models.checks import BufferGuard, refuse_mixing
 from userdp.models.proven import is_proven
-from userdp.neighbours import Path, Probe, Trial
+from userdp.neighbours import Path, Trial
+from userdp.seen import Probe
 from userdp.updates.contract import UpdateRule
 from userdp.updates.mean_gradient import MEAN_GRADIENT
 
@@ -229,14 +230,15 @@ def run_probes(
     Raises if the model cannot be tried at all: a layer mixes rows, dropout is on, or rows do not
     fit.
     """
-    # Only the mean gradient has a fast path.
-    path: Path = settings.path if update.is_mean_gradient else "plain"
+    # Only these two have a fast path.
+    has_fast = update.is_mean_gradient or update.local_training is not None
+    path: Path = settings.path if has_fast else "plain"
     modes = {module: module.training for module in model.modules()}
     state, guard = ModuleState(model), BufferGuard(model)
     try:
         refuse_mixing(model)
         refuse_dropout(model)
-        if path == "fast":
+        if path == "fast" and update.is_mean_gradient:
             refuse_computed_weights(model)
         # This runs in the mode of training: some models write to themselves only in that mode.
         kept = what_it_keeps(model, made_up, record_loss, sequence_length)

@@ -193,9 +193,9 @@ class PrivateStep:
         if not self._checked.is_tried(cohort, groups, self._index):
             groups = [without_rows(group) for group in groups]
         could_differ = not self._checked.summation.differs
-        before = self._checked.update_of_one(groups)
+        before = self._checked.update_of_one(groups, self._clip)
         total = self._checked.summation.clipped_sum(groups, self._clip)
-        if not is_same_update(before, self._checked.update_of_one(groups)):
+        if not is_same_update(before, self._checked.update_of_one(groups, self._clip)):
             self._refuse_memory()
         if could_differ and self._checked.summation.differs and self.record.steps:
             # Released steps used batch shapes that were not compared, so nothing is promised any
@@ -249,6 +249,9 @@ class PrivateStep:
         """Add noise to the sum, divide, take the step: all that leaves the private side."""
         step = self.record.steps
         values = total.total.values
+        scale = self.plan.averaging.scale(total.total_weight)
+        if scale != 1:
+            values *= scale
         self._noise.add_(
             values,
             offset=0,

@@ -35,6 +35,7 @@ class Backwards(UpdateRule):
     def of_group(
         self, model: nn.Module, parameters: Sequence[Tensor], batch: Batch, **options: Any
     ) -> list[Tensor]:
+        del options["clip"]
         return [-2 * tensor for tensor in mean_gradient(model, parameters, batch, **options)]
 
     @property

@@ -15,6 +15,7 @@ from userdp.clipping.rules import (
     FlatClip,
     NormalisedClip,
     PerLayerClip,
+    ScheduledClip,
 )
 from userdp.noise import Banded, Gaussian
 from userdp.parts import Part, Registry
@@ -32,6 +33,7 @@ from userdp.sampling import (
     ShuffledRecords,
     WithoutReplacement,
 )
+from userdp.updates.fedavg import FedAvg
 from userdp.updates.filter import Filter
 from userdp.updates.mean_gradient import MeanGradient
 
@@ -77,6 +79,19 @@ EXAMPLES: list[Part] = [
     AutomaticClip(),
     AutomaticClip(stability=1e-6),
     AdaptiveClip(clip_norm=2.0, count_noise=3.0),
+    ScheduledClip(phases=((0, 2.0),)),
+    ScheduledClip(phases=((0, 2.0), (5, 0.5), (9, 0.1))),
+    FedAvg(local_learning_rate=0.5),
+    FedAvg(
+        local_learning_rate=0.1,
+        local_epochs=2,
+        local_batch_size=2,
+        user_weight_cap=4.0,
+        total_weight=1.5,
+        estimator="f_c",
+        min_weight=1.0,
+        update_penalty=0.1,
+    ),
     MeanGradient(),
     Filter(),
     Filter(concentration=0.05, threshold=0.9, threshold_epsilon=3.0, threshold_delta=1e-8),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from userdp.losses import Batch, RecordLoss
+    from userdp.updates.contract import ClipFunction
 
 
 # ---- a sampler
@@ -153,6 +154,7 @@ class LocalSteps(UpdateRule):
         batch: Batch,
         *,
         record_loss: RecordLoss,
+        clip: ClipFunction,
         microbatch_records: int | None = None,
     ) -> list[Tensor]:
         import torch

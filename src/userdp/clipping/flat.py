@@ -80,10 +80,17 @@ class ClippedSum:
     """The sum of a cohort's clipped updates, their number, and how many were within the clip norm.
 
     A group without a record is not counted: its user changes no number by being there. Secret until
-    noise is added. `concentration` is the score of a halting test, where there is one.
+    noise is added. `concentration` is the score of a halting test, where there is one. `weight` is
+    the total weight of the updates, where they are weighted; otherwise each has the weight 1.
     """
 
     total: FlatBuffer
     num_within: Tensor
     num_updates: int
     concentration: float | None = None
+    weight: float | None = None
+
+    @property
+    def total_weight(self) -> float:
+        """The weight of all updates together."""
+        return float(self.num_updates) if self.weight is None else self.weight

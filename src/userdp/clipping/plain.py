@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,26 +134,38 @@ class PlainClipping:
         If the groups are only a part of a cohort, `failures` counts those of the whole cohort.
         """
         total = FlatBuffer(self._parameters)
-        count, within = 0, 0
+        count, within, total_weight = 0, 0, 0.0
         own = failures or Failures(self.skip_failing)
         for group in groups:
             # A group without a record adds nothing, neither to the sum nor to the counts.
-            if not len(next(iter(group.values()))):
+            num_records = len(next(iter(group.values())))
+            if not num_records:
                 continue
             count += 1
             with own.of_one_group():
-                update = self.update(group)
+                update = self.update(group, rule)
                 norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in update]
                 within += int(torch.stack(norms).norm() <= rule.clip_norm)
                 clipped = clip_update(update, rule, layers=self._layers)
+                # At most 1, so the weighted update is within the bound as well.
+                weight = self._rule.weight(num_records)
                 for running, tensor in zip(total.views, clipped, strict=True):
-                    running += tensor
+                    running += tensor if weight == 1 else tensor * weight
+                total_weight += weight
         if failures is None:
             own.warn_if_all_failed(count)
-        return ClippedSum(total=total, num_within=torch.tensor(within), num_updates=count)
+        return ClippedSum(
+            total=total,
+            num_within=torch.tensor(within),
+            num_updates=count,
+            weight=total_weight,
+        )
 
-    def update(self, group: Batch) -> Update:
-        """The group's update before clipping. Secret."""
+    def update(self, group: Batch, rule: ClipRule | None = None) -> Update:
+        """The group's update before its last clipping. Secret.
+
+        Local training also clips on the way, by the rule if one is given.
+        """
         device, dtype = self._parameters[0].device, self._compute_dtype
         try:
             with torch.autocast(device.type, dtype, enabled=dtype is not None):
@@ -161,6 +174,9 @@ class PlainClipping:
                     self._parameters,
                     {name: tensor.to(device) for name, tensor in group.items()},
                     record_loss=self._record_loss,
+                    clip=list
+                    if rule is None
+                    else partial(clip_update, rule=rule, layers=self._layers),
                     microbatch_records=self._microbatch_records,
                 )
         finally:

@@ -32,6 +32,9 @@ class ClipRule(Part):
 
     # Whether each layer is clipped on its own; `share` is then that of one layer.
     by_layer: ClassVar[bool] = False
+    # Whether clipping twice is clipping once, as it is for a projection. Local training clips after
+    # every local step.
+    is_projection: ClassVar[bool] = False
     clip_norm: float
 
     @abstractmethod
@@ -51,6 +54,11 @@ class ClipRule(Part):
     def bounds_updates(self) -> bool:
         """Whether there is a bound at all: an infinite clip norm clips nothing."""
         return math.isfinite(self.clip_norm)
+
+    @property
+    def changes(self) -> bool:
+        """Whether the clip norm can be another one at another step."""
+        return self.count_stddev is not None
 
     @property
     def count_stddev(self) -> float | None:
@@ -82,6 +90,7 @@ class FlatClip(ClipRule):
     """
 
     name: ClassVar[str] = "flat"
+    is_projection: ClassVar[bool] = True
     keys: ClassVar[Mapping[str, str]] = {"clip_norm": "clip_norm"}
     clip_norm: float
 
@@ -130,6 +139,7 @@ class NormalisedClip(FlatClip):
     """
 
     name: ClassVar[str] = "normalised"
+    is_projection: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -247,6 +257,69 @@ class AdaptiveClip(FlatClip):
             f"clip_norm={self.clip_norm:g} at first, then the {self.target_quantile:g} quantile of "
             f"norms by counts with noise {self.count_noise:g}, paid for in every step"
         )
+
+
+@CLIP_RULES.register
+@dataclass(frozen=True, kw_only=True)
+class ScheduledClip(FlatClip):
+    """Flat clipping whose norm changes at steps that are named beforehand.
+
+    `phases` are pairs (first step, clip norm); the first begins at step 0. The noise follows the
+    clip norm at a constant noise multiplier, so every step has the same price, whatever its phase.
+    `taken` is how many steps are done.
+    Reference: McMahan et al. 2018, Sec. 3, "Adjusting noise and clipping", Fig. 4 and 8.
+
+    >>> rule = ScheduledClip(phases=((0, 2.0), (1, 0.5)))
+    >>> rule.clip_norm, rule.following(None).clip_norm
+    (2.0, 0.5)
+    """
+
+    name: ClassVar[str] = "schedule"
+    keys: ClassVar[Mapping[str, str]] = {"schedule": "phases"}
+    # Of the present phase; by default that of the first.
+    clip_norm: float = 0.0
+    phases: tuple[tuple[int, float], ...] = field(
+        metadata={"hint": "Give pairs of a step and the clip norm from it on: [[0, 1.0], ...]."}
+    )
+    # Where a run stands is no part of the rule.
+    taken: int = field(default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        steps = [first for first, _ in self.phases]
+        if not steps or steps[0] != 0 or steps != sorted(set(steps)):
+            raise InputError(
+                f"schedule={[list(phase) for phase in self.phases]}: the first phase begins at "
+                "step 0, and each later one after the one before."
+            )
+        for _, norm in self.phases:
+            _check_size("a clip norm of the schedule", norm)
+            if not math.isfinite(norm):
+                raise InputError("a clip norm of the schedule is infinite: give finite ones.")
+        if self.clip_norm == 0.0:
+            object.__setattr__(self, "clip_norm", self._norm_at(self.taken))
+        super().__post_init__()
+
+    def _norm_at(self, step: int) -> float:
+        return [norm for first, norm in self.phases if first <= step][-1]
+
+    @property
+    def changes(self) -> bool:
+        """At the steps of the schedule."""
+        return len(self.phases) > 1
+
+    def following(self, noisy_share_within: float | None) -> ScheduledClip:
+        """The rule of the next step."""
+        del noisy_share_within
+        taken = self.taken + 1
+        if all(first != taken for first, _ in self.phases):
+            return replace(self, taken=taken)
+        return replace(self, taken=taken, clip_norm=self._norm_at(taken))
+
+    @property
+    def words(self) -> str:
+        """How updates are bounded."""
+        later = [f"{norm:g} from step {first}" for first, norm in self.phases[1:]]
+        return ", ".join([f"clip_norm={self.clip_norm:g}", *later])
 
 
 def one_clip_rule(clip_norm: float | None, clip: ClipRule | None) -> ClipRule:

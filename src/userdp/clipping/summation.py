@@ -10,6 +10,7 @@ from torch import nn
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.filtered import FilteredClipping
 from userdp.clipping.flat import ClippedSum
+from userdp.clipping.local import LocalClipping
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
@@ -54,7 +55,7 @@ def summation(
     every_shape: bool = True,
     test: HaltingTest | None = None,
 ) -> Summation:
-    """The fast path if it is asked for and updates are mean gradients, else the plain loop."""
+    """The fast path of these updates if it is asked for and there is one, else the plain loop."""
     if settings.path == "fast" and update.is_mean_gradient:
         return FastClipping(
             model,
@@ -74,4 +75,9 @@ def summation(
         microbatch_records=settings.microbatch_records,
         compute_dtype=settings.compute_dtype,
     )
+    local = update.local_training
+    if settings.path == "fast" and local is not None:
+        return LocalClipping(
+            plain, model, parameters, local, record_loss=record_loss, settings=settings
+        )
     return plain if test is None else FilteredClipping(plain, model, parameters, test)

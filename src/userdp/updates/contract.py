@@ -10,16 +10,41 @@ torch is needed only to compute an update.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from userdp.parts import Part, Registry
+from userdp.updates.estimators import Estimator, FixedDenominator
 from userdp.updates.halting import HaltingTest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from userdp.losses import Batch, RecordLoss
+
+    ClipFunction = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+class LocalTraining(Protocol):
+    """Steps of a group on its own records, as a vectorised program needs them."""
+
+    @property
+    def local_epochs(self) -> int:
+        """Passes over the group's records."""
+        ...
+
+    @property
+    def local_batch_size(self) -> int:
+        """Records of one local step."""
+        ...
+
+    def local_step(self, theta: Tensor, theta_0: Tensor, gradient: Tensor) -> Tensor:
+        """The weights after one more local step, before the way from `theta_0` is clipped."""
+        ...
+
+    def weight(self, num_records: int) -> float:
+        """How much a group of so many records counts."""
+        ...
 
 
 class UpdateRule(Part):
@@ -28,8 +53,7 @@ class UpdateRule(Part):
     A subclass is a frozen dataclass that sets `name`.
     """
 
-    # The fast path computes the mean gradients of many groups at once. Other updates are computed
-    # group by group.
+    # The fast path computes the mean gradients of many groups at once (`clipping.fast`).
     is_mean_gradient: ClassVar[bool] = False
 
     @abstractmethod
@@ -40,9 +64,29 @@ class UpdateRule(Part):
         batch: Batch,
         *,
         record_loss: RecordLoss,
+        clip: ClipFunction,
         microbatch_records: int | None = None,
     ) -> list[Tensor]:
-        """The group's update in float32 or better; the model and its gradients stay as they are."""
+        """The group's update in float32 or better; the model and its gradients stay as they are.
+
+        `clip` is the step's ClipFn, for a rule that clips on the way. What is returned is clipped
+        again, whatever it is.
+        """
+
+    @property
+    def local_training(self) -> LocalTraining | None:
+        """The local training that gives the update, which many groups can do at once; else None."""
+        return None
+
+    def weight(self, num_records: int) -> float:
+        """How much a group of so many records counts: at most 1, by which its bound holds."""
+        del num_records
+        return 1.0
+
+    def averaging(self, *, num_users: int, expected_groups: float) -> Estimator:
+        """How the average is estimated from the sum, and how far one group then moves it."""
+        del num_users, expected_groups
+        return FixedDenominator()
 
     def halting_test(self, *, num_users: int, steps: int) -> HaltingTest | None:
         """The test that every step of a run must pass; None if there is none."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from userdp.losses import Batch, RecordLoss
+    from userdp.updates.contract import ClipFunction
 
 
 @UPDATE_RULES.register
@@ -67,9 +68,11 @@ class Filter(UpdateRule):
         batch: Batch,
         *,
         record_loss: RecordLoss,
+        clip: ClipFunction | None = None,
         microbatch_records: int | None = None,
     ) -> list[Tensor]:
         """The mean gradient of the group's records."""
+        del clip
         return mean_gradient(
             model,
             parameters,

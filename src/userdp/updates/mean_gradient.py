@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from userdp.losses import Batch, RecordLoss
+    from userdp.updates.contract import ClipFunction
 
 
 @UPDATE_RULES.register
@@ -33,9 +34,11 @@ class MeanGradient(UpdateRule):
         batch: Batch,
         *,
         record_loss: RecordLoss,
+        clip: ClipFunction | None = None,
         microbatch_records: int | None = None,
     ) -> list[Tensor]:
         """The mean over the group's own records, in microbatches if a size is given."""
+        del clip
         return mean_gradient(
             model,
             parameters,

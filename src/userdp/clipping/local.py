@@ -1,0 +1,350 @@
+"""Local training of many users at once: each has a copy of the weights, and all train together.
+
+The users of a microbatch stand side by side in stacked tensors (user, ...). One vectorised program
+takes a local step for all of them, each on its own copy and its own records. Users of fewer records
+have fewer local steps, and their copies rest while others go on. Users of similar size share a
+microbatch, so that little is computed for nobody.
+
+`updates.fedavg` trains one user at a time. It is the oracle: both must give the same updates, up to
+rounding. Where a model cannot be vectorised, the oracle takes over.
+
+Shapes: U users, B records of a local batch. Everything is secret until noise is added.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from userdp.clipping.batches.users import PADDING, is_padded
+from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
+from userdp.clipping.flat import ClippedSum, FlatBuffer
+from userdp.clipping.layer_groups import clip_groups
+from userdp.clipping.plain import Failures, PlainClipping
+from userdp.clipping.rules import ClipRule
+from userdp.clipping.settings import StepSettings
+from userdp.losses import Batch, RecordLoss, at_least_float32
+from userdp.updates.contract import LocalTraining
+
+_LOG = logging.getLogger(__name__)
+
+# So many numbers may stand side by side in the copies of a microbatch. A local step holds about
+# four tensors of this size: weights, gradients, and both while they are clipped.
+_MOST_STACKED = {"cpu": 2**26, "cuda": 2**31}
+_MOST_USERS = 1024
+
+
+class LocalClipping:
+    """Computes the clipped sum of a cohort whose users train locally."""
+
+    def __init__(
+        self,
+        plain: PlainClipping,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        update: LocalTraining,
+        *,
+        record_loss: RecordLoss,
+        settings: StepSettings,
+    ) -> None:
+        self._plain = plain
+        self._parameters = list(parameters)
+        self._update = update
+        self._compute_dtype = settings.compute_dtype
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names = [f"model.{names[id(parameter)]}" for parameter in self._parameters]
+        self._losses = _Losses(model, record_loss)
+        groups = clip_groups(model)
+        self._layers = [groups[id(parameter)] for parameter in self._parameters]
+        device = self._parameters[0].device.type
+        self._compiles = (
+            device == "cuda" if settings.compile_blocks is None else settings.compile_blocks
+        )
+        copies = sum(parameter.numel() for parameter in self._parameters)
+        stacked = _MOST_STACKED.get(device, _MOST_STACKED["cpu"])
+        self._most_users = max(1, min(_MOST_USERS, stacked // copies))
+        self._step: tuple[type[ClipRule], Callable[..., list[Tensor]]] | None = None
+        self.differs = False
+        # Until a model is seen that cannot be vectorised. torch's recurrent layers keep a list of
+        # their weights outside of their parameters, which cannot be exchanged.
+        self.trains_many_at_once = not any(isinstance(m, nn.RNNBase) for m in model.modules())
+
+    @property
+    def skip_failing(self) -> bool:
+        """Whether a user whose update cannot be computed counts as zero."""
+        return self._plain.skip_failing
+
+    @skip_failing.setter
+    def skip_failing(self, value: bool) -> None:
+        self._plain.skip_failing = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the next sum depends on its groups and the weights alone."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """There is nothing to go on from."""
+
+    def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
+        """The weighted sum of the users' clipped updates. Secret."""
+        listed = [group for group in groups if _num_records(group)]
+        total = FlatBuffer(self._parameters)
+        within, weight = 0, 0.0
+        failures = Failures(self.skip_failing)
+        for users in self._microbatches(listed):
+            if self.trains_many_at_once:
+                found = self._trained(users, rule)
+                if found is not None:
+                    for view, tensor in zip(total.views, found.sums, strict=True):
+                        view += tensor
+                    within, weight = within + found.num_within, weight + found.weight
+                    continue
+            alone = self._plain.clipped_sum(users, rule, failures=failures)
+            total.values += alone.total.values
+            within, weight = within + int(alone.num_within), weight + alone.total_weight
+        failures.warn_if_all_failed(len(listed))
+        return ClippedSum(
+            total=total, num_within=torch.tensor(within), num_updates=len(listed), weight=weight
+        )
+
+    def _microbatches(self, groups: Sequence[Batch]) -> Iterator[list[Batch]]:
+        """Users of similar size together, as many as their copies have room."""
+        ordered = sorted(groups, key=_num_records)
+        for first in range(0, len(ordered), self._most_users):
+            yield ordered[first : first + self._most_users]
+
+    def _trained(self, users: list[Batch], rule: ClipRule) -> _Trained | None:
+        """The users' clipped and weighted updates, added up; None if they cannot be stacked."""
+        try:
+            way = self._ways(users, rule)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            # What cannot be vectorised fails for everybody, so it is not tried again. Users whose
+            # own data fails are found when they run alone.
+            if not self._is_data_fault(users, rule):
+                self.trains_many_at_once = False
+                _LOG.warning(
+                    "users train one at a time: this model cannot be vectorised (%s).",
+                    type(error).__name__,
+                )
+            return None
+        # The updates are clipped once more, as those of every other path are.
+        clipped, squared = self._clipped([-tensor for tensor in way], rule)
+        weights = [self._update.weight(_num_records(group)) for group in users]
+        factors = torch.tensor(weights, dtype=clipped[0].dtype, device=clipped[0].device)
+        return _Trained(
+            sums=[torch.tensordot(factors, tensor, dims=1) for tensor in clipped],
+            num_within=int((squared.sum(0).sqrt() <= rule.clip_norm).sum()),
+            weight=sum(weights),
+        )
+
+    def _is_data_fault(self, users: list[Batch], rule: ClipRule) -> bool:
+        """Whether made-up records of the same shapes pass: then these users' data is at fault."""
+        made_up = [{name: torch.zeros_like(t) for name, t in group.items()} for group in users]
+        try:
+            self._ways(made_up, rule)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception:
+            return False
+        return True
+
+    def _ways(self, users: Sequence[Batch], rule: ClipRule) -> list[Tensor]:
+        """theta - theta^0 of every user after its local training (Alg. 1, UserUpdateFedAvg)."""
+        device = self._parameters[0].device
+        # Compiled code is for one number of users, so places without a user fill up the last
+        # microbatch.
+        places = self._most_users if self._compiles else len(users)
+        stacked = _Stacked.of(
+            users, self._update.local_batch_size, places, device, few_lengths=self._compiles
+        )
+        start = [at_least_float32(parameter.detach()) for parameter in self._parameters]
+        way = [tensor.new_zeros((places, *tensor.shape)) for tensor in start]
+        clip_norm = torch.tensor(rule.clip_norm, dtype=torch.float64, device=device)
+        step = self._step_of(rule)
+        for _ in range(self._update.local_epochs):
+            for number in range(stacked.most_batches):
+                with warnings.catch_warnings():
+                    # Some operations are computed user by user, and torch says so each time.
+                    warnings.filterwarnings("ignore", "There is a performance drop")
+                    way = step(way, start, *stacked.local_batch(number), clip_norm)
+        return [tensor[: len(users)] for tensor in way]
+
+    def _step_of(self, rule: ClipRule) -> Callable[..., list[Tensor]]:
+        """One local step of all users, compiled on CUDA.
+
+        The clip norm is an argument of the step, so that a rule at another clip norm is no new one.
+        """
+        if self._step is None or self._step[0] is not type(rule):
+            step = partial(self._local_step, rule)
+            compiled = torch.compile(step, dynamic=False) if self._compiles else step
+            self._step = (type(rule), compiled)
+        return self._step[1]
+
+    def _local_step(
+        self,
+        rule: ClipRule,
+        way: list[Tensor],
+        start: list[Tensor],
+        batch: Batch,
+        mask_UB: Tensor,
+        acts_U: Tensor,
+        clip_norm: Tensor,
+    ) -> list[Tensor]:
+        """The users' ways after one more local step; who has no batch left stays where it is."""
+        theta = [theta_0 + gone for theta_0, gone in zip(start, way, strict=True)]
+        weights = {
+            name: now.to(parameter.dtype)
+            for name, parameter, now in zip(self._names, self._parameters, theta, strict=True)
+        }
+        dtype = self._compute_dtype
+        with (
+            torch.autocast(clip_norm.device.type, dtype, enabled=dtype is not None),
+            # The other kinds of attention would be computed user by user.
+            sdpa_kernel(SDPBackend.MATH),
+        ):
+            gradients = vmap(grad(self._losses.of_one))(weights, batch, mask_UB)
+        moved = [
+            self._update.local_step(now, theta_0, gradients[name].to(now.dtype)) - theta_0
+            for now, theta_0, name in zip(theta, start, self._names, strict=True)
+        ]
+        clipped, _ = self._clipped(moved, rule, clip_norm)
+        return [
+            torch.where(_over(acts_U, new), new, old) for new, old in zip(clipped, way, strict=True)
+        ]
+
+    def _clipped(
+        self, updates: list[Tensor], rule: ClipRule, clip_norm: Tensor | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        """Each user's update scaled to the rule's bound, and the squared norms (layers, users).
+
+        `clip_norm` is the rule's own where it lives on the device: compiled code reads it there.
+        """
+        squares = torch.stack(
+            [
+                torch.linalg.vector_norm(t.flatten(1), dim=1, dtype=torch.float64).square()
+                for t in updates
+            ]
+        )
+        layers = self._layers if rule.by_layer else [0] * len(updates)
+        squared = torch.stack(
+            [
+                squares[[place for place, layer in enumerate(layers) if layer == number]].sum(0)
+                for number in range(max(layers) + 1)
+            ]
+        )
+        margin = ROUNDING_MARGIN * max(torch.finfo(tensor.dtype).eps for tensor in updates)
+        factors = clip_factors(squared, rule, margin=margin, clip_norm=clip_norm)[layers]
+        scaled = [
+            torch.where(
+                _over(factor > 0, tensor), tensor * _over(factor.to(tensor.dtype), tensor), 0.0
+            )
+            for factor, tensor in zip(factors, updates, strict=True)
+        ]
+        return scaled, squared
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trained:
+    """The weighted sum of a microbatch's updates, and what is counted about them."""
+
+    sums: list[Tensor]
+    num_within: int
+    weight: float
+
+
+class _Losses(nn.Module):
+    """The mean loss of a local batch, as a module whose weights can be given."""
+
+    def __init__(self, model: nn.Module, record_loss: RecordLoss) -> None:
+        super().__init__()
+        self.model = model
+        self._record_loss = record_loss
+
+    def forward(self, batch: Batch) -> Tensor:
+        """One loss per record."""
+        return self._record_loss(self.model, batch)
+
+    def of_one(self, weights: dict[str, Tensor], batch: Batch, mask_B: Tensor) -> Tensor:
+        """The mean loss of one user's records with these weights; padded rows have mask 0."""
+        losses = functional_call(self, weights, (batch,))
+        # Not a product: the loss of a padded row may be anything, also not finite.
+        return torch.where(mask_B, losses, 0.0).sum() / mask_B.sum().clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stacked:
+    """The records of several users, padded to the same number and length."""
+
+    tensors: dict[str, Tensor]
+    counts_U: Tensor
+    batch_size: int
+
+    @staticmethod
+    def of(
+        users: Sequence[Batch],
+        batch_size: int,
+        places: int,
+        device: torch.device,
+        *,
+        few_lengths: bool,
+    ) -> _Stacked:
+        """The users' records side by side, and after them places without records.
+
+        With `few_lengths` records are padded to a power of two, so that code is compiled for few
+        lengths only.
+        """
+        counts = [_num_records(group) for group in users] + [0] * (places - len(users))
+        rows = -(-max(counts) // batch_size) * batch_size
+        tensors: dict[str, Tensor] = {}
+        for name, first in users[0].items():
+            padded = is_padded(name, first)
+            length = max(group[name].shape[1] for group in users) if padded else 0
+            if few_lengths and length:
+                length = 1 << (length - 1).bit_length()
+            shape = (length, *first.shape[2:]) if padded else first.shape[1:]
+            whole = first.new_full((places, rows, *shape), PADDING[name] if padded else 0)
+            for place, group in enumerate(users):
+                own, part = whole[place, : len(group[name])], group[name]
+                (own[:, : part.shape[1]] if padded else own).copy_(part)
+                if not padded:
+                    # A padded row must be readable: it is a copy of a row of the same user.
+                    whole[place, len(part) :] = part[:1]
+            tensors[name] = whole.to(device)
+        return _Stacked(
+            tensors=tensors,
+            counts_U=torch.tensor(counts, device=device),
+            batch_size=batch_size,
+        )
+
+    @property
+    def most_batches(self) -> int:
+        """How many local batches the user with the most records has."""
+        return next(iter(self.tensors.values())).shape[1] // self.batch_size
+
+    def local_batch(self, number: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Local batch `number` of every user, which rows count, and which users have one."""
+        first = number * self.batch_size
+        rows = slice(first, first + self.batch_size)
+        places = torch.arange(first, first + self.batch_size, device=self.counts_U.device)
+        mask_UB = places[None, :] < self.counts_U[:, None]
+        return {name: t[:, rows] for name, t in self.tensors.items()}, mask_UB, mask_UB.any(1)
+
+
+def _over(values_U: Tensor, like: Tensor) -> Tensor:
+    """One value a user, to be combined with the users' tensors."""
+    return values_U.view(-1, *[1] * (like.dim() - 1))
+
+
+def _num_records(group: Batch) -> int:
+    return len(next(iter(group.values())))
