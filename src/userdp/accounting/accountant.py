@@ -174,10 +174,10 @@ def calibrate(
     aim = target
     for _ in range(8):
         reached = epsilon(event_of(noise_multiplier), delta=delta, adjacency=adjacency)
-        if isinstance(event_of(noise_multiplier), BallsInBinsBandedDpEvent):
-            # The search knows the proven bound, and a simulated one may be smaller.
-            return _less_noise(event_of, noise_multiplier, target, delta, adjacency)
         if reached <= target:
+            if isinstance(event_of(noise_multiplier), BallsInBinsBandedDpEvent):
+                # The search knows the proven bound, and a simulated one may be smaller.
+                return _less_noise(event_of, noise_multiplier, target, delta, adjacency)
             return noise_multiplier
         # The certificate is above the search, so aim lower by as much. The search then says how
         # much noise that takes: some parts may have a fixed noise.
@@ -200,7 +200,7 @@ def _less_noise(
     guess, too_little = enough, 0.0
     for _ in range(_SIMULATIONS):
         reached = epsilon(event_of(guess), delta=delta, adjacency=adjacency)
-        if reached <= target:
+        if not reached > target:
             enough = guess
             if reached > 0.99 * target:
                 break
