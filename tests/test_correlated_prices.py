@@ -233,6 +233,15 @@ def test_turns_of_a_part_are_independent_gaussians_after_mixing() -> None:
         assert (turns**2).sum(axis=0).max() <= 1
 
 
-def test_balls_in_bins_needs_a_rule_of_its_own() -> None:
-    with pytest.raises(UnaccountedPlanError):
-        plan(BallsInBins(bins=3, group_size=2), noise())
+def test_bins_are_priced_by_what_their_columns_have_in_common_and_only_for_banded_strategies() -> (
+    None
+):
+    sampler = BallsInBins(bins=6, group_size=2)
+    event = plan(sampler, noise()).event()
+    # The columns of one bin do not meet: two turns in twelve steps.
+    assert event.gram[0] == pytest.approx(2.0, rel=3e-6)  # type: ignore[attr-defined]
+    for refused in (noise("buffered"), noise("inverse-square-root")):
+        with pytest.raises(UnaccountedPlanError, match="no price with sampler='balls-in-bins'"):
+            plan(sampler, refused)
+    with pytest.raises(UnaccountedPlanError, match="no accounting rule"):
+        plan(sampler, noise(), adjacency=Adjacency.REPLACE)
