@@ -170,7 +170,7 @@ MORE_USERS = Hypothetical(num_users=5000, expected_groups=8.0)
     ("changed", "error", "match"),
     [
         ({"steps": 13}, InputError, "12 steps, and the run has 13"),
-        ({"clip": AdaptiveClip(clip_norm=1.0, count_noise=3.0)}, UnaccountedPlanError, "count"),
+        ({"clip": AdaptiveClip(clip_norm=1.0, count_noise=3.0)}, UnaccountedPlanError, "clip norm"),
         ({"mark": RecordLevel()}, UnaccountedPlanError, "priced as it runs"),
         ({"mark": MORE_USERS}, UnaccountedPlanError, "priced as it runs"),
         ({"update": Filter()}, UnaccountedPlanError, "no accounting rule"),
