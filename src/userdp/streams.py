@@ -16,6 +16,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+PHILOX = "philox"
+# What a stream can be made of, and how many bytes key it.
+KEY_BYTES = {PHILOX: 16}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSecret:
@@ -73,11 +77,13 @@ class Streams:
 
     secret: RunSecret
     purpose: str
+    randomness: str = PHILOX
 
     def key(self, step: int, piece: int = 0) -> bytes:
-        """128 bits that key one stream."""
+        """The bits that key one stream: 128 of them, or 256 for ChaCha20."""
+        size = KEY_BYTES[self.randomness]
         name = f"{self.purpose}:{step}" + (f":{piece}" if piece else "")
-        return hashlib.blake2b(name.encode(), key=self.secret.key, digest_size=16).digest()
+        return hashlib.blake2b(name.encode(), key=self.secret.key, digest_size=size).digest()
 
     def rng(self, step: int, piece: int = 0) -> np.random.Generator:
         """One stream. Asked for again, it gives the same numbers again."""

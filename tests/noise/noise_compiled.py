@@ -1,0 +1,38 @@
+"""Compiles the noise kernels for a Hopper GPU, which takes none, and prints how many there were."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "clipping"))
+
+from triton_compiled import compiles
+
+from userdp.noise import kernels
+
+STREAMS = ("philox", "chacha20")
+TYPES = {"values": "*fp32", "keys": "*i32", "stddev": "fp32"}
+
+
+def constants_of(randomness: str) -> tuple[dict[str, Any], int]:
+    constants: dict[str, Any] = dict(kernels.lanes_of(randomness))
+    return constants, constants.pop("num_warps")
+
+
+def signature(kernel: Any, constants: dict[str, Any], **types: str) -> dict[str, str]:
+    known = TYPES | types | dict.fromkeys(constants, "constexpr")
+    return {name: known.get(name, "i32") for name in kernel.arg_names}
+
+
+def gaussian() -> int:
+    for randomness in STREAMS:
+        constants, warps = constants_of(randomness)
+        kernel = kernels.gaussian_kernel
+        compiles(kernel, constants, signature(kernel, constants), num_warps=warps)
+    return len(STREAMS)
+
+
+if __name__ == "__main__":
+    print(gaussian())
