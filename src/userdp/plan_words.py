@@ -83,7 +83,7 @@ def statement_of(plan: Plan, steps: int, **said: Unpack[Said]) -> Statement:
             *said.get("more_cautions", ()),
         ),
         assumptions=assumptions(plan.num_users, plan.adjacency, bool(paid), earlier),
-        not_covered=not_covered(paid=bool(paid)),
+        not_covered=not_covered(paid=bool(paid), of_noise=plan.noise.not_covered),
     )
 
 

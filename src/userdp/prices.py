@@ -18,7 +18,7 @@ from typing import Any
 from userdp.accounting import accountant, events
 from userdp.earlier import Earlier, by_people
 from userdp.errors import InputError, UnaccountedPlanError
-from userdp.noise import Gaussian, Noise
+from userdp.noise import Discrete, Gaussian, Noise
 from userdp.paid import Paid, all_events
 from userdp.sampling import PoissonRecords, PoissonUsers, Sampler
 from userdp.statement import epsilon_text
@@ -73,6 +73,22 @@ def set_price(
 
 set_price(PoissonUsers, Gaussian, ONE_OWNER, each_step(_users))
 set_price(PoissonRecords, Gaussian, tuple(Adjacency), each_step(_records))
+
+
+def _users_discrete(sampler: PoissonUsers, noise: Discrete) -> events.DpEvent:
+    return events.poisson_users_discrete(
+        user_sampling_prob=sampler.user_sampling_prob, noise_multiplier=noise.noise_multiplier
+    )
+
+
+# The proof compares a sampled user with nobody. For two users who may both be sampled, as under
+# replace, and for several records of a user, there is none here.
+set_price(
+    PoissonUsers,
+    Discrete,
+    (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT),
+    each_step(_users_discrete),
+)
 
 
 def _everybody(sampler: PoissonUsers, noise: Gaussian) -> events.DpEvent:

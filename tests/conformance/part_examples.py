@@ -16,7 +16,7 @@ from userdp.clipping.rules import (
     NormalisedClip,
     PerLayerClip,
 )
-from userdp.noise import Gaussian
+from userdp.noise import Discrete, Gaussian
 from userdp.parts import Part, Registry
 from userdp.sampling import PoissonRecords, PoissonUsers
 from userdp.updates.filter import Filter
@@ -30,6 +30,7 @@ EXAMPLES: list[Part] = [
     PoissonRecords(record_sampling_prob=0.4, group_size=2),
     PoissonRecords(record_sampling_prob=1.0, group_size=3),
     Gaussian(noise_multiplier=1.5),
+    Discrete(noise_multiplier=1.5),
     FlatClip(clip_norm=0.5),
     FlatClip(clip_norm=float("inf")),
     PerLayerClip(clip_norm=0.5),

@@ -41,6 +41,17 @@ class EpsilonDeltaDpEvent(DpEvent):
     delta: float
 
 
+@attrs.frozen(eq=True)
+class DiscreteGaussianDpEvent(DpEvent):
+    """Discrete Gaussian noise on integers, `noise_multiplier` times as large as what a user moves.
+
+    What a user moves is counted in the L2 norm of the integers, rounding included. It may be inside
+    a `PoissonSampledDpEvent`. `renyi` prices it, at whole orders.
+    """
+
+    noise_multiplier: float
+
+
 def poisson_users_gaussian(*, user_sampling_prob: float, noise_multiplier: float) -> DpEvent:
     """One step of user-level sampling: the Poisson-sampled Gaussian mechanism.
 
@@ -93,6 +104,17 @@ def _binomial(trials: int, probability: float) -> tuple[tuple[float, ...], tuple
         # Half a record, for one: a mixture of nothing would cost nothing.
         raise InputError(f"{trials} records at rate {probability} have no distribution.")
     return tuple(count for count, _ in support), tuple(prob / total for _, prob in support)
+
+
+def poisson_users_discrete(*, user_sampling_prob: float, noise_multiplier: float) -> DpEvent:
+    """One step of user-level sampling with discrete Gaussian noise on an integer grid.
+
+    At whole orders, the Renyi divergences are at most those of `poisson_users_gaussian`.
+    Reference: docs/accounting.md; Canonne, Kamath and Steinke 2020; Mironov et al. 2019.
+    """
+    return dp_event.PoissonSampledDpEvent(
+        user_sampling_prob, DiscreteGaussianDpEvent(noise_multiplier)
+    )
 
 
 def capped_poisson_users_gaussian(
@@ -197,6 +219,7 @@ def repeated(step_event: DpEvent, count: int) -> DpEvent:
 _KNOWN: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
+        DiscreteGaussianDpEvent,
         EpsilonDeltaDpEvent,
         dp_event.ComposedDpEvent,
         dp_event.GaussianDpEvent,

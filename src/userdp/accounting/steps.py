@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from dp_accounting import dp_event
 
-from userdp.accounting.events import DpEvent
+from userdp.accounting.events import DiscreteGaussianDpEvent, DpEvent
 from userdp.accounting.exchange import Exchange
 from userdp.accounting.laplace import Laplace
 from userdp.accounting.normal import UNIT_ROUNDOFF
@@ -229,7 +229,7 @@ def has_no_privacy(event: DpEvent) -> bool:
             return event.sampling_probability > 0 and has_no_privacy(event.event)
         case dp_event.GaussianDpEvent() | dp_event.LaplaceDpEvent():
             return not event.noise_multiplier >= _LEAST_NOISE
-        case dp_event.TruncatedSubsampledGaussianDpEvent():
+        case dp_event.TruncatedSubsampledGaussianDpEvent() | DiscreteGaussianDpEvent():
             return not event.noise_multiplier >= _LEAST_NOISE
         case dp_event.MixtureOfGaussiansDpEvent():
             return not event.standard_deviation >= _LEAST_NOISE

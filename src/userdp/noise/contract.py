@@ -36,6 +36,8 @@ class Noise(Part):
     # Whether a step's price can be shared with a noisy count (Andrew et al. 2021, Thm. 1). That
     # holds for independent Gaussian noise.
     shares_with_count: ClassVar[bool] = False
+    # What a statement says that the noise does not protect against.
+    not_covered: ClassVar[str] = "attacks on floating-point noise (Mironov 2012) and on timing"
     noise_multiplier: float
 
     def __post_init__(self) -> None:
