@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from reproductions.ganesh2025 import generators
 from userdp.bounding import exact, greedy, min_sep, rounds
-from userdp.bounding.compiled import compiled
 from userdp.bounding.edges import Edges, Ints, Owners
+from userdp.compiled import compiled
 from userdp.data.engine import DuckDB
 
 REPEATS = 7

@@ -291,7 +291,7 @@ def test_infinite_clip_norm_survives_json() -> None:
     assert Plan.from_json(json.loads(json.dumps(plan.to_json(), allow_nan=False))) == plan
 
 
-@pytest.mark.parametrize(("part", "kind"), [("sampler", "Shuffled"), ("noise", "Laplace")])
+@pytest.mark.parametrize(("part", "kind"), [("sampler", "Weighted"), ("noise", "Laplace")])
 def test_json_of_unknown_parts_is_refused(part: str, kind: str) -> None:
     data = sample_users().to_json()
     data[part]["type"] = kind

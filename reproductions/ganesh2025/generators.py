@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from userdp.bounding.compiled import compiled
 from userdp.bounding.edges import Edges, Ints, Owners
+from userdp.compiled import compiled
 from userdp.errors import InputError
 
 Floats = NDArray[np.float64]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
@@ -30,7 +30,7 @@ from userdp.noise import NOISES
 from userdp.own_keys import check_own_keys, own_values
 from userdp.paid import Paid, read_paid
 from userdp.plan import Plan
-from userdp.sampling import SAMPLERS, PublicNumbers
+from userdp.sampling import SAMPLERS, PublicNumbers, Sampler
 from userdp.sampling.poisson_records import UNBOUNDED
 from userdp.units import SamplingUnit
 from userdp.updates.contract import UPDATE_RULES, UpdateRule
@@ -82,12 +82,14 @@ class Config(Section):
             group_size=UNBOUNDED if group_size is None else group_size,
             steps=self.training.steps,
         )
+        own = own_values(SAMPLERS, sampler, privacy, "privacy", "sampler")
+        self._check_expected(sampler.expected_groups(public, **own), public, sampler)
         noise = NOISES.named(privacy.noise)
         own_of_noise = own_values(NOISES, noise, privacy, "privacy", "noise")
         return Plan.of(
             sampler,
             public,
-            own=own_values(SAMPLERS, sampler, privacy, "privacy", "sampler"),
+            own=own,
             clip=self.clip_rule(),
             noise=noise.configured(steps=public.steps, **own_of_noise),
             update=self.update_rule(),
@@ -100,6 +102,15 @@ class Config(Section):
             paid=self.load_paid(),
             earlier=self.load_earlier(),
         )
+
+    def _check_expected(self, groups: float, public: PublicNumbers, sampler: type[Sampler]) -> None:
+        """Refuse a cohort size that is given, and that follows from another key as well."""
+        given = self.privacy.expected_cohort_size
+        if given is not None and groups != sampler.expected_groups(public):
+            raise InputError(
+                f"[privacy] expected_cohort_size = {given:g}: by {', '.join(sampler.keys)} it is "
+                f"{groups:g} already. Leave expected_cohort_size out."
+            )
 
     def _mark(self, groups: float) -> Mark | None:
         """Why nothing is promised by choice, if so."""
@@ -156,7 +167,7 @@ class Config(Section):
             }
         )
 
-    def _known_of_fixed_graph(self, selection: Selection) -> dict[str, int]:
+    def _known_of_fixed_graph(self, selection: Selection) -> dict[str, Any]:
         """Its realised bound and its size.
 
         Both depend on who owns what alone, which fixed-graph privacy treats as public.
@@ -173,7 +184,42 @@ class Config(Section):
                 f"[privacy] group_size = {group_size} is below the {selection.realised_bound} "
                 "records a user has in the selection: leave it out, or bound again."
             )
-        return {"group_size": group_size, "num_records": privacy.num_records or selection.size}
+        known: dict[str, Any] = {
+            "group_size": group_size,
+            "num_records": privacy.num_records or selection.size,
+        }
+        return known | (self._known_of_order(selection) if self._is_ordered else {})
+
+    @property
+    def _is_ordered(self) -> bool:
+        """Whether the batches come from the selection, in a fixed order."""
+        return SAMPLERS.named(self.privacy.sampler, unit=self.privacy.unit).is_ordered
+
+    def _known_of_order(self, selection: Selection) -> dict[str, Any]:
+        """The batch size and the separation of a selection with batches."""
+        batches = selection.batches
+        if batches is None or batches.ndim != 2 or selection.separation is None:
+            raise InputError(
+                f"[data] selection: method {selection.method!r} has no batches in an order. Make "
+                "it by `userdp bound --method min-separation`, or use sampler = 'poisson'."
+            )
+        count, size = batches.shape
+        if self.training.steps > count:
+            raise InputError(
+                f"[training] steps = {self.training.steps}: the selection has {count} batches. "
+                "Train for so many steps, or bound again."
+            )
+        given = self.privacy.expected_batch_size
+        if given is not None and given != size:
+            raise InputError(
+                f"[privacy] expected_batch_size = {given:g}: the selection's batches have {size} "
+                "records. Leave it out."
+            )
+        own = self.privacy.model_extra or {}
+        return {
+            "expected_batch_size": float(size),
+            "separation": own.get("separation", selection.separation),
+        }
 
     def _known_of_single_owners(self, selection: Selection) -> dict[str, int]:
         """The bound that was asked for; what was realised and the size are secret here."""

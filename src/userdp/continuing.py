@@ -253,7 +253,7 @@ def start(
             # A fork that was stopped before its first step.
             given_up = clear_unbegun(run)
         beginning = fork(run, model, step=fork_step)
-        own = replace(plan, steps=_steps_left(plan, beginning))
+        own = _of_length(plan, _steps_left(plan, beginning))
         return Start(plan=own, beginning=beginning, given_up=given_up)
     if charged is not None:
         if not charged.fixed_seed:
@@ -266,7 +266,7 @@ def start(
             )
         beginning = beginning_of(run)
         # The runs before a fork took some of the planned steps.
-        own = replace(plan, steps=charged.plan.steps) if beginning.before else plan
+        own = _of_length(plan, charged.plan.steps) if beginning.before else plan
         return Start(plan=own, beginning=beginning, goes_on=True)
     if resume and _last_moved(run) is not None:
         raise InputError(
@@ -275,6 +275,14 @@ def start(
         )
     given_up = clear_unbegun(run) if resume else None
     return Start(plan=plan, beginning=Beginning(), given_up=given_up)
+
+
+def _of_length(plan: Plan, steps: int) -> Plan:
+    """The plan of a run of its own with so many steps.
+
+    A sampler that spreads users over a whole run spreads them afresh over these steps.
+    """
+    return replace(plan, steps=steps, sampler=plan.sampler.over(steps))
 
 
 def _steps_left(plan: Plan, beginning: Beginning) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -24,10 +25,15 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, kw_only=True)
 class UserIndex:
-    """The rows of user i are `rows[indptr[i]:indptr[i + 1]]`."""
+    """The rows of user i are `rows[indptr[i]:indptr[i + 1]]`.
+
+    `batches` is for a fixed order (`sampling.MinSeparated`): `batches[t]` holds the rows of step t,
+    and -1 in a slot whose record gives nothing.
+    """
 
     indptr: Rows
     rows: Rows
+    batches: Rows | None = None
 
     def __post_init__(self) -> None:
         assert self.indptr.ndim == 1
@@ -46,6 +52,11 @@ class UserIndex:
     def num_rows(self) -> int:
         """The actual number of rows. Secret."""
         return len(self.rows)
+
+    @cached_property
+    def widest(self) -> int:
+        """The most rows that a user has. Secret."""
+        return int(np.diff(self.indptr).max(initial=0))
 
     def rows_of(self, user: int) -> Rows:
         """The rows of one user."""

@@ -15,7 +15,7 @@ from userdp.accounting import events
 from userdp.composition import dearest, total_events
 from userdp.earlier import Earlier
 from userdp.errors import InputError, UnaccountedPlanError
-from userdp.marks import Hypothetical, Mark, RecordLevel
+from userdp.marks import AsIfPoisson, Hypothetical, Mark, RecordLevel
 from userdp.paid import Paid
 from userdp.prices import event_of
 from userdp.sampling import Sampler
@@ -33,6 +33,8 @@ def check_mark(plan: Plan) -> None:
             "users with any number of records have no price at user level. Give group_size, or "
             "set record_level, which promises nothing to users."
         )
+    if plan.sampler.as_if is not None and not plan.non_private:
+        _check_as_if(plan)
     if mark is None:
         return
     if plan.non_private:
@@ -51,6 +53,22 @@ def check_mark(plan: Plan) -> None:
             "cohort prices. Use another clipping."
         )
     sampler_of(plan)
+
+
+def _check_as_if(plan: Plan) -> None:
+    """Refuse shuffled batches under a promise, or under a mark that cannot price them."""
+    if not isinstance(plan.mark, AsIfPoisson):
+        raise UnaccountedPlanError(
+            f"{type(plan.sampler).__name__} has no accounting rule: what is drawn would not be "
+            "what is priced. Use sampler = 'poisson'; or, to reproduce a paper, leave out "
+            "record_level and hypothetical numbers: the statement then says that there is no "
+            "guarantee."
+        )
+    if plan.clip.count_stddev is not None:
+        raise UnaccountedPlanError(
+            f"{plan.clip.name} clipping has no price as if batches were not shuffled. Use another "
+            "clipping."
+        )
 
 
 def check_paid(plan: Plan, paid: Sequence[Paid]) -> None:
@@ -72,8 +90,10 @@ def check_selection(plan: Plan) -> None:
 
 
 def takes_over(plan: Plan, item: Earlier) -> bool:
-    """Whether the plan prices an earlier run by the record, even if users have no price in it."""
+    """Whether the plan's mark prices an earlier run, even if its users have no price in it."""
     before = type(plan).from_json(item.plan)
+    if isinstance(plan.mark, AsIfPoisson):
+        return isinstance(before.mark, AsIfPoisson)
     if not isinstance(plan.mark, RecordLevel) or before.non_private:
         return False
     check_paid(plan, item.paid)
@@ -112,7 +132,7 @@ def _event_of(plan: Plan, item: Earlier) -> events.DpEvent | None:
         return item.event
     if isinstance(plan.mark, RecordLevel):
         return event_by(before, plan.mark, item.steps)
-    if isinstance(before.mark, Hypothetical):
+    if isinstance(before.mark, type(plan.mark)):
         return event_by(before, before.mark, item.steps)
     return item.event
 

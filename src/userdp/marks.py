@@ -4,11 +4,13 @@ Papers compare with such runs, so they can be made here. A mark is part of the p
 of every statement repeats it, and no card leaves it out:
 
   * `RecordLevel`: each record is its own unit, the usual record-level DP-SGD;
-  * `Hypothetical`: priced as if there were more users or larger cohorts than the run has.
+  * `Hypothetical`: priced as if there were more users or larger cohorts than the run has;
+  * `AsIfPoisson`: batches are shuffled, and priced as if they were sampled by Poisson coins.
 
 The parts of a marked plan are those that run, and `Plan.event` is what they really cost the people
 in the data. A mark only says what else is priced: another sampler, and another noise multiplier.
-The population's budget counts the real event.
+The population's budget counts the real event. Shuffled batches have none: they count as a run
+without privacy.
 """
 
 from __future__ import annotations
@@ -110,7 +112,40 @@ class Hypothetical:
         )
 
 
-Mark = RecordLevel | Hypothetical
+@dataclass(frozen=True, kw_only=True)
+class AsIfPoisson:
+    """The price of Poisson sampling, where the batches were drawn in a way that has no price.
+
+    Papers shuffle and state this number. It is not what ran (Chua et al. 2024, arXiv 2403.17673).
+    """
+
+    def priced(self, sampler: Sampler, *, num_users: int, groups: float) -> Sampler:
+        """The sampler that papers price."""
+        del num_users, groups
+        found = sampler.as_if
+        if found is None:
+            raise UnaccountedPlanError(
+                f"{type(sampler).__name__} is priced as it is drawn: leave the mark out."
+            )
+        return found
+
+    def adjacency(self, sampler: Sampler, adjacency: Adjacency) -> Adjacency:
+        """That of the plan."""
+        del sampler
+        return adjacency
+
+    def noise_ratio(self, groups: float) -> float:
+        """The noise multiplier that runs, over the one that is priced: they are the same."""
+        del groups
+        return 1.0
+
+    def words(self, *, num_users: int, groups: float) -> str:
+        """The first words of a statement."""
+        del num_users, groups
+        return "guarantee: none, the batches were shuffled and not sampled as they are priced"
+
+
+Mark = RecordLevel | Hypothetical | AsIfPoisson
 
 
 def hypothetical(
@@ -129,8 +164,8 @@ def to_json(mark: Mark | None) -> dict[str, Any]:
     """What a plan writes about its mark: nothing if there is none, so that old records stay."""
     if mark is None:
         return {}
-    if isinstance(mark, RecordLevel):
-        return {"mark": {"type": "RecordLevel"}}
+    if not isinstance(mark, Hypothetical):
+        return {"mark": {"type": type(mark).__name__}}
     return {
         "mark": {
             "type": "Hypothetical",
@@ -145,5 +180,7 @@ def from_json(data: dict[str, Any]) -> Mark | None:
     if "mark" not in data:
         return None
     written = dict(data["mark"])
-    kinds: dict[str, type[Mark]] = {"RecordLevel": RecordLevel, "Hypothetical": Hypothetical}
+    kinds: dict[str, type[Mark]] = {
+        kind.__name__: kind for kind in (RecordLevel, Hypothetical, AsIfPoisson)
+    }
     return kinds[written.pop("type")](**written)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from userdp.errors import InputError
 from userdp.models.checks import trainable_parameters
 from userdp.muon import MuonAndAdamW, is_hidden_matrix
 from userdp.optimizer_names import OPTIMIZERS, SCHEDULE_NAME, refuse_unusable
+from userdp.schedules import share_of_rate
 
 # Optimizers whose step has the size of the learning rate, whatever the size of gradients.
 LIKE_ADAMW = ("adamw", "adam", "muon")
@@ -133,36 +133,10 @@ def make_schedule(
     warmup_steps: int = 0,
     hold: float = 0.0,
 ) -> torch.optim.lr_scheduler.LRScheduler | None:
-    """The rate of every step, as a share of the full rate; None if it is always the full rate.
-
-    The rate rises over `warmup_steps` steps, stays until the share `hold` of the run is over, and
-    falls to zero: along a line (`linear`) or half a wave (`cosine`). `constant` does not fall. No
-    step is taken at a rate of zero, because every step is paid for.
-    """
-    if not 0 <= warmup_steps < steps:
-        raise InputError(
-            f"warmup_steps={warmup_steps} of {steps} steps: warm up for 0 or more, and for fewer "
-            "than there are."
-        )
-    if not 0 <= hold < 1:
-        raise InputError(f"schedule_hold={hold:g}: a share of the run, from 0 up to below 1.")
-    if name == "constant" and hold:
-        raise InputError("schedule_hold has no meaning with schedule = 'constant': remove it.")
+    """The rate of every step (`schedules`); None if it is always the full rate."""
+    share = share_of_rate(name, steps, warmup_steps=warmup_steps, hold=hold)
     if name == "constant" and not warmup_steps:
         return None
-    begin = max(warmup_steps, hold * steps)
-    falls: Mapping[str, Callable[[float], float]] = {
-        "constant": lambda left: 1.0,
-        "linear": lambda left: left,
-        "cosine": lambda left: 0.5 * (1 - math.cos(math.pi * left)),
-    }
-    fall = falls[name]
-
-    def share(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / (warmup_steps + 1)
-        return fall(min(1.0, max(0, steps - step) / (steps - begin)))
-
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
     # For the run's own description.
     setattr(schedule, SCHEDULE_NAME, name)

@@ -23,7 +23,7 @@ from userdp.composition import check_inherited, check_together, curve, dearest, 
 from userdp.earlier import Earlier
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.marked_price import check_mark
-from userdp.marks import Mark
+from userdp.marks import AsIfPoisson, Mark
 from userdp.noise import NOISES, Gaussian, Noise
 from userdp.paid import Paid
 from userdp.parts import Part, as_written
@@ -85,6 +85,7 @@ class Plan:
     def __post_init__(self) -> None:
         price_of(self.sampler, self.noise, self.adjacency, self.halting_test)
         check_counts(num_users=self.num_users, steps=self.steps)
+        self.sampler.check_steps(self.steps)
         self.noise.check_steps(self.steps)
         accountant.check_delta(self.delta)
         if not 1 <= self.divisor < math.inf:
@@ -214,13 +215,16 @@ class Plan:
                 "give exactly one of epsilon and noise_multiplier: one follows from the other."
             )
         sampler = kind.configured(public, **(own or {}))
+        groups = kind.expected_groups(public, **(own or {}))
+        if mark is None and sampler.as_if is not None and not non_private:
+            mark = AsIfPoisson()
         noise = noise or Gaussian(noise_multiplier=0.0)
         if non_private and epsilon is not None:
             raise InputError(
                 "non_private=True claims no epsilon, so none can be a target. Give "
                 "noise_multiplier, or leave non_private out."
             )
-        ratio = 1.0 if mark is None else mark.noise_ratio(public.expected_groups)
+        ratio = 1.0 if mark is None else mark.noise_ratio(groups)
         # Before noise is looked for, the plan is checked with much noise.
         first = (
             accountant.LARGEST_NOISE_MULTIPLIER if noise_multiplier is None else noise_multiplier
@@ -230,7 +234,7 @@ class Plan:
             clip=clip,
             noise=replace(noise, noise_multiplier=first * ratio),
             steps=public.steps,
-            divisor=public.expected_groups,
+            divisor=groups,
             num_users=public.num_users,
             delta=delta,
             update=update or MEAN_GRADIENT,
@@ -278,7 +282,8 @@ class Plan:
     @property
     def has_price(self) -> bool:
         """Whether `event` says what the people in the data are charged."""
-        return not self.non_private and not self.sampler.is_unbounded
+        is_priced = not self.sampler.is_unbounded and self.sampler.as_if is None
+        return is_priced and not self.non_private
 
     def event(self, steps: int | None = None) -> events.DpEvent:
         """The cost of the first `steps` steps, by default of all of them."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from userdp import marked_price
 from userdp.composition import earlier_in_words, paid_in_words
 from userdp.earlier import Earlier
-from userdp.marks import Hypothetical, RecordLevel
+from userdp.marks import AsIfPoisson, Hypothetical, RecordLevel
 from userdp.paid import Paid
 from userdp.statement import Statement
 from userdp.units import SamplingUnit
@@ -69,6 +69,7 @@ def statement_of(plan: Plan, steps: int, **said: Unpack[Said]) -> Statement:
         mark=mark,
         record_level_epsilon=marked if at_record_level else None,
         hypothetical_epsilon=marked if isinstance(plan.mark, Hypothetical) else None,
+        as_if_epsilon=marked if isinstance(plan.mark, AsIfPoisson) else None,
         paid=tuple(paid_in_words(item, plan.delta, plan.adjacency) for item in paid),
         earlier=tuple(earlier_in_words(item, plan.delta, plan.adjacency) for item in earlier),
         model_check=said.get("model_check", ""),
@@ -82,7 +83,10 @@ def statement_of(plan: Plan, steps: int, **said: Unpack[Said]) -> Statement:
             *of_the_record(fixed_seed, unfinished),
             *said.get("more_cautions", ()),
         ),
-        assumptions=assumptions(plan.num_users, plan.adjacency, bool(paid), earlier),
+        assumptions=(
+            *assumptions(plan.num_users, plan.adjacency, bool(paid), earlier),
+            *plan.sampler.assumes,
+        ),
         not_covered=not_covered(paid=bool(paid), of_noise=plan.noise.not_covered),
     )
 

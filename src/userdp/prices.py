@@ -20,7 +20,21 @@ from userdp.earlier import Earlier, by_people
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.noise import Discrete, Gaussian, Noise
 from userdp.paid import Paid, all_events
-from userdp.sampling import PoissonRecords, PoissonUsers, Sampler
+from userdp.sampling import (
+    Allocation,
+    BalancedIteration,
+    BallsInBins,
+    CappedPoissonUsers,
+    CyclicPoissonRecords,
+    CyclicPoissonUsers,
+    MinSeparated,
+    PoissonRecords,
+    PoissonUsers,
+    Sampler,
+    Shuffled,
+    ShuffledRecords,
+    WithoutReplacement,
+)
 from userdp.statement import epsilon_text
 from userdp.units import Adjacency
 from userdp.updates.halting import HaltingTest
@@ -50,9 +64,89 @@ def _records(sampler: PoissonRecords, noise: Gaussian) -> events.DpEvent:
     )
 
 
+def _capped(sampler: CappedPoissonUsers, noise: Gaussian) -> events.DpEvent:
+    return events.capped_poisson_users_gaussian(
+        user_sampling_prob=sampler.user_sampling_prob,
+        cap=sampler.cap,
+        num_users=sampler.num_users,
+        noise_multiplier=noise.noise_multiplier,
+    )
+
+
+def _without_replacement(sampler: WithoutReplacement, noise: Gaussian) -> events.DpEvent:
+    # Everybody is drawn, and the cohort is cut to its size at random.
+    return events.capped_poisson_users_gaussian(
+        user_sampling_prob=1.0,
+        cap=sampler.cohort_size,
+        num_users=sampler.num_users,
+        noise_multiplier=noise.noise_multiplier,
+    )
+
+
+def rounds_begun(steps: int, length: int) -> int:
+    """How many rounds of so many steps have begun after `steps` steps; each is priced whole."""
+    return -(-steps // length)
+
+
+def _cyclic_users(sampler: CyclicPoissonUsers, noise: Gaussian, steps: int) -> events.DpEvent:
+    turn = events.poisson_users_gaussian(
+        user_sampling_prob=sampler.user_sampling_prob, noise_multiplier=noise.noise_multiplier
+    )
+    return events.repeated(turn, rounds_begun(steps, sampler.parts))
+
+
+def _cyclic_records(sampler: CyclicPoissonRecords, noise: Gaussian, steps: int) -> events.DpEvent:
+    turn = events.poisson_records_gaussian(
+        record_sampling_prob=sampler.record_sampling_prob,
+        group_size=sampler.group_size,
+        noise_multiplier=noise.noise_multiplier,
+    )
+    return events.repeated(turn, rounds_begun(steps, sampler.parts))
+
+
+def _min_separated(sampler: MinSeparated, noise: Gaussian, steps: int) -> events.DpEvent:
+    del steps
+    return events.min_separated_gaussian(
+        participations=sampler.participations, noise_multiplier=noise.noise_multiplier
+    )
+
+
+def _balls_in_bins(sampler: BallsInBins, noise: Gaussian, steps: int) -> events.DpEvent:
+    return events.balls_in_bins_gaussian(
+        bins=sampler.bins,
+        rounds=rounds_begun(steps, sampler.bins),
+        noise_multiplier=noise.noise_multiplier,
+    )
+
+
+def _balanced(sampler: BalancedIteration, noise: Gaussian, steps: int) -> events.DpEvent:
+    return events.balanced_iteration_gaussian(
+        round_length=sampler.round_length,
+        rounds=rounds_begun(steps, sampler.round_length),
+        noise_multiplier=noise.noise_multiplier,
+    )
+
+
+def _allocation(sampler: Allocation, noise: Gaussian, steps: int) -> events.DpEvent:
+    # Whatever comes first: where a user takes part was drawn for the whole run.
+    del steps
+    return events.random_allocation_gaussian(
+        steps=sampler.steps,
+        participations=sampler.participations,
+        noise_multiplier=noise.noise_multiplier,
+    )
+
+
+def _no_price(sampler: Sampler, noise: Gaussian, steps: int) -> events.DpEvent:
+    raise UnaccountedPlanError(f"{type(sampler).__name__} has no accounting rule.")
+
+
 # Under fixed-graph adjacency each row has a coin of its own, so a user who owns k rows can enter a
 # step k times. So there is no rule for sampling "users" there (Ganesh et al. 2025, Def. 2.1).
 ONE_OWNER = (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT, Adjacency.REPLACE)
+# The proof of random allocation compares a user with nobody, and not with another user.
+PRESENT_OR_NOT = (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT)
+FIXED_GRAPH = (Adjacency.FIXED_GRAPH_ZERO_OUT, Adjacency.FIXED_GRAPH_REPLACE)
 
 Table = dict[tuple[type[Sampler], type[Noise], Adjacency], Price]
 _PRICES: Table = {}
@@ -73,6 +167,18 @@ def set_price(
 
 set_price(PoissonUsers, Gaussian, ONE_OWNER, each_step(_users))
 set_price(PoissonRecords, Gaussian, tuple(Adjacency), each_step(_records))
+set_price(CappedPoissonUsers, Gaussian, ONE_OWNER, each_step(_capped))
+set_price(WithoutReplacement, Gaussian, ONE_OWNER, each_step(_without_replacement))
+set_price(CyclicPoissonUsers, Gaussian, ONE_OWNER, _cyclic_users)
+set_price(CyclicPoissonRecords, Gaussian, tuple(Adjacency), _cyclic_records)
+# Which record is in which batch depends on who owns what, so that must be public.
+set_price(MinSeparated, Gaussian, FIXED_GRAPH, _min_separated)
+set_price(BallsInBins, Gaussian, PRESENT_OR_NOT, _balls_in_bins)
+set_price(BalancedIteration, Gaussian, PRESENT_OR_NOT, _balanced)
+set_price(Allocation, Gaussian, PRESENT_OR_NOT, _allocation)
+# These two can be planned with a mark alone (`marks.AsIfPoisson`), which prices another sampler.
+set_price(Shuffled, Gaussian, ONE_OWNER, _no_price)
+set_price(ShuffledRecords, Gaussian, ONE_OWNER, _no_price)
 
 
 def _users_discrete(sampler: PoissonUsers, noise: Discrete) -> events.DpEvent:

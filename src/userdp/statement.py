@@ -50,8 +50,8 @@ class Statement:
     are what was seen to be wrong while the run went on.
 
     A `mark` is why nothing is promised, by choice (`marks.py`). It comes first in every text.
-    `epsilon` is then still what all of a user's records cost, and `record_level_epsilon` or
-    `hypothetical_epsilon` is what the mark prices.
+    `epsilon` is then still what all of a user's records cost, and `record_level_epsilon`,
+    `hypothetical_epsilon` or `as_if_epsilon` is what the mark prices.
     """
 
     epsilon: float
@@ -70,6 +70,7 @@ class Statement:
     mark: str = ""
     record_level_epsilon: float | None = None
     hypothetical_epsilon: float | None = None
+    as_if_epsilon: float | None = None
     paid: tuple[str, ...] = ()
     earlier: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
@@ -134,6 +135,11 @@ class Statement:
             said.append(
                 f"{planned} the hypothetical people: {self._numbers(self.hypothetical_epsilon)}."
             )
+        if self.as_if_epsilon is not None:
+            said.append(
+                "As if the batches had been drawn by Poisson coins: "
+                f"{self._numbers(self.as_if_epsilon)}, {self.adjacency}. That is not what ran."
+            )
         if math.isfinite(self.epsilon):
             said.append(
                 f"All records of a user in this data cost epsilon={epsilon_text(self.epsilon)}, "
@@ -166,7 +172,12 @@ class Statement:
         priced = round_up(self.epsilon) if self.is_private else None
         data["epsilon"] = priced if self.guarantee else None
         data["planned_epsilon"] = priced
-        for name in ("epsilon_of_all", "record_level_epsilon", "hypothetical_epsilon"):
+        for name in (
+            "epsilon_of_all",
+            "record_level_epsilon",
+            "hypothetical_epsilon",
+            "as_if_epsilon",
+        ):
             value = data[name]
             if value is not None:
                 data[name] = round_up(value) if math.isfinite(value) else None

@@ -60,7 +60,7 @@ from userdp.streams import RunSecret
 from userdp.tasks import OwnLoss, Task, TaskName, cohort_batches
 from userdp.trackers import check_trackers, open_trackers
 from userdp.training_choice import RowChoice
-from userdp.training_rows import rows_of, selection_name
+from userdp.training_rows import batches_of, rows_of, selection_name
 from userdp.validation import Validation, validator_of
 from userdp.validation_curve import Point
 from userdp.watching import Watch
@@ -217,6 +217,7 @@ def train(
         tokenizer,
         task=task.name,
         is_selected=selection is not None,
+        batches=batches_of(rows, plan, selection),
         sequence_length=sequence_length,
         dry_run=dry_run,
     )

@@ -14,6 +14,7 @@ from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows
 from userdp.digests import index_digest
 from userdp.evaluation import check_public, mean_losses
+from userdp.index import Rows
 from userdp.plan import Plan
 from userdp.streams import Streams
 
@@ -27,6 +28,7 @@ class RowChoice:
     plan: Plan
     losses: NDArray[np.float64] | None
     is_selected: bool
+    batches: Rows | None
     sequence_length: int
 
     def __repr__(self) -> str:
@@ -42,11 +44,13 @@ class RowChoice:
         *,
         task: str,
         is_selected: bool,
+        batches: Rows | None = None,
         sequence_length: int,
         dry_run: bool = False,
     ) -> RowChoice:
         """The choice, if it has a guarantee and a meaning here. A dry run scores nothing.
 
+        `batches` are the rows of each step, where their order is fixed.
         `model` is the model before training: its losses rank records, so it must be public.
         """
         choice.check(has_selection=is_selected, fixed_graph=plan.adjacency.fixed_graph, task=task)
@@ -61,6 +65,7 @@ class RowChoice:
             plan=plan,
             losses=losses,
             is_selected=is_selected,
+            batches=batches,
             sequence_length=sequence_length,
         )
 
@@ -87,6 +92,7 @@ class RowChoice:
             streams=streams,
             losses=self.losses,
             is_selected=self.is_selected,
+            batches=self.batches,
         )
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
 from userdp.data.encoding import WHOLE_TEXT, Encoding
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows, tokenise, tokenise_selected
 from userdp.errors import InputError
+from userdp.index import Rows
 from userdp.plan import Plan
 
 
@@ -23,6 +26,7 @@ def rows_of(
     encoding: Encoding = WHOLE_TEXT,
 ) -> TokenRows:
     """The rows of the store, or of the selection if there is one, in a task's encoding."""
+    plan.sampler.check_users(store.num_users)
     if selection is None:
         if plan.adjacency.fixed_graph:
             raise InputError(
@@ -55,15 +59,43 @@ def rows_of(
     return tokenise_selected(
         store,
         tokenizer,
-        selection.records(),
+        _records_of(selection, edges, plan),
         sequence_length=sequence_length,
         encoding=encoding,
         verify=True,
     )
 
 
+def _records_of(selection: Selection, edges: Edges, plan: Plan) -> Rows:
+    """The records to train on. In a fixed order, a record has one row, whenever it comes again."""
+    if not plan.sampler.is_ordered:
+        return selection.records()
+    plan.sampler.check_order(*selection.participants(edges, plan.steps))
+    assert selection.batches is not None
+    return np.unique(selection.batches[: plan.steps])
+
+
+def batches_of(rows: TokenRows, plan: Plan, selection: Selection | None) -> Rows | None:
+    """The fixed order in numbers of rows, -1 where a record has no row; None if there is no order.
+
+    A record without a token to predict keeps its slot, so all others stay where they are.
+    """
+    if not plan.sampler.is_ordered or selection is None:
+        return None
+    assert selection.batches is not None
+    assert rows.records is not None
+    # There is at most one row of each record, in the order of the records.
+    records = np.asarray(rows.records)
+    batches = selection.batches[: plan.steps].astype(np.int64)
+    if not len(records):
+        return np.full_like(batches, -1)
+    row = np.minimum(np.searchsorted(records, batches), len(records) - 1)
+    return np.where(records[row] == batches, row, -1)
+
+
 def selection_name(store: UserStore, selection: Selection | None) -> str:
     """A keyed name, because it is private who owns how much."""
     if selection is None:
         return ""
-    return store.keyed_digest(f"selection {selection.sha256()}".encode())
+    named = f"selection {selection.sha256()} {selection.order_sha256()}".rstrip()
+    return store.keyed_digest(named.encode())

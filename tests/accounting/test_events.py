@@ -19,6 +19,9 @@ EVENTS = [
     events.min_separated_gaussian(participations=4, noise_multiplier=2.0),
     events.cyclic_poisson_banded(user_sampling_prob=0.2, steps=10, bands=3, noise_multiplier=2.0),
     events.fixed_size_users_gaussian(num_users=20, cohort_size=2, noise_multiplier=2.0),
+    events.random_allocation_gaussian(steps=20, participations=3, noise_multiplier=2.0),
+    events.balls_in_bins_gaussian(bins=20, rounds=4, noise_multiplier=2.0),
+    events.balanced_iteration_gaussian(round_length=20, rounds=4, noise_multiplier=2.0),
     events.combined([dp_event.GaussianDpEvent(3.0), dp_event.GaussianDpEvent(2.0)]),
     dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(3.0), 10.0, 1.0),
     events.repeated(events.poisson_users_gaussian(user_sampling_prob=0.1, noise_multiplier=2.0), 7),
@@ -41,6 +44,11 @@ def test_cyclic_poisson_takes_each_part_once_per_cycle():
     event = events.cyclic_poisson_banded(
         user_sampling_prob=0.2, steps=10, bands=3, noise_multiplier=2.0
     )
+    assert event.count == 4
+
+
+def test_balanced_iteration_pays_for_every_round():
+    event = events.balanced_iteration_gaussian(round_length=20, rounds=4, noise_multiplier=2.0)
     assert event.count == 4
 
 

@@ -118,6 +118,7 @@ def test_ledger_and_statement_hold_no_loss_norm_or_cohort(run: Path) -> None:
         "doubts",
         "others",
         "epsilon_of_all",
+        "as_if_epsilon",
         "mark",
         "record_level_epsilon",
         "hypothetical_epsilon",

@@ -16,9 +16,22 @@ from userdp.clipping.rules import (
     NormalisedClip,
     PerLayerClip,
 )
-from userdp.noise import Discrete, Gaussian
+from userdp.noise import Banded, Discrete, Gaussian
 from userdp.parts import Part, Registry
-from userdp.sampling import PoissonRecords, PoissonUsers
+from userdp.sampling import (
+    Allocation,
+    BalancedIteration,
+    BallsInBins,
+    CappedPoissonUsers,
+    CyclicPoissonRecords,
+    CyclicPoissonUsers,
+    MinSeparated,
+    PoissonRecords,
+    PoissonUsers,
+    Shuffled,
+    ShuffledRecords,
+    WithoutReplacement,
+)
 from userdp.updates.filter import Filter
 from userdp.updates.mean_gradient import MeanGradient
 
@@ -29,8 +42,34 @@ EXAMPLES: list[Part] = [
     PoissonUsers(user_sampling_prob=1.0, group_size=3),
     PoissonRecords(record_sampling_prob=0.4, group_size=2),
     PoissonRecords(record_sampling_prob=1.0, group_size=3),
+    CappedPoissonUsers(user_sampling_prob=0.4, cap=3, num_users=9, group_size=2),
+    CyclicPoissonUsers(user_sampling_prob=0.8, parts=3, group_size=2),
+    CyclicPoissonRecords(record_sampling_prob=0.7, parts=3, group_size=2),
+    MinSeparated(separation=4, steps=30, group_size=8),
+    BallsInBins(bins=4, group_size=2),
+    BalancedIteration(round_length=4, group_size=2),
+    Allocation(steps=30, participations=7, group_size=2),
+    WithoutReplacement(cohort_size=3, num_users=9, group_size=2),
+    Shuffled(cohort_size=2, num_users=5, group_size=2),
+    ShuffledRecords(batch_size=3, num_records=33, group_size=2),
     Gaussian(noise_multiplier=1.5),
     Discrete(noise_multiplier=1.5),
+    Banded(noise_multiplier=1.5, bands=1, steps=8),
+    Banded(noise_multiplier=0.7, bands=3, steps=8),
+    Banded(noise_multiplier=1.5, bands=3, steps=8, strategy="toeplitz"),
+    Banded(noise_multiplier=1.5, bands=3, steps=8, strategy="inverse-square-root"),
+    Banded(noise_multiplier=1.5, bands=3, steps=8, strategy="buffered"),
+    Banded(
+        noise_multiplier=1.5,
+        bands=4,
+        steps=9,
+        workload="optimizer",
+        momentum=0.9,
+        decay=0.01,
+        schedule="cosine",
+        warmup_steps=2,
+        schedule_hold=0.5,
+    ),
     FlatClip(clip_norm=0.5),
     FlatClip(clip_norm=float("inf")),
     PerLayerClip(clip_norm=0.5),

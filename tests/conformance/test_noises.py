@@ -91,13 +91,25 @@ def test_noise_follows_the_secret_and_nothing_else(part: Noise) -> None:
 @pytest.mark.statistical
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @each(NOISES)
-def test_noise_has_the_stated_size_on_every_coordinate(part: Noise, dtype: torch.dtype) -> None:
-    # Twice 100,000 numbers: within 5 standard errors, failure 6e-7 each for a fresh seed; seed 5.
-    size, wanted = 200_000, 2.5
-    found = drawn(part, last=size, size=size, stddev=wanted, dtype=dtype).double() / wanted
-    for half in (found[: size // 2], found[size // 2 :]):
-        assert abs(float(half.mean())) < 5 / math.sqrt(size / 2)
-        assert abs(float(half.std()) - 1) < 5 / math.sqrt(size)
+def test_noise_of_all_steps_has_the_stated_covariance(part: Noise, dtype: torch.dtype) -> None:
+    # 100,000 coordinates over 5 steps: each mean and each of the 15 covariances is within 5
+    # standard errors. Failure 6e-7 each, about 1.2e-5 in all, for a fresh seed; seed 5.
+    size, wanted, steps = 100_000, 2.5, 5
+    started, streams = part.started(), RunSecret.fixed_for_tests(5).streams("noise")
+    rows: list[Tensor] = []
+    for step in range(steps):
+        values = torch.zeros(size, dtype=dtype)
+        started.add_(values, offset=0, size=size, noise_stddev=wanted, step=step, streams=streams)
+        rows.append(values.double() / wanted)
+    found = torch.stack(rows)
+    mixing = torch.from_numpy(part.mixing(steps))
+    stated = mixing @ mixing.T
+    sizes = stated.diagonal()
+    assert bool((found.mean(dim=1).abs() < 5 * (sizes / size).sqrt()).all())
+    errors = ((sizes[:, None] * sizes + stated**2) / size).sqrt()
+    assert bool(((found @ found.T / size - stated).abs() < 5 * errors).all())
+    # Step 0 has nothing before it: there the size is the stated one over C's first entry.
+    assert float(mixing[0, 0]) >= 1
 
 
 @each(NOISES)

@@ -27,29 +27,15 @@ from typing import Any, cast
 import attrs
 from dp_accounting import dp_event
 
+from userdp.accounting.own_events import (
+    DiscreteGaussianDpEvent,
+    EpsilonDeltaDpEvent,
+    RandomAllocationGaussianDpEvent,
+)
 from userdp.accounting.special import binomial_pmf
 from userdp.errors import InputError, LedgerError
 
 DpEvent = dp_event.DpEvent
-
-
-@attrs.frozen(eq=True)
-class EpsilonDeltaDpEvent(DpEvent):
-    """A mechanism known by one (epsilon, delta) only. `added` prices it with others."""
-
-    epsilon: float
-    delta: float
-
-
-@attrs.frozen(eq=True)
-class DiscreteGaussianDpEvent(DpEvent):
-    """Discrete Gaussian noise on integers, `noise_multiplier` times as large as what a user moves.
-
-    What a user moves is counted in the L2 norm of the integers, rounding included. It may be inside
-    a `PoissonSampledDpEvent`. `renyi` prices it, at whole orders.
-    """
-
-    noise_multiplier: float
 
 
 def poisson_users_gaussian(*, user_sampling_prob: float, noise_multiplier: float) -> DpEvent:
@@ -177,6 +163,59 @@ def cyclic_poisson_banded(
     )
 
 
+def random_allocation_gaussian(
+    *, steps: int, participations: int, noise_multiplier: float
+) -> DpEvent:
+    """A whole run in which a user takes part in exactly k of T steps, a random subset.
+
+    A random subset can be drawn in two stages: divide the steps into k blocks at random, then draw
+    one step of each block. An attacker who is told the blocks sees k independent runs, in each of
+    which the user takes part in one of about T / k steps. `allocation` has the proof.
+    Reference: Feldman and Shenfeld 2025 (arXiv 2502.08202).
+
+    >>> random_allocation_gaussian(steps=100, participations=10, noise_multiplier=1.0).steps
+    100
+    """
+    if not 1 <= participations <= steps:
+        raise InputError(f"participations={participations} of {steps} steps: give 1 to {steps}.")
+    return RandomAllocationGaussianDpEvent(steps, participations, noise_multiplier)
+
+
+def balls_in_bins_gaussian(*, bins: int, rounds: int, noise_multiplier: float) -> DpEvent:
+    """A whole run in which a user has one bin for good, and every round uses each bin once.
+
+    A user is in the same place of all E rounds. The sum of the outputs over rounds is all that an
+    attacker needs: it is a Gaussian that one place moves by E, with noise sqrt(E) sigma. So the run
+    is an allocation to one of `bins` steps, with the noise sigma / sqrt(E). A run that ends within
+    a round is priced as if it had finished it.
+    Reference: Chua et al. 2025 (arXiv 2412.16802); `allocation` has the proof.
+
+    >>> balls_in_bins_gaussian(bins=100, rounds=4, noise_multiplier=2.0).noise_multiplier
+    1.0
+    """
+    if rounds < 1:
+        raise InputError(f"rounds={rounds}: a run has at least one round.")
+    return random_allocation_gaussian(
+        steps=bins, participations=1, noise_multiplier=noise_multiplier / rounds**0.5
+    )
+
+
+def balanced_iteration_gaussian(
+    *, round_length: int, rounds: int, noise_multiplier: float
+) -> DpEvent:
+    """A whole run in which a user is in one place of every round, drawn afresh each round.
+
+    >>> balanced_iteration_gaussian(round_length=100, rounds=4, noise_multiplier=2.0).count
+    4
+    """
+    if rounds < 1:
+        raise InputError(f"rounds={rounds}: a run has at least one round.")
+    one = random_allocation_gaussian(
+        steps=round_length, participations=1, noise_multiplier=noise_multiplier
+    )
+    return repeated(one, rounds)
+
+
 def fixed_size_users_gaussian(
     *, num_users: int, cohort_size: int, noise_multiplier: float
 ) -> DpEvent:
@@ -221,6 +260,7 @@ _KNOWN: dict[str, type[Any]] = {
     for kind in (
         DiscreteGaussianDpEvent,
         EpsilonDeltaDpEvent,
+        RandomAllocationGaussianDpEvent,
         dp_event.ComposedDpEvent,
         dp_event.GaussianDpEvent,
         dp_event.LaplaceDpEvent,

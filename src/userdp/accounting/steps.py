@@ -18,10 +18,12 @@ from typing import Protocol
 import numpy as np
 from dp_accounting import dp_event
 
-from userdp.accounting.events import DiscreteGaussianDpEvent, DpEvent
+from userdp.accounting.allocation import Allocated, blocks
+from userdp.accounting.events import DpEvent
 from userdp.accounting.exchange import Exchange
 from userdp.accounting.laplace import Laplace
 from userdp.accounting.normal import UNIT_ROUNDOFF
+from userdp.accounting.own_events import DiscreteGaussianDpEvent, RandomAllocationGaussianDpEvent
 from userdp.accounting.pair import MixturePair, Outputs
 from userdp.accounting.special import Floats, binomial_tail
 from userdp.units import Adjacency
@@ -208,6 +210,8 @@ def of(event: DpEvent, adjacency: Adjacency, count: int = 1) -> list[Step] | Non
             )
         case dp_event.TruncatedSubsampledGaussianDpEvent() if event.noise_multiplier > 0:
             return _capped(event, count, replaces)
+        case RandomAllocationGaussianDpEvent() if event.noise_multiplier > 0 and not replaces:
+            return _allocated(event, count)
         case _:
             return None
 
@@ -229,7 +233,11 @@ def has_no_privacy(event: DpEvent) -> bool:
             return event.sampling_probability > 0 and has_no_privacy(event.event)
         case dp_event.GaussianDpEvent() | dp_event.LaplaceDpEvent():
             return not event.noise_multiplier >= _LEAST_NOISE
-        case dp_event.TruncatedSubsampledGaussianDpEvent() | DiscreteGaussianDpEvent():
+        case (
+            dp_event.TruncatedSubsampledGaussianDpEvent()
+            | RandomAllocationGaussianDpEvent()
+            | DiscreteGaussianDpEvent()
+        ):
             return not event.noise_multiplier >= _LEAST_NOISE
         case dp_event.MixtureOfGaussiansDpEvent():
             return not event.standard_deviation >= _LEAST_NOISE
@@ -273,6 +281,17 @@ def _moved(
         return [Mixture(noise=noise, shifts=moves, weights=chances, count=count)]
     kind = Exchanged if replaces else Mixture
     return [kind(noise=noise, shifts=moves, weights=chances, count=count)]
+
+
+def _allocated(event: RandomAllocationGaussianDpEvent, count: int) -> list[Step]:
+    """One step for each block, as `allocation` proves; a block of one step is not sampled."""
+    noise, found = event.noise_multiplier, list[Step]()
+    for places, number in blocks(event.steps, event.participations):
+        if places == 1:
+            found += _moved(noise, [1.0], [1.0], number * count, replaces=False)
+        else:
+            found.append(Allocated(noise=noise, places=places, count=number * count))
+    return found
 
 
 def _capped(

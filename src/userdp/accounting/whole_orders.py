@@ -23,7 +23,8 @@ from dp_accounting import dp_event
 
 from userdp import __version__
 from userdp.accounting.certificate import Evaluation
-from userdp.accounting.events import DiscreteGaussianDpEvent, DpEvent
+from userdp.accounting.events import DpEvent
+from userdp.accounting.own_events import DiscreteGaussianDpEvent
 from userdp.accounting.special import Floats, gammaln
 from userdp.units import Adjacency
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from userdp.bounding.compiled import compiled
+from userdp.compiled import compiled
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from userdp.bounding.compiled import compiled
 from userdp.bounding.edges import Edges, Ints, Owners
+from userdp.compiled import compiled
 from userdp.errors import InputError
 
 Order = NDArray[np.signedinteger[Any]]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from userdp.bounding.compiled import compiled
 from userdp.bounding.edges import Edges, Ints, Owners
 from userdp.bounding.greedy import Order, by_cardinality
+from userdp.compiled import compiled
 from userdp.errors import InputError
 
 

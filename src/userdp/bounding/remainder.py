@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from userdp.bounding.compiled import compiled
 from userdp.bounding.edges import Ints, Owners
 from userdp.bounding.greedy import Order, Room, full_room, take_in_order
+from userdp.compiled import compiled
 from userdp.data.engine import Engine
 
 

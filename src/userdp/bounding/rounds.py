@@ -45,11 +45,11 @@ import ibis
 import numpy as np
 import pyarrow as pa
 
-from userdp.bounding.compiled import compiled
 from userdp.bounding.edges import Edges, Ints, Owners
 from userdp.bounding.greedy import Order, by_cardinality, check_bound
 from userdp.bounding.remainder import arrays_of, refuse_rest
 from userdp.bounding.round_queries import Query, queries_of_round
+from userdp.compiled import compiled
 from userdp.data.engine import Engine, EngineName, engine_of
 from userdp.errors import InputError
 

@@ -72,6 +72,14 @@ class Selection:
         """The sha256 of the multiplicities as little-endian int64."""
         return hashlib.sha256(self.multiplicity.astype("<i8").tobytes()).hexdigest()
 
+    def order_sha256(self) -> str:
+        """The sha256 of the batches and their shape as little-endian int64; empty without any."""
+        if self.batches is None:
+            return ""
+        shape = np.asarray(self.batches.shape)
+        parts = (shape.astype("<i8").tobytes(), self.batches.astype("<i8").tobytes())
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+
     @staticmethod
     def of(
         edges: Edges,
@@ -128,6 +136,37 @@ class Selection:
                 f"the selection claims at most {self.realised_bound} records a user, but a user "
                 f"owns {realised}: it was edited. Bound the contributions again."
             )
+
+    def participants(self, edges: Edges, steps: int) -> tuple[Ints, Ints]:
+        """Who takes part in which of the first `steps` batches: users, and as many step numbers.
+
+        Every owner of every record is counted from the edges, so nobody has to trust the file.
+        """
+        batches = self.batches
+        if batches is None or self.separation is None:
+            raise InputError(
+                f"the selection by {self.method!r} has no batches in an order: bound again with "
+                "`userdp bound --method min-separation`."
+            )
+        if batches.ndim != 2 or not np.issubdtype(batches.dtype, np.integer):
+            raise InputError("the selection's batches are malformed: bound again.")
+        if len(batches) < steps:
+            raise InputError(
+                f"the selection has {len(batches):,} batches, and {steps:,} steps are planned: "
+                "bound again with as many steps."
+            )
+        used = batches[:steps].astype(np.int64)
+        records = used.reshape(-1)
+        if len(records) and not (records.min() >= 0 and records.max() < edges.num_records):
+            raise InputError(
+                "the selection's batches hold records that are not there: bound again."
+            )
+        count = np.diff(edges.indptr)[records]
+        step = np.repeat(np.arange(steps), used.shape[1])
+        ends = np.cumsum(count)
+        place = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - count, count)
+        users = edges.owners[np.repeat(edges.indptr[records], count) + place]
+        return np.asarray(users, dtype=np.int64), np.repeat(step, count)
 
     def check_user_by_user(self, edges: Edges) -> None:
         """Raise if one user could change which records of others are selected.

@@ -89,7 +89,7 @@ def promised(statement: Statement) -> dict[str, Any]:
 
 def marked(statement: Statement) -> dict[str, Any]:
     """Why nothing is promised by choice, and what is priced instead; nothing for other runs."""
-    names = ("mark", "record_level_epsilon", "hypothetical_epsilon")
+    names = ("mark", "record_level_epsilon", "hypothetical_epsilon", "as_if_epsilon")
     said = statement.to_json()
     return {name: said[name] for name in names} if statement.mark else {}
 

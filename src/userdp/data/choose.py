@@ -24,7 +24,7 @@ also one that is redrawn at each step. All this needs records of one owner each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -133,17 +133,21 @@ def contributions(
     streams: Streams,
     losses: NDArray[np.float64] | None = None,
     is_selected: bool = False,
+    batches: Rows | None = None,
 ) -> Contributions:
     """What the users of `rows` may give under `choice`.
 
     `losses[i]` is the mean loss of record i, for the perplexity criteria. `streams` decide what is
     resampled once, before training. `is_selected` says that the records were chosen before
     (`userdp bound`). Records are then kept as a criterion keeps them, all with the same score.
+    `batches` says in which order, if it is fixed: then all rows are kept as they are.
 
     Guarantee: where records are sampled (unit record), no user has more than `group_size` rows in
     the index if a criterion or `is_selected` is given, or chunks are drawn; in the other cases the
     sampler's `limit_contributions` chooses them at random.
     """
+    if batches is not None:
+        return ChosenRows(rows=rows, chosen=replace(rows.index(), batches=batches))
     if choice.select is Select.RANDOM_CHUNK:
         return Chunks.of(
             rows,

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from userdp.errors import InputError
 from userdp.parts import Part, Registry
@@ -47,12 +51,21 @@ class Noise(Part):
             )
 
     @classmethod
-    def configured(cls, *, steps: int, **own: Any) -> Self:
+    def configured(
+        cls,
+        *,
+        steps: int,
+        separation: int | None = None,
+        optimizer: Mapping[str, Any] | None = None,
+        **own: Any,
+    ) -> Self:
         """The noise of a run of so many steps; `own` are the values of its own `keys`.
 
-        Its multiplier is chosen later.
+        A user comes back after `separation` steps at the earliest, where that is known. `optimizer`
+        are the public numbers of what follows the noise (`strategies.workload`). The multiplier is
+        chosen later.
         """
-        del steps
+        del steps, separation, optimizer
         return cls(noise_multiplier=0.0, **own)
 
     def check_steps(self, steps: int) -> None:
@@ -60,10 +73,29 @@ class Noise(Part):
         del steps
 
     def noise_stddev(self, sensitivity: float) -> float:
-        """The standard deviation on each coordinate of the clipped sum."""
+        """The standard deviation of the numbers drawn, one on each coordinate of the clipped sum.
+
+        Where noise is correlated, the noise of a step is a sum of such numbers (`mixing`).
+        """
         if self.noise_multiplier == 0:
             return 0.0
         return self.noise_multiplier * sensitivity
+
+    def mixing(self, steps: int) -> NDArray[np.float64]:
+        """The matrix M of the first steps: step t adds sum_s M[t, s] z_s, with z independent.
+
+        For independent noise it is the identity.
+        """
+        return np.eye(steps)
+
+    @property
+    def digest(self) -> str:
+        """What names the numbers that are computed from the parameters; empty if there are none.
+
+        A run goes on only with the same ones. With others, its noise at a step that is repeated
+        would differ a little from what was released, and the difference would show the noise.
+        """
+        return ""
 
     @abstractmethod
     def add_(

@@ -18,6 +18,7 @@ buffers; for the others its numbers come from the CPU.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -44,28 +45,49 @@ def add_normal_(
         return
     flat = values.view(-1)
     if has_kernels(flat):
-        from userdp.noise import kernels
+        _add_by_kernel(flat, offset, stddev, step, streams)
+        return
+    for held, noise in normal_pieces(flat, offset=offset, size=size, step=step, streams=streams):
+        flat[held].add_(noise, alpha=stddev)
 
-        kernels.add_normal_(
-            flat,
-            offset=offset,
-            stddev=stddev,
-            randomness=streams.randomness,
-            key=streams.key(step),
-        )
+
+def normal_pieces(
+    flat: Tensor, *, offset: int, size: int, step: int, streams: Streams
+) -> Iterator[tuple[slice, Tensor]]:
+    """Unit normal numbers for `flat`, which is not changed: where they go, and the numbers.
+
+    `flat` are the positions from `offset` on in a buffer of `size` numbers.
+    """
+    if has_kernels(flat):
+        for start in range(0, len(flat), PIECE):
+            noise = torch.zeros_like(flat[start : start + PIECE])
+            _add_by_kernel(noise, offset + start, 1.0, step, streams)
+            yield slice(start, start + len(noise)), noise
         return
     for piece in range(offset // PIECE, -(-(offset + len(flat)) // PIECE)):
         start = piece * PIECE
         # A piece is always drawn whole: a number depends on those that are drawn before it.
         noise = _piece(flat, min(PIECE, size - start), streams, step, piece)
         first, last = max(start, offset), min(start + len(noise), offset + len(flat))
-        flat[first - offset : last - offset].add_(noise[first - start : last - start], alpha=stddev)
+        yield slice(first - offset, last - offset), noise[first - start : last - start]
 
 
 def has_kernels(values: Tensor) -> bool:
     """Whether the kernels of `kernels` draw for this tensor: Triton comes with torch for CUDA."""
     on_cuda = values.is_cuda and values.dtype == torch.float32
     return on_cuda and importlib.util.find_spec("triton") is not None
+
+
+def _add_by_kernel(values: Tensor, offset: int, stddev: float, step: int, streams: Streams) -> None:
+    from userdp.noise import kernels
+
+    kernels.add_normal_(
+        values,
+        offset=offset,
+        stddev=stddev,
+        randomness=streams.randomness,
+        key=streams.key(step),
+    )
 
 
 def noisy_number(value: float, *, noise_stddev: float, streams: Streams, step: int) -> float:

@@ -30,6 +30,11 @@ class Cohort:
     @staticmethod
     def of(groups: list[Rows]) -> Cohort:
         """A cohort of the given groups."""
-        sizes = np.fromiter((len(group) for group in groups), dtype=np.int64, count=len(groups))
+        sizes = np.fromiter(map(len, groups), dtype=np.int64, count=len(groups))
         rows = np.concatenate(groups) if groups else np.empty(0, dtype=np.int64)
         return Cohort(indptr=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), rows=rows)
+
+    @staticmethod
+    def of_single_rows(rows: Rows) -> Cohort:
+        """A cohort in which every row is a group of its own."""
+        return Cohort(indptr=np.arange(len(rows) + 1, dtype=np.int64), rows=rows)

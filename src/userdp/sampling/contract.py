@@ -65,6 +65,8 @@ class Sampler(Part):
     """
 
     unit: ClassVar[SamplingUnit]
+    # Whether the steps of all rows were chosen before (`UserIndex.batches`) and nothing is drawn.
+    is_ordered: ClassVar[bool] = False
     group_size: int
 
     def __post_init__(self) -> None:
@@ -83,10 +85,43 @@ class Sampler(Part):
         """The rows that take part at all, chosen once before training. By default all of them."""
         return index
 
+    def check_users(self, num_users: int) -> None:
+        """Refuse more users than the price was computed for, if it depends on their number."""
+        del num_users
+
+    def check_order(self, users: Rows, steps: Rows) -> None:
+        """Refuse an order that the price does not cover: `users[i]` takes part in `steps[i]`."""
+        del users, steps
+
+    def check_steps(self, steps: int) -> None:
+        """Refuse a run of another length than the sampler was made for, if that matters."""
+        del steps
+
+    def over(self, steps: int) -> Sampler:
+        """The sampler for another run of so many steps, such as the rest after a fork."""
+        del steps
+        return self
+
+    @classmethod
+    def expected_groups(cls, public: PublicNumbers, **own: Any) -> float:
+        """The public number of groups that a step has on average: the sum is divided by it."""
+        del own
+        return public.expected_groups
+
+    @property
+    def assumes(self) -> tuple[str, ...]:
+        """What must be true for the price to hold, beside what holds for all samplers."""
+        return ()
+
     @property
     def is_unbounded(self) -> bool:
         """Whether users keep any number of rows. Then nothing has a price at user level."""
         return False
+
+    @property
+    def as_if(self) -> Sampler | None:
+        """The sampler by which a paper prices this one, which itself has no price; else None."""
+        return None
 
     def of_one_record(self) -> Sampler | None:
         """The sampler as it is for one row alone, if rows are drawn and clipped one by one."""
@@ -104,13 +139,6 @@ class Sampler(Part):
 
 
 SAMPLERS: Registry[Sampler] = Registry("sampler")
-
-
-def at_most(rows: Rows, count: int, rng: np.random.Generator) -> Rows:
-    """`rows`, or `count` of them uniformly without replacement."""
-    if len(rows) <= count:
-        return rows
-    return rng.choice(rows, size=count, replace=False, shuffle=False)
 
 
 def check_probability(name: str, value: float) -> None:
@@ -142,3 +170,25 @@ def check_counts(*, num_users: int, steps: int) -> None:
         )
     if steps < 1:
         raise InputError(f"steps={steps}: train for at least one step.")
+
+
+def check_at_least_one(name: str, value: Any) -> None:
+    """Refuse what is no whole number from one up."""
+    check_whole(name, value)
+    if value < 1:
+        raise InputError(f"{name}={value}: use 1 or more.")
+
+
+def check_places(num_users: int, places: int) -> None:
+    """Refuse more users than places."""
+    if num_users > places:
+        raise InputError(
+            f"there are more users than num_users={places:,}: the price depends on their number, "
+            "and would be too low. Raise num_users to a public bound that holds, or use sampler = "
+            "'poisson'."
+        )
+
+
+def places_assumed(num_users: int) -> str:
+    """What a statement assumes where the price depends on the number of users."""
+    return f"no more than num_users={num_users:,} users are in the data: the price depends on it"

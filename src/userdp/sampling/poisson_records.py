@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-import numpy as np
-
-from userdp.errors import InputError
 from userdp.index import UserIndex
 from userdp.sampling.cohort import Cohort
-from userdp.sampling.contract import SAMPLERS, PublicNumbers, Sampler, at_most, check_probability
+from userdp.sampling.contract import SAMPLERS, PublicNumbers, Sampler, check_probability
+from userdp.sampling.draws import at_most_each, check_limited, poisson
 from userdp.streams import Streams
 from userdp.units import SamplingUnit
 
@@ -63,22 +61,13 @@ class PoissonRecords(Sampler):
 
     def limit_contributions(self, index: UserIndex, streams: Streams) -> UserIndex:
         """At most G rows of each user, uniformly without replacement (Alg. 1, first loop)."""
-        rng = streams.rng(0)
-        kept = Cohort.of(
-            [at_most(index.rows_of(user), self.group_size, rng) for user in range(index.num_users)]
-        )
-        return UserIndex(indptr=kept.indptr, rows=kept.rows)
+        return at_most_each(index, self.group_size, streams)
 
     def draw(self, index: UserIndex, step: int, streams: Streams) -> Cohort:
         """One group per sampled row."""
-        widest = int(np.diff(index.indptr).max(initial=0))
-        if widest > self.group_size:
-            raise InputError(
-                f"a user has {widest} rows and group_size={self.group_size}: the accounting would "
-                "not cover that user. Call limit_contributions first."
-            )
-        sampled = index.rows[streams.rng(step).random(index.num_rows) < self.record_sampling_prob]
-        return Cohort(indptr=np.arange(len(sampled) + 1, dtype=np.int64), rows=sampled)
+        check_limited(index, self.group_size)
+        sampled = poisson(index.num_rows, self.record_sampling_prob, streams.rng(step))
+        return Cohort.of_single_rows(index.rows[sampled])
 
     @property
     def words(self) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-import numpy as np
-
 from userdp.index import UserIndex
 from userdp.sampling.cohort import Cohort
-from userdp.sampling.contract import SAMPLERS, PublicNumbers, Sampler, at_most, check_probability
+from userdp.sampling.contract import SAMPLERS, PublicNumbers, Sampler, check_probability
+from userdp.sampling.draws import poisson, rows_of_users
 from userdp.streams import Streams
 from userdp.units import SamplingUnit
 
@@ -51,10 +50,8 @@ class PoissonUsers(Sampler):
     def draw(self, index: UserIndex, step: int, streams: Streams) -> Cohort:
         """One group per sampled user."""
         rng = streams.rng(step)
-        sampled = np.flatnonzero(rng.random(index.num_users) < self.user_sampling_prob)
-        return Cohort.of(
-            [at_most(index.rows_of(int(user)), self.group_size, rng) for user in sampled]
-        )
+        users = poisson(index.num_users, self.user_sampling_prob, rng)
+        return rows_of_users(index, users, self.group_size, rng)
 
     @property
     def words(self) -> str:
