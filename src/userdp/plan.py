@@ -33,6 +33,7 @@ from userdp.sampling import SAMPLERS, PoissonRecords, PoissonUsers, PublicNumber
 from userdp.sampling.contract import check_counts
 from userdp.sampling.poisson_records import UNBOUNDED
 from userdp.statement import Statement
+from userdp.streams import PHILOX, check_randomness
 from userdp.units import Adjacency
 from userdp.updates.contract import UPDATE_RULES, UpdateRule
 from userdp.updates.halting import HaltingTest
@@ -55,6 +56,7 @@ class Chosen(TypedDict, total=False):
     adjacency: Adjacency
     non_private: bool
     mark: Mark | None
+    randomness: str
     paid: Sequence[Paid]
     earlier: Sequence[Earlier]
 
@@ -81,10 +83,13 @@ class Plan:
     adjacency: Adjacency = Adjacency.ADD_REMOVE
     non_private: bool = False
     mark: Mark | None = None
+    # What every random draw of the run is made from (`streams`).
+    randomness: str = PHILOX
 
     def __post_init__(self) -> None:
         price_of(self.sampler, self.noise, self.adjacency, self.halting_test)
         check_counts(num_users=self.num_users, steps=self.steps)
+        check_randomness(self.randomness)
         self.sampler.check_steps(self.steps)
         self.noise.check_steps(self.steps)
         accountant.check_delta(self.delta)
@@ -200,6 +205,7 @@ class Plan:
         adjacency: Adjacency = Adjacency.ADD_REMOVE,
         non_private: bool = False,
         mark: Mark | None = None,
+        randomness: str = PHILOX,
         paid: Sequence[Paid] = (),
         earlier: Sequence[Earlier] = (),
     ) -> Plan:
@@ -220,15 +226,11 @@ class Plan:
             mark = AsIfPoisson()
         noise = noise or Gaussian(noise_multiplier=0.0)
         if non_private and epsilon is not None:
-            raise InputError(
-                "non_private=True claims no epsilon, so none can be a target. Give "
-                "noise_multiplier, or leave non_private out."
-            )
+            raise InputError("non_private=True claims no epsilon: give noise_multiplier instead.")
         ratio = 1.0 if mark is None else mark.noise_ratio(groups)
         # Before noise is looked for, the plan is checked with much noise.
-        first = (
-            accountant.LARGEST_NOISE_MULTIPLIER if noise_multiplier is None else noise_multiplier
-        )
+        much = accountant.LARGEST_NOISE_MULTIPLIER
+        first = much if noise_multiplier is None else noise_multiplier
         plan = Plan(
             sampler=sampler,
             clip=clip,
@@ -241,6 +243,7 @@ class Plan:
             adjacency=adjacency,
             non_private=non_private,
             mark=mark,
+            randomness=randomness,
         )
         if noise_multiplier is not None:
             return plan
@@ -373,6 +376,7 @@ class Plan:
             "adjacency": self.adjacency.value,
             "non_private": self.non_private,
             **marks.to_json(self.mark),
+            **({} if self.randomness == PHILOX else {"randomness": self.randomness}),
         }
 
     @staticmethod
@@ -391,4 +395,5 @@ class Plan:
                 adjacency=Adjacency(data["adjacency"]),
                 non_private=data["non_private"],
                 mark=marks.from_json(data),
+                randomness=data.get("randomness", PHILOX),
             )

@@ -28,12 +28,12 @@ import decimal
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from userdp.compiled import compiled
 from userdp.errors import InputError
 
 Integers: TypeAlias = npt.NDArray[np.int64]
@@ -139,7 +139,7 @@ def _loop(
     return place, used, 0
 
 
-_fill: Any = numba.njit(cache=True)(_loop)
+_fill = compiled(_loop)
 
 
 def _exactly(
