@@ -10,14 +10,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "clipping"))
 
 from triton_compiled import compiles
 
-from userdp.noise import kernels
+from userdp.noise import banded_kernels, kernels
 
 STREAMS = ("philox", "chacha20")
 TYPES = {"values": "*fp32", "keys": "*i32", "stddev": "fp32"}
 
 
 def constants_of(randomness: str) -> tuple[dict[str, Any], int]:
-    constants: dict[str, Any] = dict(kernels.lanes_of(randomness))
+    constants: dict[str, Any] = {"UNIT": 4, **kernels.lanes_of(randomness)}
     return constants, constants.pop("num_warps")
 
 
@@ -34,5 +34,23 @@ def gaussian() -> int:
     return len(STREAMS)
 
 
+def banded() -> int:
+    for randomness in STREAMS:
+        constants, warps = constants_of(randomness)
+        for ahead in (1, 5):
+            kernel, both = (
+                banded_kernels.advance_kernel,
+                constants | {"KEPT": 3 * ahead, "AHEAD": ahead},
+            )
+            types = signature(kernel, both, past="*fp32", row="*fp64")
+            compiles(kernel, both, types, num_warps=warps)
+    kernel, constants = (
+        banded_kernels.redrawn_kernel,
+        {"UNIT": 4, "LANES": 1024, "NUM_KEYS": 16, "KEY_WORDS": 8},
+    )
+    compiles(kernel, constants, signature(kernel, constants, coefficients="*fp32"), num_warps=8)
+    return 5
+
+
 if __name__ == "__main__":
-    print(gaussian())
+    print(gaussian() + banded())

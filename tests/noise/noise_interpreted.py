@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from userdp.noise import kernels
+from userdp.noise import banded_kernels, kernels
 
 KEYS = {"philox": bytes(range(100, 116)), "chacha20": bytes(range(200, 232))}
 
@@ -134,6 +134,60 @@ def gaussian(randomness: str) -> dict[str, float]:
     }
 
 
+def banded(randomness: str, bands: int) -> dict[str, float]:
+    """Several steps of a slice that begins within a tile, against plain sums in numpy."""
+    first, last = 700, 3000
+    rng = np.random.default_rng(bands)
+    rows = [1.0 / (1 + np.arange(bands)) + 0.1 * rng.random(bands) for _ in range(bands + 3)]
+    past = torch.zeros(bands - 1, last - first)
+    room, kept = torch.zeros(last - first + 8), []
+    worst = stored = 0.0
+    for step, full in enumerate(rows):
+        row = full[: step + 1].tolist()
+        key = bytes([step]) + KEYS[randomness][1:]
+        values = room[4:-4]
+        values.fill_(1.0)
+        banded_kernels.advance_(
+            values,
+            past,
+            row,
+            offset=first,
+            stddev=2.0,
+            step=step,
+            randomness=randomness,
+            key=key,
+        )
+        z = reference.normals(randomness, key, first, last)
+        noise = (z - sum(c * w for c, w in zip(row[1:], reversed(kept), strict=False))) / row[0]
+        kept.append(noise)
+        worst = max(worst, float(np.abs((values.double().numpy() - 1) / 2 - noise).max()))
+        newest = past[step % (bands - 1)]
+        stored = max(stored, float((1 + 2 * newest - values).abs().max()))
+    return {
+        "error": worst,
+        "stored": stored,
+        "outside": float(room[:4].abs().sum() + room[-4:].abs().sum()),
+    }
+
+
+def redrawn(randomness: str) -> dict[str, float]:
+    first, last = 700, 3000
+    coefficients = [1.0, -0.5, 0.25, 0.125]
+    keys = [bytes([step]) + KEYS[randomness][1:] for step in range(4)]
+    room = torch.zeros(last - first + 8)
+    banded_kernels.add_redrawn_(
+        room[4:-4], coefficients, keys, offset=first, stddev=2.0, randomness=randomness
+    )
+    exact = sum(
+        c * reference.normals(randomness, key, first, last)
+        for c, key in zip(coefficients, keys, strict=True)
+    )
+    return {
+        "error": float(np.abs(room[4:-4].double().numpy() / 2 - exact).max()),
+        "outside": float(room[:4].abs().sum() + room[-4:].abs().sum()),
+    }
+
+
 if __name__ == "__main__":
     results: dict[str, Any] = {
         "philox words": [
@@ -145,5 +199,11 @@ if __name__ == "__main__":
         "edges": edges(),
         "philox": gaussian("philox"),
         "chacha20": gaussian("chacha20"),
+        "banded philox 2": banded("philox", 2),
+        "banded philox 4": banded("philox", 4),
+        "banded philox 9": banded("philox", 9),
+        "banded chacha20 3": banded("chacha20", 3),
+        "redrawn philox": redrawn("philox"),
+        "redrawn chacha20": redrawn("chacha20"),
     }
     print(json.dumps(results))

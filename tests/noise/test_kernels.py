@@ -76,7 +76,7 @@ def test_reference_chacha20_gives_the_words_of_the_rfc() -> None:
 
 @with_triton
 def test_kernels_compile_for_hopper_without_a_gpu() -> None:
-    assert int(last_line_of("noise_compiled.py", {"TRITON_INTERPRET": "0"})) == 2
+    assert int(last_line_of("noise_compiled.py", {"TRITON_INTERPRET": "0"})) == 7
 
 
 @with_triton
@@ -107,6 +107,26 @@ def test_numbers_follow_from_the_position_and_are_added_there_only(
     assert found["added"] < 2e-6
     assert found["outside"] == 0.0
     assert found["far"] < 4e-6
+
+
+@with_triton
+@pytest.mark.parametrize("case", ["philox 2", "philox 4", "philox 9", "chacha20 3"])
+def test_correlated_noise_is_that_of_plain_sums_and_is_stored_as_added(
+    case: str, interpreted: dict[str, Any]
+) -> None:
+    found = interpreted[f"banded {case}"]
+    assert found["error"] < 4e-6
+    assert found["stored"] < 2e-6
+    assert found["outside"] == 0.0
+
+
+@with_triton
+@pytest.mark.parametrize("randomness", STREAMS)
+def test_redrawn_noise_is_the_weighted_sum_of_the_steps(
+    randomness: str, interpreted: dict[str, Any]
+) -> None:
+    assert interpreted[f"redrawn {randomness}"]["error"] < 4e-6
+    assert interpreted[f"redrawn {randomness}"]["outside"] == 0.0
 
 
 @pytest.mark.statistical

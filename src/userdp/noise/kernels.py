@@ -181,12 +181,15 @@ def gaussian_kernel(
     first_tile,
     shift,
     count,
+    UNIT: tl.constexpr,
     STREAM: tl.constexpr,
     LANES: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Add normal numbers to a tile of `count` values that begin at place `shift` of a tile."""
+    """Add normal numbers to `count` units of values that begin at unit `shift` of a tile."""
     program = tl.program_id(0)
+    count = count.to(tl.int64) * UNIT
+    shift *= UNIT
     lanes = tl.arange(0, LANES)
     words = tile_words(keys, first_tile + program, lanes, STREAM)
     start = program.to(tl.int64) * (2 * LANES * PAIRS) - shift
@@ -202,17 +205,19 @@ def add_normal_(values: Tensor, *, offset: int, stddev: float, randomness: str, 
     """Add N(0, stddev^2) to float32 `values`, the positions from `offset` on, in one launch."""
     grid, places = launch(values, offset)
     gaussian_kernel[grid](
-        values, key_table([key], values.device), stddev, *places, **lanes_of(randomness)
+        values, key_table([key], values.device), stddev, **places, **lanes_of(randomness)
     )
 
 
-def launch(values: Tensor, offset: int) -> tuple[tuple[int], tuple[int, int, int]]:
-    """The grid of tiles, and what a kernel needs to know about where the values lie."""
+def launch(values: Tensor, offset: int) -> tuple[tuple[int], dict[str, int]]:
+    """The grid of tiles, and where the values lie, in units that say what is aligned."""
     assert values.dtype == torch.float32
     assert values.is_contiguous()
     first_tile, shift = divmod(offset, TILE)
     count = values.numel()
-    return (triton.cdiv(shift + count, TILE),), (first_tile, shift, count)
+    unit = 4 if shift % 4 == 0 and count % 4 == 0 else 1
+    places = {"shift": shift // unit, "count": count // unit, "UNIT": unit}
+    return (triton.cdiv(shift + count, TILE),), {"first_tile": first_tile, **places}
 
 
 def lanes_of(randomness: str) -> dict[str, int | str]:
