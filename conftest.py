@@ -37,6 +37,8 @@ collect_ignore_glob = [
     for kernel, module in _NEEDED_BY.items()
     if not _is_here(module)
 ]
+if not _is_here("triton"):
+    collect_ignore_glob += ["src/userdp/noise/*kernels.py", "tests/noise/noise_*.py"]
 
 # No deadline: machines are shared, and compiled functions compile on their first call.
 # Derandomised: a failure in one place is a failure everywhere.

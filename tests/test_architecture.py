@@ -17,7 +17,7 @@ ROOT = Path(userdp.__file__).parent
 GROUND = {"errors", "units", "index", "history", "parts", "streams", "chain", "durable"}
 # The file of a population lies beside a store: stores name it, and what spends adds to it.
 GROUND |= {"budget_file", "interrupts", "lock", "remembered", "rows_file", "task_names"}
-GROUND |= {"compiled", "quantisation_names", "schedules"}
+GROUND |= {"chacha", "compiled", "quantisation_names", "schedules"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses", "tasks"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the

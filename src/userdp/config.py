@@ -104,6 +104,7 @@ class Config(Section):
             adjacency=privacy.adjacency,
             non_private=privacy.non_private,
             mark=self._mark(expected),
+            randomness=privacy.randomness,
             paid=self.load_paid(),
             earlier=self.load_earlier(),
         )

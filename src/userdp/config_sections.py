@@ -138,6 +138,9 @@ class PrivacySettings(WithParts):
     )
     sampler: str = Field("poisson", description="How a step's users or records are drawn.")
     noise: str = Field("gaussian", description="What is added to the clipped sum.")
+    randomness: str = Field(
+        "philox", description="What all random draws are made from: philox, or chacha20, a cipher."
+    )
     clipping: str = Field(
         "automatic",
         description="How updates are scaled to their bound: flat (the default where a clip_norm "

@@ -32,6 +32,7 @@ from userdp.prices import calibrate, event_of
 from userdp.sampling import SAMPLERS, PoissonRecords, PoissonUsers, PublicNumbers, Sampler
 from userdp.sampling.poisson_records import UNBOUNDED
 from userdp.statement import Statement
+from userdp.streams import PHILOX
 from userdp.units import Adjacency
 from userdp.updates.contract import UPDATE_RULES, UpdateRule
 from userdp.updates.estimators import Estimator
@@ -55,6 +56,7 @@ class Chosen(TypedDict, total=False):
     adjacency: Adjacency
     non_private: bool
     mark: Mark | None
+    randomness: str
     paid: Sequence[Paid]
     earlier: Sequence[Earlier]
 
@@ -81,6 +83,8 @@ class Plan:
     adjacency: Adjacency = Adjacency.ADD_REMOVE
     non_private: bool = False
     mark: Mark | None = None
+    # What every random draw of the run is made from (`streams`).
+    randomness: str = PHILOX
 
     def __post_init__(self) -> None:
         check_parts(self)
@@ -168,6 +172,7 @@ class Plan:
         adjacency: Adjacency = Adjacency.ADD_REMOVE,
         non_private: bool = False,
         mark: Mark | None = None,
+        randomness: str = PHILOX,
         paid: Sequence[Paid] = (),
         earlier: Sequence[Earlier] = (),
     ) -> Plan:
@@ -188,15 +193,11 @@ class Plan:
             mark = AsIfPoisson()
         noise = noise or Gaussian(noise_multiplier=0.0)
         if non_private and epsilon is not None:
-            raise InputError(
-                "non_private=True claims no epsilon, so none can be a target. Give "
-                "noise_multiplier, or leave non_private out."
-            )
+            raise InputError("non_private=True claims no epsilon: give noise_multiplier instead.")
         ratio = 1.0 if mark is None else mark.noise_ratio(groups)
         # Before noise is looked for, the plan is checked with much noise.
-        first = (
-            accountant.LARGEST_NOISE_MULTIPLIER if noise_multiplier is None else noise_multiplier
-        )
+        much = accountant.LARGEST_NOISE_MULTIPLIER
+        first = much if noise_multiplier is None else noise_multiplier
         plan = Plan(
             sampler=sampler,
             clip=clip,
@@ -209,6 +210,7 @@ class Plan:
             adjacency=adjacency,
             non_private=non_private,
             mark=mark,
+            randomness=randomness,
         )
         if noise_multiplier is not None:
             return plan
@@ -348,6 +350,7 @@ class Plan:
             "adjacency": self.adjacency.value,
             "non_private": self.non_private,
             **marks.to_json(self.mark),
+            **({} if self.randomness == PHILOX else {"randomness": self.randomness}),
         }
 
     @staticmethod
@@ -366,4 +369,5 @@ class Plan:
                 adjacency=Adjacency(data["adjacency"]),
                 non_private=data["non_private"],
                 mark=marks.from_json(data),
+                randomness=data.get("randomness", PHILOX),
             )

@@ -10,6 +10,7 @@ from userdp.errors import InputError, UnaccountedPlanError
 from userdp.marked_price import check_mark
 from userdp.prices import check_test, price_of
 from userdp.sampling.contract import check_counts
+from userdp.streams import check_randomness
 
 if TYPE_CHECKING:
     from userdp.plan import Plan
@@ -19,6 +20,7 @@ def check_parts(plan: Plan) -> None:
     """Refuse numbers that make no run, parts that do not fit, and what has no price."""
     price_of(plan.sampler, plan.noise, plan.adjacency, plan.halting_test)
     check_counts(num_users=plan.num_users, steps=plan.steps)
+    check_randomness(plan.randomness)
     plan.sampler.check_steps(plan.steps)
     plan.noise.check_steps(plan.steps)
     accountant.check_delta(plan.delta)

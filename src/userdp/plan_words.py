@@ -12,6 +12,7 @@ from userdp.earlier import Earlier
 from userdp.marks import AsIfPoisson, Hypothetical, RecordLevel
 from userdp.paid import Paid
 from userdp.statement import Statement
+from userdp.streams import PHILOX
 from userdp.units import SamplingUnit
 from userdp.wording import (
     assumptions,
@@ -62,7 +63,7 @@ def statement_of(plan: Plan, steps: int, **said: Unpack[Said]) -> Statement:
         sampler=plan.sampler.words,
         sampling=plan.sampler.unit.value,
         noise=plan.noise.title,
-        mechanism=mechanism_in_words(plan.parts[1:], plan.divisor),
+        mechanism=mechanism_in_words(plan.parts[1:], plan.divisor) + _randomness(plan),
         steps=steps,
         num_users=plan.num_users,
         certified_by=found.certified_by,
@@ -87,8 +88,12 @@ def statement_of(plan: Plan, steps: int, **said: Unpack[Said]) -> Statement:
             *assumptions(plan.num_users, plan.adjacency, bool(paid), earlier),
             *plan.sampler.assumes,
         ),
-        not_covered=not_covered(paid=bool(paid)),
+        not_covered=not_covered(paid=bool(paid), of_noise=plan.noise.not_covered),
     )
+
+
+def _randomness(plan: Plan) -> str:
+    return "" if plan.randomness == PHILOX else f", randomness={plan.randomness}"
 
 
 def mark_in_words(plan: Plan) -> str:

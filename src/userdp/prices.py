@@ -19,7 +19,7 @@ from userdp import correlated_prices as correlated
 from userdp.accounting import accountant, events
 from userdp.earlier import Earlier, by_people
 from userdp.errors import InputError, UnaccountedPlanError
-from userdp.noise import Banded, Gaussian, Noise
+from userdp.noise import Banded, Discrete, Gaussian, Noise
 from userdp.paid import Paid, all_events
 from userdp.sampling import (
     Allocation,
@@ -180,6 +180,22 @@ set_price(MinSeparated, Banded, FIXED_GRAPH, correlated.of_fixed_order)
 # These two can be planned with a mark alone (`marks.AsIfPoisson`), which prices another sampler.
 set_price(Shuffled, Gaussian, ONE_OWNER, _no_price)
 set_price(ShuffledRecords, Gaussian, ONE_OWNER, _no_price)
+
+
+def _users_discrete(sampler: PoissonUsers, noise: Discrete) -> events.DpEvent:
+    return events.poisson_users_discrete(
+        user_sampling_prob=sampler.user_sampling_prob, noise_multiplier=noise.noise_multiplier
+    )
+
+
+# The proof compares a sampled user with nobody. For two users who may both be sampled, as under
+# replace, and for several records of a user, there is none here.
+set_price(
+    PoissonUsers,
+    Discrete,
+    (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT),
+    each_step(_users_discrete),
+)
 
 
 def _everybody(sampler: PoissonUsers, noise: Gaussian) -> events.DpEvent:

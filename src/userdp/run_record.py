@@ -245,7 +245,7 @@ class RunRecord:
 
     def streams(self, purpose: str) -> Streams:
         """The run's randomness for one purpose."""
-        return self._secret.streams(purpose)
+        return self._secret.streams(purpose, self.ledger.plan.randomness)
 
     @property
     def steps(self) -> int:

@@ -5,6 +5,9 @@ the operating system. Every stream is keyed by a hash of the secret, the run tha
 the purpose, the step and the piece, so no two of these share a stream. A fixed seed exists for
 tests, and the statement says so when it was used.
 
+A stream is made of one of two generators (docs/guarantees.md): Philox, which is fast and passes all
+statistical tests, or ChaCha20, a cipher.
+
 Nothing here has a state: any step's stream can be asked for at any time, in any process.
 """
 
@@ -15,6 +18,18 @@ import secrets
 from dataclasses import dataclass, replace
 
 import numpy as np
+
+from userdp.errors import InputError
+
+PHILOX, CHACHA20 = "philox", "chacha20"
+# What a stream can be made of, and how many bytes key it.
+KEY_BYTES = {PHILOX: 16, CHACHA20: 32}
+
+
+def check_randomness(name: str) -> None:
+    """Refuse what no stream is made of."""
+    if name not in KEY_BYTES:
+        raise InputError(f"randomness={name!r} is not known; there are {', '.join(KEY_BYTES)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +63,13 @@ class RunSecret:
         key = hashlib.blake2b(context.encode(), key=self.key, digest_size=32).digest()
         return replace(self, key=key)
 
-    def streams(self, purpose: str) -> Streams:
+    def streams(self, purpose: str, randomness: str = PHILOX) -> Streams:
         """The streams of one purpose. A part sees nothing else of the secret."""
+        check_randomness(randomness)
         if ":" in purpose:
             # "noise:1" at step 2 would be "noise" at step 1, piece 2.
             raise ValueError(f"purpose {purpose!r}: leave out the colon, which ends a purpose.")
-        return Streams(secret=self, purpose=purpose)
+        return Streams(secret=self, purpose=purpose, randomness=randomness)
 
     def ledger_key(self) -> bytes:
         """256 bits that mark a ledger's rows. They say nothing about any stream."""
@@ -73,13 +89,19 @@ class Streams:
 
     secret: RunSecret
     purpose: str
+    randomness: str = PHILOX
 
     def key(self, step: int, piece: int = 0) -> bytes:
-        """128 bits that key one stream."""
+        """The bits that key one stream: 128 of them, or 256 for ChaCha20."""
+        size = KEY_BYTES[self.randomness]
         name = f"{self.purpose}:{step}" + (f":{piece}" if piece else "")
-        return hashlib.blake2b(name.encode(), key=self.secret.key, digest_size=16).digest()
+        return hashlib.blake2b(name.encode(), key=self.secret.key, digest_size=size).digest()
 
     def rng(self, step: int, piece: int = 0) -> np.random.Generator:
         """One stream. Asked for again, it gives the same numbers again."""
-        key = int.from_bytes(self.key(step, piece), "little")
-        return np.random.Generator(np.random.Philox(key=key))
+        key = self.key(step, piece)
+        if self.randomness == CHACHA20:
+            from userdp.chacha import chacha20_rng
+
+            return chacha20_rng(key)
+        return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))

@@ -102,13 +102,13 @@ def mechanism_in_words(parts: Sequence[Part], divisor: float) -> str:
     return ", ".join(word for word in words if word)
 
 
-def not_covered(*, paid: bool) -> tuple[str, ...]:
+def not_covered(*, paid: bool, of_noise: str) -> tuple[str, ...]:
     """What the guarantee says nothing about."""
     return (
         "hyper-parameters tuned on the same users"
         + (", except as listed under paid for" if paid else ""),
         "what others wrote about a user, and copies of a user's text under another id",
-        "attacks on floating-point noise (Mironov 2012) and on timing",
+        of_noise,
         "anything released beside the model, such as losses on the training users",
     )
 

@@ -203,7 +203,7 @@ REFUSED = {
     "poisson": (USERS.split("sampler")[0] + "bands = 2", "cyclic-poisson"),
     "adaptive clipping": (
         USERS + "bands = 2\nclipping = 'adaptive'\nclip_count_noise = 4.0",
-        "no rule prices it",
+        "changes the clip norm",
     ),
     "a strategy nobody knows": (USERS + "bands = 2\nstrategy = 'best'", "strategy"),
     "record level": (RECORDS + "bands = 2\nrecord_level = true", "priced as it runs"),

@@ -17,7 +17,7 @@ from userdp.clipping.rules import (
     PerLayerClip,
     ScheduledClip,
 )
-from userdp.noise import Banded, Gaussian
+from userdp.noise import Banded, Discrete, Gaussian
 from userdp.parts import Part, Registry
 from userdp.sampling import (
     Allocation,
@@ -55,6 +55,7 @@ EXAMPLES: list[Part] = [
     Shuffled(cohort_size=2, num_users=5, group_size=2),
     ShuffledRecords(batch_size=3, num_records=33, group_size=2),
     Gaussian(noise_multiplier=1.5),
+    Discrete(noise_multiplier=1.5),
     Banded(noise_multiplier=1.5, bands=1, steps=8),
     Banded(noise_multiplier=0.7, bands=3, steps=8),
     Banded(noise_multiplier=1.5, bands=3, steps=8, strategy="toeplitz"),

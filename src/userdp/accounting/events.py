@@ -29,6 +29,7 @@ from dp_accounting import dp_event
 
 from userdp.accounting.own_events import (
     BallsInBinsBandedDpEvent,
+    DiscreteGaussianDpEvent,
     EpsilonDeltaDpEvent,
     RandomAllocationGaussianDpEvent,
     WithoutReplacementGaussianDpEvent,
@@ -91,6 +92,17 @@ def _binomial(trials: int, probability: float) -> tuple[tuple[float, ...], tuple
         # Half a record, for one: a mixture of nothing would cost nothing.
         raise InputError(f"{trials} records at rate {probability} have no distribution.")
     return tuple(count for count, _ in support), tuple(prob / total for _, prob in support)
+
+
+def poisson_users_discrete(*, user_sampling_prob: float, noise_multiplier: float) -> DpEvent:
+    """One step of user-level sampling with discrete Gaussian noise on an integer grid.
+
+    At whole orders, the Renyi divergences are at most those of `poisson_users_gaussian`.
+    Reference: docs/accounting.md; Canonne, Kamath and Steinke 2020; Mironov et al. 2019.
+    """
+    return dp_event.PoissonSampledDpEvent(
+        user_sampling_prob, DiscreteGaussianDpEvent(noise_multiplier)
+    )
 
 
 def capped_poisson_users_gaussian(
@@ -300,6 +312,7 @@ _KNOWN: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         BallsInBinsBandedDpEvent,
+        DiscreteGaussianDpEvent,
         EpsilonDeltaDpEvent,
         RandomAllocationGaussianDpEvent,
         WithoutReplacementGaussianDpEvent,

@@ -1,4 +1,5 @@
-"""Events of mechanisms that `dp_accounting` does not know. Each has a price in `steps` or `added`.
+"""Events of mechanisms that `dp_accounting` does not know. Each has a price in `steps`, `added` or
+`whole_orders`.
 
 An event holds public numbers only, which a ledger can write down. Once an event is released, its
 meaning never changes.
@@ -51,4 +52,15 @@ class BallsInBinsBandedDpEvent(DpEvent):
 
     bins: int
     gram: tuple[float, ...] = attrs.field(converter=_numbers)
+    noise_multiplier: float
+
+
+@attrs.frozen(eq=True)
+class DiscreteGaussianDpEvent(DpEvent):
+    """Discrete Gaussian noise on integers, `noise_multiplier` times as large as what a user moves.
+
+    What a user moves is counted in the L2 norm of the integers, rounding included. It may be inside
+    a `PoissonSampledDpEvent`. `whole_orders` prices it.
+    """
+
     noise_multiplier: float

@@ -14,6 +14,9 @@ sound. The two ways are:
 The first way is tighter where both kinds cost about the same and the run has an RDP rule. The
 second is tighter where training dominates. It is also the way for sampled records, which the
 library's RDP cannot price.
+
+Discrete Gaussian noise has moments at whole orders only (`whole_orders`). It takes the place of the
+library's RDP in both ways.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import math
 
 from dp_accounting import dp_event
 
-from userdp.accounting import certificate, events, renyi
+from userdp.accounting import certificate, events, renyi, whole_orders
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.errors import UnaccountedPlanError
@@ -39,7 +42,7 @@ def can_price(event: DpEvent, adjacency: Adjacency) -> bool:
     >>> can_price(dp_event.RepeatAndSelectDpEvent(run, 10.0, 1.0), Adjacency.ADD_REMOVE)
     True
     """
-    return renyi.supports(event, adjacency) or _two_kinds(event, adjacency) is not None
+    return _has_moments(event, adjacency) or _two_kinds(event, adjacency) is not None
 
 
 def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
@@ -51,6 +54,8 @@ def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluatio
             f"{adjacency.value} adjacency."
         )
     found: list[Evaluation] = []
+    if whole_orders.supports(event, adjacency):
+        found.append(whole_orders.evaluate(event, delta=delta))
     if renyi.supports(event, adjacency):
         found.append(
             Evaluation(
@@ -63,13 +68,13 @@ def evaluate(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluatio
     kinds = _two_kinds(event, adjacency)
     if kinds is not None:
         only_rdp, others = kinds
-        first = renyi.evaluation(only_rdp, delta=RDP_SHARE * delta, adjacency=adjacency)
+        first = _by_moments(only_rdp, delta=RDP_SHARE * delta, adjacency=adjacency)
         second = certificate.evaluate(others, delta=(1 - RDP_SHARE) * delta, adjacency=adjacency)
         found.append(
             Evaluation(
                 epsilon=first.epsilon + second.epsilon,
-                certified_by=f"basic composition, half of delta each: {renyi.library()} for what "
-                f"has no privacy loss distribution; {second.certified_by}",
+                certified_by=f"basic composition, half of delta each: {first.certified_by} "
+                f"for what has no privacy loss distribution; {second.certified_by}",
                 error_bound=math.inf,
             )
         )
@@ -85,13 +90,15 @@ def deltas(
     `delta`. The others give the shape of the curve.
     """
     bounds = [1.0] * len(epsilons)
+    if whole_orders.supports(event, adjacency):
+        bounds = [whole_orders.delta_at(event, epsilon) for epsilon in epsilons]
     if renyi.supports(event, adjacency):
         whole = renyi.composed(event, adjacency)
         bounds = [min(1.0, float(whole.get_delta(epsilon))) for epsilon in epsilons]
     kinds = _two_kinds(event, adjacency)
     if kinds is not None:
         only_rdp, others = kinds
-        fixed = renyi.evaluation(only_rdp, delta=RDP_SHARE * delta, adjacency=adjacency).epsilon
+        fixed = _by_moments(only_rdp, delta=RDP_SHARE * delta, adjacency=adjacency).epsilon
         rest = certificate.deltas(
             others, epsilons=[max(0.0, one - fixed) for one in epsilons], adjacency=adjacency
         )
@@ -99,6 +106,16 @@ def deltas(
             if epsilon >= fixed:
                 bounds[place] = min(bounds[place], RDP_SHARE * delta + one)
     return bounds
+
+
+def _has_moments(event: DpEvent, adjacency: Adjacency) -> bool:
+    return whole_orders.supports(event, adjacency) or renyi.supports(event, adjacency)
+
+
+def _by_moments(event: DpEvent, *, delta: float, adjacency: Adjacency) -> Evaluation:
+    if whole_orders.supports(event, adjacency):
+        return whole_orders.evaluate(event, delta=delta)
+    return renyi.evaluation(event, delta=delta, adjacency=adjacency)
 
 
 def _two_kinds(event: DpEvent, adjacency: Adjacency) -> tuple[DpEvent, DpEvent] | None:
@@ -109,7 +126,7 @@ def _two_kinds(event: DpEvent, adjacency: Adjacency) -> tuple[DpEvent, DpEvent] 
         return None
     only_rdp = events.combined([part for part, has in zip(parts, has_pld, strict=True) if not has])
     others = events.combined([part for part, has in zip(parts, has_pld, strict=True) if has])
-    if renyi.supports(only_rdp, adjacency) and certificate.can_price(others, adjacency):
+    if _has_moments(only_rdp, adjacency) and certificate.can_price(others, adjacency):
         return only_rdp, others
     return None
 

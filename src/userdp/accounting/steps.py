@@ -29,6 +29,7 @@ from userdp.accounting.laplace import Laplace
 from userdp.accounting.normal import UNIT_ROUNDOFF
 from userdp.accounting.own_events import (
     BallsInBinsBandedDpEvent,
+    DiscreteGaussianDpEvent,
     RandomAllocationGaussianDpEvent,
     WithoutReplacementGaussianDpEvent,
 )
@@ -251,6 +252,7 @@ def has_no_privacy(event: DpEvent) -> bool:
             | RandomAllocationGaussianDpEvent()
             | WithoutReplacementGaussianDpEvent()
             | BallsInBinsBandedDpEvent()
+            | DiscreteGaussianDpEvent()
         ):
             return not event.noise_multiplier >= _LEAST_NOISE
         case dp_event.MixtureOfGaussiansDpEvent():

@@ -2,6 +2,7 @@
 
 from userdp.noise.banded import Banded
 from userdp.noise.contract import NOISES, Noise
+from userdp.noise.discrete import Discrete
 from userdp.noise.gaussian import Gaussian
 
-__all__ = ["NOISES", "Banded", "Gaussian", "Noise"]
+__all__ = ["NOISES", "Banded", "Discrete", "Gaussian", "Noise"]

@@ -42,6 +42,8 @@ class Noise(Part):
     shares_with_count: ClassVar[bool] = False
     # Whether the noise of a step says nothing about that of another. Marks price such noise only.
     is_independent: ClassVar[bool] = True
+    # What a statement says that the noise does not protect against.
+    not_covered: ClassVar[str] = "attacks on floating-point noise (Mironov 2012) and on timing"
     noise_multiplier: float
 
     def __post_init__(self) -> None:

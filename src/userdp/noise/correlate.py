@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from userdp.noise.draw import normal_pieces
+from userdp.noise.draw import has_kernels, normal_pieces
 from userdp.streams import Streams
 
 
@@ -38,6 +38,20 @@ def advance_(
     number, so w_t takes the place of the oldest, which is not needed again.
     """
     flat, kept = values.view(-1), len(past)
+    if has_kernels(flat):
+        from userdp.noise import banded_kernels
+
+        banded_kernels.advance_(
+            flat,
+            past,
+            row,
+            offset=offset,
+            stddev=stddev,
+            step=step,
+            randomness=streams.randomness,
+            key=streams.key(step),
+        )
+        return
     for held, z in normal_pieces(flat, offset=offset, size=size, step=step, streams=streams):
         noise = z.double()
         for back in range(1, len(row)):
@@ -60,6 +74,19 @@ def add_from_streams_(
 ) -> None:
     """Add stddev times sum_j `noising`[j] z_(t-j), drawing the past z again: nothing is stored."""
     flat = values.view(-1)
+    if has_kernels(flat):
+        from userdp.noise import banded_kernels
+
+        # Steps before the first one count as zero, so that one kernel serves all steps.
+        banded_kernels.add_redrawn_(
+            flat,
+            [number if back <= step else 0.0 for back, number in enumerate(noising)],
+            [streams.key(max(step - back, 0)) for back in range(len(noising))],
+            offset=offset,
+            stddev=stddev,
+            randomness=streams.randomness,
+        )
+        return
     drawn = [
         normal_pieces(flat, offset=offset, size=size, step=step - back, streams=streams)
         for back in range(min(len(noising), step + 1))

@@ -1,7 +1,23 @@
-"""Normal numbers on tensors, by position, from a run's streams."""
+"""Normal numbers on tensors, by position, from a run's streams.
+
+Why the tails matter: normal numbers that are computed end at some largest r. A user shifts that
+edge, over d coordinates by up to sqrt(d) / sigma in all, and a number beyond it gives the user
+away: with probability about sqrt(d) / sigma * phi(r) a step.
+
+| numbers | edge r | probability for d = 10^9, sigma = 1 |
+|---|---|---|
+| float32 by CUDA's own generator, from 32 bits | 6.76 | 1.5e-6, more than many a delta |
+| float32 by numpy: its tail has 24 bits | 8.21 | 3e-11, and few values beyond 7 |
+| float64 by numpy, which the CPU uses | 13.7 | 0 |
+| float32 by our CUDA kernels, from 64 bits | 9.49 | 4e-16 |
+
+So the CPU draws float64 and rounds it to the buffer's dtype. A GPU runs `kernels` on float32
+buffers; for the others its numbers come from the CPU.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,8 +28,8 @@ from userdp.streams import Streams
 
 PURPOSE = "noise"
 NUMBER_PURPOSE = "noise on a number"
-# The flat buffer is cut into pieces of this many numbers, and each has a stream of its own. Noise
-# for all weights at once need not be held, and a piece is still in a GPU's cache when it is added.
+# The flat buffer is cut into pieces of this many numbers, and on the CPU each has a stream of its
+# own. So noise for all weights at once need not be held.
 PIECE = 2**23
 
 
@@ -28,6 +44,9 @@ def add_normal_(
     if stddev == 0:
         return
     flat = values.view(-1)
+    if has_kernels(flat):
+        _add_by_kernel(flat, offset, stddev, step, streams)
+        return
     for held, noise in normal_pieces(flat, offset=offset, size=size, step=step, streams=streams):
         flat[held].add_(noise, alpha=stddev)
 
@@ -39,13 +58,36 @@ def normal_pieces(
 
     `flat` are the positions from `offset` on in a buffer of `size` numbers.
     """
-    draw = _cuda_piece if flat.device.type == "cuda" else _cpu_piece
+    if has_kernels(flat):
+        for start in range(0, len(flat), PIECE):
+            noise = torch.zeros_like(flat[start : start + PIECE])
+            _add_by_kernel(noise, offset + start, 1.0, step, streams)
+            yield slice(start, start + len(noise)), noise
+        return
     for piece in range(offset // PIECE, -(-(offset + len(flat)) // PIECE)):
         start = piece * PIECE
-        # A piece is always drawn whole: on CUDA a number depends on how many are drawn with it.
-        noise = draw(flat, min(PIECE, size - start), streams.key(step, piece))
+        # A piece is always drawn whole: a number depends on those that are drawn before it.
+        noise = _piece(flat, min(PIECE, size - start), streams, step, piece)
         first, last = max(start, offset), min(start + len(noise), offset + len(flat))
         yield slice(first - offset, last - offset), noise[first - start : last - start]
+
+
+def has_kernels(values: Tensor) -> bool:
+    """Whether the kernels of `kernels` draw for this tensor: Triton comes with torch for CUDA."""
+    on_cuda = values.is_cuda and values.dtype == torch.float32
+    return on_cuda and importlib.util.find_spec("triton") is not None
+
+
+def _add_by_kernel(values: Tensor, offset: int, stddev: float, step: int, streams: Streams) -> None:
+    from userdp.noise import kernels
+
+    kernels.add_normal_(
+        values,
+        offset=offset,
+        stddev=stddev,
+        randomness=streams.randomness,
+        key=streams.key(step),
+    )
 
 
 def noisy_number(value: float, *, noise_stddev: float, streams: Streams, step: int) -> float:
@@ -53,30 +95,9 @@ def noisy_number(value: float, *, noise_stddev: float, streams: Streams, step: i
     return value + noise_stddev * float(streams.rng(step).standard_normal())
 
 
-def _cpu_piece(like: Tensor, count: int, key: bytes) -> Tensor:
-    # numpy's Philox takes a 128-bit key. torch's own CPU generator uses 32 bits of its seed, few
-    # enough to try them all.
-    rng = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
-    dtype = "f8" if like.dtype == torch.float64 else "f4"
-    return torch.from_numpy(rng.standard_normal(count, dtype=dtype)).to(like.device)
-
-
-def _cuda_piece(like: Tensor, count: int, key: bytes) -> Tensor:
-    # torch's CUDA generator is Philox with a 64-bit seed and a 64-bit offset that must be a
-    # multiple of four; both come from the stream's key.
-    generator = torch.Generator(device=like.device)
-    generator.manual_seed(int.from_bytes(key[:8], "little"))
-    generator.set_offset(int.from_bytes(key[8:], "little") // 8 * 4)
-    return _with_tail(like, count, generator)
-
-
-def _with_tail(like: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Normal numbers in float64, whatever is asked for.
-
-    CUDA's float32 normals come from 32 random bits and never exceed r = 6.76. A user shifts that
-    edge, over d coordinates by up to sqrt(d) / sigma in all, and a number beyond it gives the user
-    away: with probability sqrt(d) / sigma * phi(r) a step, 1.5e-6 for d = 10^9 and sigma = 1, more
-    than many a delta. From 53 bits the edge is at r = 8.65, and this is 7e-13.
-    """
-    wide = torch.empty(count, dtype=torch.float64, device=like.device)
-    return wide.normal_(generator=generator)
+def _piece(like: Tensor, count: int, streams: Streams, step: int, piece: int) -> Tensor:
+    # numpy's float32 normals end early, so float64 ones are rounded. torch's own CPU generator uses
+    # 32 bits of its seed, few enough to try them all.
+    noise = streams.rng(step, piece).standard_normal(count)
+    kind = np.float64 if like.dtype == torch.float64 else np.float32
+    return torch.from_numpy(noise.astype(kind, copy=False)).to(like.device)
