@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from reproductions.mcmahan2018.words_of_users import WordsOfUsers, load
 from userdp.clipping.rules import FlatClip, PerLayerClip
@@ -105,14 +106,12 @@ def run(
 ) -> dict[str, Any]:
     """Train one model and measure it as it goes."""
     torch.manual_seed(seed)
-    model = WordLSTM(
-        WordLSTMConfig(
-            vocab_size=len(words.tokenizer),
-            embedding_size=size.embedding,
-            state_size=size.state,
-        )
-    ).to(device)
-    model.eval()
+    config = WordLSTMConfig(
+        vocab_size=len(words.tokenizer),
+        embedding_size=size.embedding,
+        state_size=size.state,
+    )
+    model = nn.Sequential(WordLSTM(config)).to(device).eval()[0]
     users = words.training.num_users
     update: UpdateRule = FedAvg(
         local_learning_rate=ETA, local_batch_size=setting.local_batch, **setting.options

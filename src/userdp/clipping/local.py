@@ -73,19 +73,11 @@ class LocalClipping:
         stacked = _MOST_STACKED.get(device, _MOST_STACKED["cpu"])
         self._most_users = max(1, min(_MOST_USERS, stacked // copies))
         self._step: tuple[type[ClipRule], Callable[..., list[Tensor]]] | None = None
+        self.skip_failing = False
         self.differs = False
         # Until a model is seen that cannot be vectorised. torch's recurrent layers keep a list of
         # their weights outside of their parameters, which cannot be exchanged.
         self.trains_many_at_once = not any(isinstance(m, nn.RNNBase) for m in model.modules())
-
-    @property
-    def skip_failing(self) -> bool:
-        """Whether a user whose update cannot be computed counts as zero."""
-        return self._plain.skip_failing
-
-    @skip_failing.setter
-    def skip_failing(self, value: bool) -> None:
-        self._plain.skip_failing = value
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the next sum depends on its groups and the weights alone."""
@@ -108,6 +100,7 @@ class LocalClipping:
                         view += tensor
                     within, weight = within + found.num_within, weight + found.weight
                     continue
+            self._plain.skip_failing = self.skip_failing
             alone = self._plain.clipped_sum(users, rule, failures=failures)
             total.values += alone.total.values
             within, weight = within + int(alone.num_within), weight + alone.total_weight
