@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from dp_accounting import dp_event
 
 from userdp.accounting import events
-from userdp.errors import LedgerError
+from userdp.errors import InputError, LedgerError
+from userdp.paid import check_numbers
 
 EVENTS = [
     events.poisson_users_gaussian(user_sampling_prob=0.1, noise_multiplier=2.0),
@@ -67,3 +69,38 @@ def test_probabilities_of_the_mixture_sum_to_one_even_when_they_underflow() -> N
     assert sum(event.sampling_probs) == pytest.approx(1.0, abs=1e-12)
     assert min(event.sampling_probs) > 0
     assert len(event.sampling_probs) < 513
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"type": "RandomAllocationGaussianDpEvent", "steps": 9, "participations": 0},
+        {"type": "RandomAllocationGaussianDpEvent", "steps": 9, "participations": 10},
+        {"type": "WithoutReplacementGaussianDpEvent", "num_users": 9, "cohort_size": 0},
+        {"type": "WithoutReplacementGaussianDpEvent", "num_users": 9, "cohort_size": 10},
+        {"type": "BallsInBinsBandedDpEvent", "bins": 8, "gram": []},
+        {"type": "BallsInBinsBandedDpEvent", "bins": 8, "gram": [0.0]},
+        {"type": "BallsInBinsBandedDpEvent", "bins": 8, "gram": [1.0, -0.5]},
+        {"type": "BallsInBinsBandedDpEvent", "bins": 8, "gram": [1.0, 1.5]},
+        {"type": "BallsInBinsBandedDpEvent", "bins": 2, "gram": [1.0, 0.5, 0.5]},
+    ],
+    ids=str,
+)
+def test_an_event_that_no_mechanism_has_is_not_read(forged: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        events.from_json(forged | {"noise_multiplier": 1.0})
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        events.random_allocation_gaussian(steps=9, participations=2, noise_multiplier=1.0),
+        events.without_replacement_gaussian(num_users=9, cohort_size=2, noise_multiplier=1.0),
+        events.balls_in_bins_banded(bins=8, gram=[1.0, 0.5], noise_multiplier=1.0),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_events_of_whole_runs_can_be_written_into_a_budget(event: events.DpEvent) -> None:
+    written = json.loads(json.dumps(events.to_json(event)))
+    check_numbers(written)
+    assert events.from_json(written) == event

@@ -1,15 +1,18 @@
-"""`userdp train` with every sampler on real text: abstracts with their authors."""
+"""`userdp train` with every sampler and noise on real text: abstracts with their authors."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from dp_accounting import dp_event, pld, rdp
 
+import correlated_oracle
 import sampler_oracle
 from cli_runner import userdp
-from sampler_runs import stated, stop_after_four_steps, weights
+from sampler_runs import plan_of, stated, stop_after_four_steps, weights
 from shared import SHARED, needs_shared
 from tiny import make_model
 
@@ -89,3 +92,76 @@ def test_a_run_on_abstracts_is_priced_as_recomputed_and_goes_on_bit_for_bit(
     stop_after_four_steps(run)
     assert userdp("train", config, "--out", run, "--resume", "--json").json["steps"] == 6
     assert weights(run) == before
+
+
+# Sampler, noise and what else stands in [privacy].
+NOISES = {
+    "banded, cyclic": ("cyclic-poisson", 'noise = "banded"\nbands = 3\nparts = 3'),
+    "banded, balls in bins": ("balls-in-bins", 'noise = "banded"\nbands = 3'),
+    "banded, fixed order": (
+        "min-separated",
+        'noise = "banded"\nbands = 3\nunit = "record"\nadjacency = "fixed-graph-replace"',
+    ),
+    "inverse square root, fixed order": (
+        "min-separated",
+        'noise = "banded"\nbands = 3\nstrategy = "inverse-square-root"\nunit = "record"\n'
+        'adjacency = "fixed-graph-zero-out"',
+    ),
+    "discrete": ("poisson", 'noise = "discrete"'),
+}
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_every_noise_on_abstracts_is_priced_as_recomputed_and_goes_on_bit_for_bit(
+    root: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sampler, privacy = NOISES[name]
+    is_ordered = sampler == "min-separated"
+    shutil.copytree(root / ("all" if is_ordered else "one"), tmp_path / "store")
+    # A bin for each step, so that the bins are at least as many as the bands.
+    sized = "" if is_ordered else "expected_cohort_size = 750\ngroup_size = 2\n"
+    config = tmp_path / "config.toml"
+    config.write_text(
+        CONFIG.format(
+            base=root / "base",
+            users=8000 if is_ordered else USERS,
+            sampler=sampler,
+            selection=f'selection = "{root / "order.npz"}"' if is_ordered else "",
+            privacy=sized + privacy,
+        )
+    )
+    run = tmp_path / "run"
+    assert userdp("train", config, "--out", run, "--json").json["steps"] == 6
+    least, most = priced(plan_of(run))
+    assert least - 1e-6 <= stated(run) <= most * 1.001 + 0.01
+    before = weights(run)
+    stop_after_four_steps(run)
+    assert userdp("train", config, "--out", run, "--resume", "--json").json["steps"] == 6
+    assert weights(run) == before
+
+
+def priced(plan: dict[str, Any]) -> tuple[float, float]:
+    """The least and the largest epsilon that the run may state."""
+    noise, sampler = plan["noise"], plan["sampler"]
+    if noise["type"] == "Discrete":
+        found = whole_order_epsilon(plan)
+        return found, found
+    if sampler["type"] != "BallsInBins":
+        found = correlated_oracle.of_plan(plan)
+        return found, found
+    # Correlation of noise takes away from what bins hide, and at most all of it.
+    hidden, _ = sampler_oracle.of_plan(plan | {"noise": noise | {"type": "Gaussian"}})
+    rounds = -(-plan["steps"] // sampler["bins"])
+    accountant = pld.PLDAccountant(value_discretization_interval=1e-4)
+    accountant.compose(dp_event.GaussianDpEvent(noise["noise_multiplier"] / rounds**0.5))
+    return hidden, accountant.get_epsilon(plan["delta"])
+
+
+def whole_order_epsilon(plan: dict[str, Any]) -> float:
+    """By `dp_accounting`'s Renyi accountant at whole orders, whose moments are the Gaussian's."""
+    accountant = rdp.RdpAccountant(orders=list(range(2, 257)))
+    step = dp_event.GaussianDpEvent(plan["noise"]["noise_multiplier"])
+    rate = plan["sampler"]["user_sampling_prob"]
+    accountant.compose(dp_event.PoissonSampledDpEvent(rate, step), plan["steps"])
+    return accountant.get_epsilon(plan["delta"])

@@ -192,8 +192,6 @@ def random_allocation_gaussian(
     >>> random_allocation_gaussian(steps=100, participations=10, noise_multiplier=1.0).steps
     100
     """
-    if not 1 <= participations <= steps:
-        raise InputError(f"participations={participations} of {steps} steps: give 1 to {steps}.")
     return RandomAllocationGaussianDpEvent(steps, participations, noise_multiplier)
 
 
@@ -227,11 +225,6 @@ def balls_in_bins_banded(*, bins: int, gram: Sequence[float], noise_multiplier: 
     >>> balls_in_bins_banded(bins=8, gram=[1.0, 0.5], noise_multiplier=2.0).gram
     (1.0, 0.5)
     """
-    if not (bins >= 1 and 1 <= len(gram) <= bins // 2 + 1 and gram[0] > 0 and min(gram) >= 0):
-        raise InputError(
-            f"gram has {len(gram)} numbers for {bins} bins: give 1 to {bins // 2 + 1}, none of "
-            "them negative and the first one positive."
-        )
     return BallsInBinsBandedDpEvent(bins, gram, noise_multiplier)
 
 
@@ -278,8 +271,6 @@ def without_replacement_gaussian(
     >>> without_replacement_gaussian(num_users=100, cohort_size=8, noise_multiplier=1.0).cohort_size
     8
     """
-    if not 1 <= cohort_size <= num_users:
-        raise InputError(f"cohort_size={cohort_size} of {num_users} places: give 1 to {num_users}.")
     return WithoutReplacementGaussianDpEvent(num_users, cohort_size, noise_multiplier)
 
 

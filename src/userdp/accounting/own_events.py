@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import attrs
 from dp_accounting.dp_event import DpEvent
 
+from userdp.errors import InputError
+
 
 @attrs.frozen(eq=True)
 class EpsilonDeltaDpEvent(DpEvent):
@@ -29,6 +31,13 @@ class RandomAllocationGaussianDpEvent(DpEvent):
     participations: int
     noise_multiplier: float
 
+    def __attrs_post_init__(self) -> None:
+        if not 1 <= self.participations <= self.steps:
+            raise InputError(
+                f"participations={self.participations} of {self.steps} steps: give 1 to "
+                f"{self.steps}."
+            )
+
 
 @attrs.frozen(eq=True)
 class WithoutReplacementGaussianDpEvent(DpEvent):
@@ -37,6 +46,17 @@ class WithoutReplacementGaussianDpEvent(DpEvent):
     num_users: int
     cohort_size: int
     noise_multiplier: float
+
+    def __attrs_post_init__(self) -> None:
+        if not 1 <= self.cohort_size <= self.num_users:
+            raise InputError(
+                f"cohort_size={self.cohort_size} of {self.num_users} users: give 1 to "
+                f"{self.num_users}."
+            )
+
+
+# Products of vectors are rounded up when they are computed.
+_ROOM = 1 + 1e-9
 
 
 def _numbers(values: Sequence[float]) -> tuple[float, ...]:
@@ -53,6 +73,16 @@ class BallsInBinsBandedDpEvent(DpEvent):
     bins: int
     gram: tuple[float, ...] = attrs.field(converter=_numbers)
     noise_multiplier: float
+
+    def __attrs_post_init__(self) -> None:
+        most = self.bins // 2 + 1
+        is_sized = 1 <= len(self.gram) <= most
+        # No product of two vectors is above the longer one's length squared, but for rounding.
+        if not (is_sized and min(self.gram) >= 0 < self.gram[0] * _ROOM >= max(self.gram)):
+            raise InputError(
+                f"gram has {len(self.gram)} numbers for {self.bins} bins: give 1 to {most}, none "
+                "of them negative and none above the first."
+            )
 
 
 @attrs.frozen(eq=True)
