@@ -10,6 +10,7 @@ import mcmahan
 import pytest
 from typer.testing import CliRunner
 
+from cli_runner import userdp
 from tiny import make_store
 from userdp.accounting import accountant, events
 from userdp.cli import app
@@ -321,3 +322,11 @@ def test_calibrated_noise_is_printed_rounded_up():
         text = CliRunner().invoke(app, f"calibrate {options}".split()).stdout
         shown = float(text.splitlines()[0].removeprefix("noise_multiplier="))
         assert exact <= shown <= 1.00001 * exact
+
+
+def test_discrete_noise_is_priced_by_its_own_rule() -> None:
+    options = ("--rate", 0.01, "--steps", 2000, "--noise-multiplier", 2.0, "--delta", 1e-6)
+    found = userdp("account", *options, "--noise", "discrete", "--json").json
+    # dp_accounting 0.6's RDP accountant at whole orders says 1.120; Gaussian noise costs 1.035.
+    assert found["epsilon"] == pytest.approx(1.120, abs=2e-3)
+    assert "RDP at whole orders" in found["certified_by"]

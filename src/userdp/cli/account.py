@@ -8,11 +8,15 @@ from typing import Annotated
 
 import typer
 
+from userdp.accounting import renyi
+from userdp.accounting.certificate import Evaluation
 from userdp.cli import common, mechanism, sampled
 from userdp.cli.mechanism import AccountantName
 from userdp.cli.sampled import NoiseKind
 from userdp.errors import InputError
+from userdp.ledger import Ledger
 from userdp.run_files import read_run
+from userdp.statement import round_up
 from userdp.units import Adjacency, SamplingUnit
 
 
@@ -42,7 +46,7 @@ def account(
     if run is not None:
         if any(value is not None for value in (rate, steps, noise_multiplier, delta)):
             raise InputError("give either a run's directory or numbers, not both.")
-        _account_run(run, json, unfinished=unfinished)
+        _account_run(run, json, unfinished=unfinished, by=accountant)
         return
     if noise_multiplier is None or delta is None:
         raise InputError(
@@ -76,20 +80,39 @@ def account(
     common.emit(json, payload, text)
 
 
-def _account_run(run: Path, as_json: bool, *, unfinished: bool) -> None:
-    statement = read_run(run, unfinished=unfinished).statement()
-    common.emit(
-        as_json,
-        {
-            **common.promised(statement),
-            "adjacency": statement.adjacency,
-            "unit": statement.sampling,
-            "protects": statement.unit,
-            "steps": statement.steps,
-            "paid": list(statement.paid),
-            "earlier": list(statement.earlier),
-            "accountant": AccountantName.PLD.value,
-            "certified_by": statement.certified_by,
-        },
-        str(statement),
-    )
+def _account_run(run: Path, as_json: bool, *, unfinished: bool, by: AccountantName) -> None:
+    recorded = read_run(run, unfinished=unfinished)
+    statement = recorded.statement()
+    payload = {
+        **common.promised(statement),
+        "adjacency": statement.adjacency,
+        "unit": statement.sampling,
+        "protects": statement.unit,
+        "steps": statement.steps,
+        "paid": list(statement.paid),
+        "earlier": list(statement.earlier),
+        "accountant": by.value,
+        "certified_by": statement.certified_by,
+    }
+    words = str(statement)
+    if by is not AccountantName.PLD:
+        found = _of_steps(recorded.ledger, by)
+        payload |= {
+            "epsilon_pld": payload["epsilon"],
+            "epsilon": found.epsilon,
+            "certified_by": found.certified_by,
+        }
+        words += f"\nby {found.certified_by}: epsilon={round_up(found.epsilon):g}, for comparison"
+    common.emit(as_json, payload, words)
+
+
+def _of_steps(ledger: Ledger, by: AccountantName) -> Evaluation:
+    """Epsilon of a run's steps by a looser accountant, as papers state it."""
+    plan = ledger.plan
+    if by is AccountantName.GROUP_PRIVACY or ledger.paid or ledger.earlier or not plan.has_price:
+        raise InputError(
+            f"--accountant {by.value} with a run: only the steps of a private run have such a "
+            "price, by rdp or moments, without paid looks and earlier runs. Leave it out."
+        )
+    rule = renyi.evaluation if by is AccountantName.RDP else renyi.moments_evaluation
+    return rule(plan.event(), delta=plan.delta, adjacency=plan.adjacency)

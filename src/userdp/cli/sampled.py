@@ -18,7 +18,7 @@ from userdp.accounting import events
 from userdp.accounting.events import DpEvent
 from userdp.cli import common
 from userdp.errors import InputError
-from userdp.noise import Banded, Gaussian, Noise
+from userdp.noise import Banded, Discrete, Gaussian, Noise
 from userdp.prices import event_of
 from userdp.sampling import (
     Allocation,
@@ -47,10 +47,11 @@ class SamplerName(StrEnum):
 
 
 class NoiseKind(StrEnum):
-    """Independent noise at every step, or noise correlated by a banded matrix."""
+    """Independent noise at every step, noise correlated by a banded matrix, or whole numbers."""
 
     GAUSSIAN = "gaussian"
     BANDED = "banded"
+    DISCRETE = "discrete"
 
 
 SamplerOption = Annotated[
@@ -72,7 +73,10 @@ Users = Annotated[
     int | None,
     typer.Option(help="Number of users N, for --cap and --sampler without-replacement.", min=1),
 ]
-NoiseOption = Annotated[NoiseKind, typer.Option(help="Independent or matrix-factorisation noise.")]
+NoiseOption = Annotated[
+    NoiseKind,
+    typer.Option(help="Independent, matrix-factorisation, or discrete noise on a grid."),
+]
 Participations = Annotated[
     int | None,
     typer.Option(
@@ -220,6 +224,8 @@ class Drawing:
     def _noise(self, noise_multiplier: float) -> Noise:
         if self.noise is NoiseKind.GAUSSIAN:
             return Gaussian(noise_multiplier=noise_multiplier)
+        if self.noise is NoiseKind.DISCRETE:
+            return Discrete(noise_multiplier=noise_multiplier)
         assert self.bands is not None
         assert self.steps is not None
         return Banded(noise_multiplier=noise_multiplier, bands=self.bands, steps=self.steps)
