@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from dp_accounting import dp_event, pld
 
 from cli_runner import userdp
 
@@ -38,6 +39,29 @@ def test_local_training_costs_what_gradients_cost(config_file: WriteConfig, tmp_
     assert "estimator f_f" in statement["mechanism"]
     report = userdp("report", tmp_path / "local", "--json").json
     assert "local training" in Path(report["card"]).read_text()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "turns"),
+    [
+        ('sampler = "cyclic-poisson"\nparts = 2\nnoise = "banded"\nbands = 2', 2),
+        ('sampler = "cyclic-poisson"\nparts = 2', 2),
+    ],
+    ids=["banded", "gaussian"],
+)
+def test_local_training_goes_with_correlated_noise(
+    config_file: WriteConfig, tmp_path: Path, chosen: str, turns: int
+) -> None:
+    # DP-FTRL as it is deployed: local training, noise that later steps take back in part.
+    path = config_file(training=FEDAVG, privacy=f"{PRIVACY}\n{chosen}")
+    found = userdp("train", path, "--out", tmp_path / "run", "--json").json
+    # A user's part has a turn in two of the four steps, with twice the coin.
+    step = dp_event.PoissonSampledDpEvent(0.5, dp_event.GaussianDpEvent(1.0))
+    accountant = pld.PLDAccountant(value_discretization_interval=1e-4)
+    accountant.compose(step, turns)
+    assert found["epsilon"] == pytest.approx(accountant.get_epsilon(1e-2), rel=1e-3)
+    statement = json.loads((tmp_path / "run" / "statement.json").read_text())
+    assert "local training" in statement["mechanism"]
 
 
 def test_a_schedule_of_clip_norms_changes_no_price(
