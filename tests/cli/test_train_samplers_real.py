@@ -65,25 +65,31 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_a_run_on_abstracts_is_priced_as_recomputed_and_goes_on_bit_for_bit(
-    root: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    is_ordered = name == "min-separated"
+def write_config(root: Path, tmp_path: Path, sampler: str, privacy: str, *, cohort: int) -> Path:
+    """A configuration beside a store of its own: records of all owners if their order is fixed."""
+    is_ordered = sampler == "min-separated"
     shutil.copytree(root / ("all" if is_ordered else "one"), tmp_path / "store")
-    privacy, excess = SAMPLERS[name]
-    sized = "" if is_ordered else "expected_cohort_size = 45\ngroup_size = 2\n"
+    sized = "" if is_ordered else f"expected_cohort_size = {cohort}\ngroup_size = 2\n"
     config = tmp_path / "config.toml"
     config.write_text(
         CONFIG.format(
             base=root / "base",
             users=8000 if is_ordered else USERS,
-            sampler=name,
+            sampler=sampler,
             selection=f'selection = "{root / "order.npz"}"' if is_ordered else "",
             privacy=sized + privacy,
         )
     )
+    return config
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_run_on_abstracts_is_priced_as_recomputed_and_goes_on_bit_for_bit(
+    root: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    privacy, excess = SAMPLERS[name]
+    config = write_config(root, tmp_path, name, privacy, cohort=45)
     run = tmp_path / "run"
     assert userdp("train", config, "--out", run, "--json").json["steps"] == 6
     least, _ = sampler_oracle.of_run(run)
@@ -117,20 +123,8 @@ def test_every_noise_on_abstracts_is_priced_as_recomputed_and_goes_on_bit_for_bi
 ) -> None:
     monkeypatch.chdir(tmp_path)
     sampler, privacy = NOISES[name]
-    is_ordered = sampler == "min-separated"
-    shutil.copytree(root / ("all" if is_ordered else "one"), tmp_path / "store")
-    # A bin for each step, so that the bins are at least as many as the bands.
-    sized = "" if is_ordered else "expected_cohort_size = 750\ngroup_size = 2\n"
-    config = tmp_path / "config.toml"
-    config.write_text(
-        CONFIG.format(
-            base=root / "base",
-            users=8000 if is_ordered else USERS,
-            sampler=sampler,
-            selection=f'selection = "{root / "order.npz"}"' if is_ordered else "",
-            privacy=sized + privacy,
-        )
-    )
+    # As many bins as steps, and so at least as many as bands.
+    config = write_config(root, tmp_path, sampler, privacy, cohort=750)
     run = tmp_path / "run"
     assert userdp("train", config, "--out", run, "--json").json["steps"] == 6
     least, most = priced(plan_of(run))
