@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from userdp.clipping.batches.users import PADDING, is_padded
+from userdp.clipping.batches.users import PADDING, kind_of
 from userdp.clipping.execute.models import num_classes_of
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import ClipRule
@@ -306,9 +306,5 @@ def without_rows(group: Batch) -> Batch:
 
 
 def _kind(group: Batch) -> str:
-    """What rows look like: names, dtypes and shapes, but not the number and length of rows."""
-    shapes = sorted(
-        (name, str(tensor.dtype), tuple(tensor.shape[2 if is_padded(name, tensor) else 1 :]))
-        for name, tensor in group.items()
-    )
-    return repr((not is_language_modelling(group), shapes))
+    """What rows look like, and whether their labels are the tokens themselves."""
+    return repr((not is_language_modelling(group), kind_of(group)))
