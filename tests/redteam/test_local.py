@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import models_zoo
-from userdp import AdaptiveClip, FlatClip, Plan, StepSettings
+from userdp import AdaptiveClip, FlatClip, Plan, PrivateStep, StepSettings, UserIndex
 from userdp.clipping import local
 from userdp.clipping.summation import summation
 from userdp.errors import InputError
@@ -158,3 +158,37 @@ def test_adaptive_clipping_of_local_training_is_refused() -> None:
             noise_multiplier=1.0,
             update=UPDATE,
         )
+
+
+def test_a_loss_that_keeps_records_and_fails_alone_leaves_no_promise() -> None:
+    kept: list[Tensor] = []
+    uses = False
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        losses = class_loss(model, batch)
+        if uses:
+            losses = losses * (1 + 5 * torch.stack([kept[-1], kept[-2]]).mean())
+        # What is kept of users who train side by side cannot be read by one who trains alone.
+        if torch._C._functorch.is_functorch_wrapped_tensor(batch["x"]):  # type: ignore[attr-defined]
+            kept.append(batch["x"].detach())
+        return losses
+
+    model, users = Classes(), 12
+    plan = Plan.sample_users(
+        num_users=users,
+        expected_cohort_size=users,
+        group_size=2,
+        steps=3,
+        clip_norm=0.5,
+        noise_multiplier=1.0,
+        delta=1e-2,
+        update=UPDATE,
+    )
+    index = UserIndex.from_owners([user for user in range(users) for _ in range(2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = PrivateStep(model, optimizer, plan, index, record_loss=loss)
+    step.check_model(person(0))
+    for number, cohort in enumerate(step.cohorts()):
+        uses = number == 2
+        step.apply([person(user) for user in range(len(cohort))])
+    assert not step.statement().guarantee
