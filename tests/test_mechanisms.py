@@ -10,8 +10,9 @@ import pytest
 
 from userdp.accounting import accountant, events
 from userdp.errors import InputError
-from userdp.mechanisms import MechanismSetting, compare
+from userdp.mechanisms import MechanismSetting, _tried, compare
 from userdp.noise import Banded
+from userdp.sampling.contract import PublicNumbers
 from userdp.units import Adjacency
 
 SMALL: dict[str, Any] = {"num_users": 640, "cohort_size": 64, "steps": 40, "delta": 1e-4}
@@ -71,3 +72,14 @@ def test_under_replace_only_what_has_a_price_is_compared() -> None:
 def test_numbers_that_make_no_run_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         setting(**wrong)
+
+
+@pytest.mark.parametrize("cohort_size", [64, 190, 250, 400, 640])
+def test_what_is_compared_is_what_its_keys_would_run(cohort_size: int) -> None:
+    # 400 of 640: two parts of 320 users cannot give 400 a step, which training would refuse.
+    public = PublicNumbers(
+        num_users=640, num_records=640, expected_groups=cohort_size, group_size=1, steps=40
+    )
+    for tried in _tried(setting(cohort_size=cohort_size)):
+        keys = {name: getattr(tried.sampler, field) for name, field in tried.sampler.keys.items()}
+        assert type(tried.sampler).configured(public, **keys) == tried.sampler

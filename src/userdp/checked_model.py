@@ -17,8 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from userdp.clipping.batches.users import PADDING, is_padded
+from userdp.clipping.batches.users import PADDING, kind_of
 from userdp.clipping.execute.models import num_classes_of
+from userdp.clipping.flat import ClippedSum
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
@@ -151,20 +152,33 @@ class CheckedModel:
         self.summation.load_state_dict(state["sums"])
 
     def update_of_one(self, groups: Sequence[Batch], rule: ClipRule) -> Update | None:
-        """The update of the first group with rows, if the loss is one's own. Secret.
+        """The update of the first group that has one alone, if the loss is one's own. Secret.
 
         It must be the same before and after the step's sum is computed.
         """
-        first = next((group for group in groups if len(next(iter(group.values())))), None)
-        if self._witness is None or first is None:
+        if self._witness is None:
             return None
-        try:
-            return self._witness.update(first, rule)
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
-        except Exception:
-            # This group's own data fails; the sum counts it as zero.
-            return None
+        for group in groups:
+            if not len(next(iter(group.values()))):
+                continue
+            try:
+                return self._witness.update(group, rule)
+            except (torch.OutOfMemoryError, MemoryError):
+                raise
+            except Exception:
+                # This group's own data fails, so the sum counts it as zero. The next is as good.
+                continue
+        return None
+
+    def is_explained(self, total: ClippedSum, update: Update | None) -> bool:
+        """Whether the sum may be what it is, if this is the update of one of its groups.
+
+        Where a loss is one's own and every group fails alone, the sum is zero. Otherwise the loss
+        fails because of what it keeps of other groups.
+        """
+        if self._witness is None or update is not None:
+            return True
+        return not any(bool(view.any()) for view in total.total.views)
 
     def _run_alone(self) -> None:
         self._is_alone = True
@@ -306,9 +320,5 @@ def without_rows(group: Batch) -> Batch:
 
 
 def _kind(group: Batch) -> str:
-    """What rows look like: names, dtypes and shapes, but not the number and length of rows."""
-    shapes = sorted(
-        (name, str(tensor.dtype), tuple(tensor.shape[2 if is_padded(name, tensor) else 1 :]))
-        for name, tensor in group.items()
-    )
-    return repr((not is_language_modelling(group), shapes))
+    """What rows look like, and whether their labels are the tokens themselves."""
+    return repr((not is_language_modelling(group), kind_of(group)))

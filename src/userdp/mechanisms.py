@@ -147,8 +147,7 @@ class _Tried:
 
 def _tried(setting: MechanismSetting) -> Iterator[_Tried]:
     """What is compared."""
-    users, steps, length = setting.num_users, setting.steps, setting.round_length
-    rate = setting.cohort_size / users
+    users, steps = setting.num_users, setting.steps
     for sampler, participations in _samplers(setting):
         yield _Tried(
             sampler=sampler,
@@ -159,9 +158,9 @@ def _tried(setting: MechanismSetting) -> Iterator[_Tried]:
         )
     for bands in _numbers_of_bands(setting):
         # With as many parts as bands, a user's steps meet no common row of C. Within a part, users
-        # are sampled. With as many parts as a round has steps, everybody is drawn, and nothing is
-        # amplified.
-        within = 1.0 if bands == length else min(1.0, bands * rate)
+        # are sampled, by the coin that the keys would give. With as many parts as a round has
+        # steps, everybody is drawn, and nothing is amplified.
+        within = bands * setting.cohort_size / users
         noise = Banded.configured(steps=steps, bands=bands, strategy="toeplitz")
         yield _Tried(
             sampler=CyclicPoissonUsers(user_sampling_prob=within, parts=bands, group_size=1),
@@ -185,7 +184,13 @@ def _samplers(setting: MechanismSetting) -> Iterator[tuple[Sampler, float]]:
 
 
 def _numbers_of_bands(setting: MechanismSetting) -> list[int]:
-    """Powers of two, and the round's own length, as far as memory allows."""
-    most = min(setting.memory + 1, setting.steps, setting.round_length)
+    """Powers of two, and the round's own length, as far as memory allows.
+
+    A part has at least as many users as are expected in a step.
+    """
+    longest = setting.round_length
+    if longest * setting.cohort_size / setting.num_users > 1:
+        longest -= 1
+    most = min(setting.memory + 1, setting.steps, longest)
     powers = [1 << power for power in range(1, most.bit_length()) if 1 << power <= most]
     return sorted({*powers, *([most] if most > 1 else [])})

@@ -43,6 +43,12 @@ def check_parts(plan: Plan) -> None:
             "changes an update that was clipped before. Give a clip_norm: flat or per-layer "
             "clipping."
         )
+    if plan.update.local_training is not None and plan.clip.count_stddev is not None:
+        raise InputError(
+            f"{plan.update.name} clips after every local step, so every update is within the clip "
+            f"norm in the end: {plan.clip.name} clipping would lower it at every step. Give a "
+            "clip_norm, or a schedule of them."
+        )
     if plan.clip.changes and not plan.noise.is_independent:
         raise UnaccountedPlanError(
             f"{plan.clip.name} clipping changes the clip norm, and {plan.noise.name} noise of one "

@@ -195,7 +195,8 @@ class PrivateStep:
         could_differ = not self._checked.summation.differs
         before = self._checked.update_of_one(groups, self._clip)
         total = self._checked.summation.clipped_sum(groups, self._clip)
-        if not is_same_update(before, self._checked.update_of_one(groups, self._clip)):
+        after = self._checked.update_of_one(groups, self._clip)
+        if not (is_same_update(before, after) and self._checked.is_explained(total, after)):
             self._refuse_memory()
         if could_differ and self._checked.summation.differs and self.record.steps:
             # Released steps used batch shapes that were not compared, so nothing is promised any

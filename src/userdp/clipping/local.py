@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from userdp.clipping.batches.users import PADDING, is_padded
+from userdp.clipping.batches.users import PADDING, is_padded, kind_of
+from userdp.clipping.execute.models import most_positions
 from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
 from userdp.clipping.flat import ClippedSum, FlatBuffer
 from userdp.clipping.layer_groups import clip_groups
@@ -41,6 +42,11 @@ _LOG = logging.getLogger(__name__)
 # four tensors of this size: weights, gradients, and both while they are clipped.
 _MOST_STACKED = {"cpu": 2**26, "cuda": 2**31}
 _MOST_USERS = 1024
+# So many numbers of a tensor may stand side by side in the records of a microbatch. Somebody with
+# many records is stacked in parts, so that the memory of a step follows from public numbers.
+_MOST_CELLS = 2**25
+# The length of records if nobody says it, as in the probe.
+_USUAL_LENGTH = 128
 
 
 class LocalClipping:
@@ -55,6 +61,7 @@ class LocalClipping:
         *,
         record_loss: RecordLoss,
         settings: StepSettings,
+        sequence_length: int | None = None,
     ) -> None:
         self._plain = plain
         self._parameters = list(parameters)
@@ -75,16 +82,26 @@ class LocalClipping:
         self._step: tuple[type[ClipRule], Callable[..., list[Tensor]]] | None = None
         self.skip_failing = False
         self.differs = False
-        # Until a model is seen that cannot be vectorised. torch's recurrent layers keep a list of
-        # their weights outside of their parameters, which cannot be exchanged.
-        self.trains_many_at_once = not any(isinstance(m, nn.RNNBase) for m in model.modules())
+        # torch's recurrent layers keep a list of their weights outside of their parameters, which
+        # cannot be exchanged.
+        self._has_copies = not any(isinstance(m, nn.RNNBase) for m in model.modules())
+        # The kinds of rows on which the model cannot be vectorised. One user's odd rows must not
+        # decide how those of others are computed.
+        self._alone: set[str] = set()
+        self._longest = sequence_length or most_positions(model) or _USUAL_LENGTH
+
+    @property
+    def trains_many_at_once(self) -> bool:
+        """Whether users of every kind of rows seen so far trained side by side."""
+        return self._has_copies and not self._alone
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the next sum depends on its groups and the weights alone."""
-        return {}
+        """Whose rows train one user at a time. A step that is repeated must round as it did."""
+        return {"alone": sorted(self._alone)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """There is nothing to go on from."""
+        """Go on from what `state_dict` gave."""
+        self._alone = set(state.get("alone", ()))
 
     def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
         """The weighted sum of the users' clipped updates. Secret."""
@@ -93,7 +110,7 @@ class LocalClipping:
         within, weight = 0, 0.0
         failures = Failures(self.skip_failing)
         for users in self._microbatches(listed):
-            if self.trains_many_at_once:
+            if self._has_copies and kind_of(users[0]) not in self._alone:
                 found = self._trained(users, rule)
                 if found is not None:
                     for view, tensor in zip(total.views, found.sums, strict=True):
@@ -110,10 +127,17 @@ class LocalClipping:
         )
 
     def _microbatches(self, groups: Sequence[Batch]) -> Iterator[list[Batch]]:
-        """Users of similar size together, as many as their copies have room."""
-        ordered = sorted(groups, key=_num_records)
-        for first in range(0, len(ordered), self._most_users):
-            yield ordered[first : first + self._most_users]
+        """Users of the same kind and similar size together, as many as their copies have room.
+
+        Nobody's names, dtypes or shapes change the rows of others.
+        """
+        kinds: dict[str, list[Batch]] = {}
+        for group in groups:
+            kinds.setdefault(kind_of(group), []).append(group)
+        for alike in kinds.values():
+            ordered = sorted(alike, key=_num_records)
+            for first in range(0, len(ordered), self._most_users):
+                yield ordered[first : first + self._most_users]
 
     def _trained(self, users: list[Batch], rule: ClipRule) -> _Trained | None:
         """The users' clipped and weighted updates, added up; None if they cannot be stacked."""
@@ -122,10 +146,10 @@ class LocalClipping:
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
-            # What cannot be vectorised fails for everybody, so it is not tried again. Users whose
-            # own data fails are found when they run alone.
+            # What cannot be vectorised fails for all such rows, so it is not tried again. Users
+            # whose own data fails are found when they run alone.
             if not self._is_data_fault(users, rule):
-                self.trains_many_at_once = False
+                self._alone.add(kind_of(users[0]))
                 _LOG.warning(
                     "users train one at a time: this model cannot be vectorised (%s).",
                     type(error).__name__,
@@ -158,19 +182,26 @@ class LocalClipping:
         # Compiled code is for one number of users, so places without a user fill up the last
         # microbatch.
         places = self._most_users if self._compiles else len(users)
-        stacked = _Stacked.of(
-            users, self._update.local_batch_size, places, device, few_lengths=self._compiles
-        )
+        size = self._update.local_batch_size
+        lengths = _lengths(users, self._longest if self._compiles else None)
+        cells = places * size * max(lengths.values(), default=1)
+        rows = size * max(1, _MOST_CELLS // cells)
+        most = max(map(_num_records, users))
+        parts = [slice(first, first + rows) for first in range(0, most, rows)]
+        stacked = _Stacked.of(users, parts[0], size, places, device, lengths)
         start = [at_least_float32(parameter.detach()) for parameter in self._parameters]
         way = [tensor.new_zeros((places, *tensor.shape)) for tensor in start]
         clip_norm = torch.tensor(rule.clip_norm, dtype=torch.float64, device=device)
         step = self._step_of(rule)
         for _ in range(self._update.local_epochs):
-            for number in range(stacked.most_batches):
-                with warnings.catch_warnings():
-                    # Some operations are computed user by user, and torch says so each time.
-                    warnings.filterwarnings("ignore", "There is a performance drop")
-                    way = step(way, start, *stacked.local_batch(number), clip_norm)
+            for part in parts:
+                if len(parts) > 1:
+                    stacked = _Stacked.of(users, part, size, places, device, lengths)
+                for number in range(stacked.most_batches):
+                    with warnings.catch_warnings():
+                        # Some operations are computed user by user, and torch says so each time.
+                        warnings.filterwarnings("ignore", "There is a performance drop")
+                        way = step(way, start, *stacked.local_batch(number), clip_norm)
         return [tensor[: len(users)] for tensor in way]
 
     def _step_of(self, rule: ClipRule) -> Callable[..., list[Tensor]]:
@@ -277,7 +308,7 @@ class _Losses(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class _Stacked:
-    """The records of several users, padded to the same number and length."""
+    """Some records of several users, padded to the same number and length."""
 
     tensors: dict[str, Tensor]
     counts_U: Tensor
@@ -286,33 +317,27 @@ class _Stacked:
     @staticmethod
     def of(
         users: Sequence[Batch],
+        part: slice,
         batch_size: int,
         places: int,
         device: torch.device,
-        *,
-        few_lengths: bool,
+        lengths: dict[str, int],
     ) -> _Stacked:
-        """The users' records side by side, and after them places without records.
-
-        With `few_lengths` records are padded to a power of two, so that code is compiled for few
-        lengths only.
-        """
-        counts = [_num_records(group) for group in users] + [0] * (places - len(users))
+        """The users' records of this part side by side, and after them places without records."""
+        counts = [len(range(*part.indices(_num_records(group)))) for group in users]
+        counts += [0] * (places - len(users))
         rows = -(-max(counts) // batch_size) * batch_size
         tensors: dict[str, Tensor] = {}
         for name, first in users[0].items():
-            padded = is_padded(name, first)
-            length = max(group[name].shape[1] for group in users) if padded else 0
-            if few_lengths and length:
-                length = 1 << (length - 1).bit_length()
-            shape = (length, *first.shape[2:]) if padded else first.shape[1:]
+            padded = name in lengths
+            shape = (lengths[name], *first.shape[2:]) if padded else first.shape[1:]
             whole = first.new_full((places, rows, *shape), PADDING[name] if padded else 0)
             for place, group in enumerate(users):
-                own, part = whole[place, : len(group[name])], group[name]
-                (own[:, : part.shape[1]] if padded else own).copy_(part)
+                own, some = whole[place, : counts[place]], group[name][part]
+                (own[:, : some.shape[1]] if padded else own).copy_(some)
                 if not padded:
                     # A padded row must be readable: it is a copy of a row of the same user.
-                    whole[place, len(part) :] = part[:1]
+                    whole[place, counts[place] :] = group[name][:1]
             tensors[name] = whole.to(device)
         return _Stacked(
             tensors=tensors,
@@ -341,3 +366,22 @@ def _over(values_U: Tensor, like: Tensor) -> Tensor:
 
 def _num_records(group: Batch) -> int:
     return len(next(iter(group.values())))
+
+
+def _lengths(users: Sequence[Batch], longest: int | None) -> dict[str, int]:
+    """How long the records of each padded tensor are made.
+
+    With `longest` that is a power of two or `longest`, so that code is compiled for few lengths
+    only. A model has no positions for more.
+    """
+    found = {
+        name: max(group[name].shape[1] for group in users)
+        for name, tensor in users[0].items()
+        if is_padded(name, tensor)
+    }
+    if longest is None:
+        return found
+    return {
+        name: max(length, min(longest, 1 << (max(length, 1) - 1).bit_length()))
+        for name, length in found.items()
+    }

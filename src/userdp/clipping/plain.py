@@ -168,7 +168,12 @@ class PlainClipping:
         """
         device, dtype = self._parameters[0].device, self._compute_dtype
         try:
-            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            # torch keeps rounded copies of weights while autocast is on, also if the weights move,
+            # as in local training.
+            keeps_copies = self._rule.is_mean_gradient
+            with torch.autocast(
+                device.type, dtype, enabled=dtype is not None, cache_enabled=keeps_copies
+            ):
                 return self._rule.of_group(
                     self._model,
                     self._parameters,

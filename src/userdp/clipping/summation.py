@@ -78,6 +78,12 @@ def summation(
     local = update.local_training
     if settings.path == "fast" and local is not None:
         return LocalClipping(
-            plain, model, parameters, local, record_loss=record_loss, settings=settings
+            plain,
+            model,
+            parameters,
+            local,
+            record_loss=record_loss,
+            settings=settings,
+            sequence_length=sequence_length,
         )
     return plain if test is None else FilteredClipping(plain, model, parameters, test)

@@ -41,6 +41,16 @@ def is_padded(name: str, tensor: Tensor) -> bool:
     return name in PADDING and tensor.dim() > 1
 
 
+def kind_of(group: Batch) -> str:
+    """What rows look like: names, dtypes and shapes, but not the number and length of rows."""
+    return repr(
+        sorted(
+            (name, str(tensor.dtype), tuple(tensor.shape[2 if is_padded(name, tensor) else 1 :]))
+            for name, tensor in group.items()
+        )
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowRanges:
     """Whose rows are whose in a ragged batch: user u has rows `starts[u]` to `starts[u + 1]`.
