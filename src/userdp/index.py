@@ -62,6 +62,15 @@ class UserIndex:
         """The rows of one user."""
         return self.rows[self.indptr[user] : self.indptr[user + 1]]
 
+    def check_owners(self) -> None:
+        """Refuse a row that two users own: each of them would count for the other's share, too."""
+        owner = np.repeat(np.arange(self.num_users), np.diff(self.indptr))
+        if (self.owner_of_rows()[self.rows] != owner).any():
+            raise InputError(
+                "a row of the index belongs to several users, and no price covers that: give every "
+                "row one owner, or bound contributions (`userdp bound`) and train on the selection."
+            )
+
     def owner_of_rows(self) -> Rows:
         """The number of each row's user; -1 for a row that nobody owns. Secret."""
         found = np.full(int(self.rows.max(initial=-1)) + 1, -1, dtype=np.int64)

@@ -257,6 +257,17 @@ class Plan:
         return self.noise.noise_stddev(test.sensitivity(clip.bound))
 
     @property
+    def drawn_once(self) -> str | None:
+        """What is drawn or fixed once for all steps, in words; None if every step is by itself."""
+        if self.halting_test is not None:
+            return "a run with a filter has one threshold, whose noise is drawn once"
+        if self.sampler.is_dealt or self.sampler.is_ordered:
+            return f"with sampler={self.sampler.name!r} it is decided once who takes part when"
+        if not self.noise.is_independent:
+            return f"{self.noise.name} noise is one for all steps"
+        return None
+
+    @property
     def has_price(self) -> bool:
         """Whether `event` says what the people in the data are charged."""
         is_priced = not self.sampler.is_unbounded and self.sampler.as_if is None

@@ -223,14 +223,7 @@ class RunRecord:
             raise InputError("the ledger was opened for another plan or another kind of seed.")
         if self._model not in (None, model):
             raise InputError("the record was made for another model: make one for each run.")
-        if plan.halting_test is not None and self._frozen is None and self.ledger.steps:
-            if not self._is_own_secret:
-                raise InputError(
-                    "a run with a filter has one threshold, whose noise is drawn once: a ledger "
-                    "with steps goes on by `train(resume=True)` only."
-                )
-        elif plan.halting_test is not None and self._frozen is not None:
-            raise InputError("a run with a filter has one threshold: make one PrivateStep of it.")
+        self._check_drawn_once(plan)
         begin_run(model, self.ledger)
         secret = self._secret.bound_to(self.ledger.run_digest)
         if not secret.fixed_seed and not self._is_own_secret:
@@ -242,6 +235,14 @@ class RunRecord:
             secret = secret.bound_to(unnamed)
         self._secret = secret
         self._frozen = frozen_digests(model)
+
+    def _check_drawn_once(self, plan: Plan) -> None:
+        """Refuse a second `PrivateStep` where users are dealt out once: it would deal again."""
+        once = plan.drawn_once
+        if once and self._frozen is not None:
+            raise InputError(f"{once}: make one PrivateStep of it.")
+        if once and self.ledger.steps and not self._is_own_secret:
+            raise InputError(f"{once}: only `train(resume=True)` goes on with its ledger.")
 
     def streams(self, purpose: str) -> Streams:
         """The run's randomness for one purpose."""

@@ -78,6 +78,7 @@ class PrivateStep:
         refuse_mixing(model)
         self._parameters = list(trainable_parameters(model).values())
         check_optimizer(optimizer, self._parameters)
+        index.check_owners()
         plan.sampler.check_users(index.num_users)
         settings = settings or StepSettings()
         self._model = model

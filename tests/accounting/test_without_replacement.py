@@ -175,3 +175,18 @@ def test_calibrated_noise_meets_the_target():
 def test_impossible_cohorts_are_refused(cohort: int):
     with pytest.raises(InputError, match="cohort_size"):
         step(10, cohort, 1.0)
+
+
+@pytest.mark.parametrize("adjacency", ALL)
+@pytest.mark.parametrize(("places", "noise"), [(10**6, 1.0), (10**9, 1.0), (10**9, 50.0)])
+def test_a_user_who_is_hardly_ever_drawn_has_a_price(
+    places: int, noise: float, adjacency: Adjacency
+):
+    # No loss of one tail is large enough to be kept: this ended in an error of numpy.
+    found = accountant.epsilon(step(places, 1, noise), delta=1e-15, adjacency=adjacency)
+    far, near = (2.0, 0.0) if adjacency is Adjacency.REPLACE else (2.0, 1.0)
+    outputs = np.linspace(-5 * noise, 12 * noise, 1000)
+    most = math.exp(found) * stats.norm.sf(outputs, near, noise)
+    gained = (stats.norm.sf(outputs, far, noise) - most) / places
+    gained -= math.expm1(found) * (1 - 1 / places) * stats.norm.sf(outputs, 0.0, noise)
+    assert gained.max() <= 1e-15

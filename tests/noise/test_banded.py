@@ -187,6 +187,15 @@ def test_a_state_keeps_the_coefficients_that_the_run_began_with() -> None:
     assert torch.equal(other.state_dict()["coefficients"], state["coefficients"])
 
 
+def test_a_state_with_columns_that_overlap_more_than_is_priced_is_refused() -> None:
+    # The columns' norm is 1, and eight contributions moved C G by 5.05 where 4.79 was priced.
+    running = banded("buffered", bands=3, steps=8).started()
+    state = running.state_dict()
+    state["coefficients"] = torch.tensor([[0.35, 0.99, 0.99, 0.5, 0.5]], dtype=torch.float64)
+    with pytest.raises(InputError, match="the one that is priced"):
+        running.load_state_dict(state)
+
+
 def test_digest_names_the_strategy_and_not_the_multiplier() -> None:
     one = banded()
     assert one.digest == replace(one, noise_multiplier=3.0).digest

@@ -30,8 +30,17 @@ from userdp.errors import InputError, MixedExamplesError, UntriedModelError
 from userdp.ledger import Ledger
 from userdp.losses import causal_lm_loss
 from userdp.models.proven import is_proven
+from userdp.noise import Banded
 from userdp.probe import UnsafeModelError, usual_length
 from userdp.run_record import RunRecord
+from userdp.sampling import (
+    Allocation,
+    BalancedIteration,
+    BallsInBins,
+    CyclicPoissonUsers,
+    PublicNumbers,
+    Sampler,
+)
 from userdp.streams import RunSecret
 
 EXAMPLE = {"x": torch.ones(1, 3), "y": torch.ones(1)}
@@ -55,6 +64,18 @@ def test_rows_of_one_owner_are_one_user_however_the_owners_are_given(kind: str) 
     }[kind]
     index = UserIndex.from_owners(owners)
     assert [index.rows_of(user).tolist() for user in range(index.num_users)] == [[0, 1, 3], [2]]
+
+
+def test_a_row_of_two_users_is_refused() -> None:
+    # Both are charged for one record, and both move the sum: 8.39 was stated for 20.1.
+    shared = UserIndex(indptr=np.array([0, 2, 4]), rows=np.array([0, 1, 0, 2]))
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match="belongs to several users"):
+        PrivateStep(model, optimizer, plan(2), shared, record_loss=squares)
+    # The same row twice of one user is that user's own affair.
+    twice = UserIndex(indptr=np.array([0, 2, 3]), rows=np.array([0, 0, 1]))
+    PrivateStep(model, optimizer, plan(2), twice, record_loss=squares)
 
 
 NAN = float("nan")
@@ -608,6 +629,35 @@ def test_two_steps_on_one_record_do_not_share_a_cohort() -> None:
     with pytest.raises(InputError, match="another step of this run was taken in between"):
         second.apply(ones(cohorts[1]))
     assert ledger.steps == 1
+
+
+DEALT: list[tuple[type[Sampler], dict[str, Any], Banded | None]] = [
+    (Allocation, {"participations": 1}, None),
+    (BallsInBins, {}, None),
+    (BalancedIteration, {}, None),
+    (CyclicPoissonUsers, {"parts": 4}, None),
+    (CyclicPoissonUsers, {"parts": 4}, Banded(noise_multiplier=1.0, bands=4, steps=4)),
+]
+
+
+@pytest.mark.parametrize(("kind", "own", "noise"), DEALT)
+def test_users_are_dealt_out_once_in_a_run(
+    kind: type[Sampler], own: dict[str, Any], noise: Banded | None
+) -> None:
+    # A new step has randomness of its own: a user took part four times where once was priced.
+    public = PublicNumbers(num_users=8, num_records=8, expected_groups=2, group_size=1, steps=4)
+    clip, model = FlatClip(clip_norm=1.0), nn.Linear(3, 1)
+    chosen = Plan.of(kind, public, own=own, clip=clip, noise=noise, noise_multiplier=1.0, delta=0.1)
+    ledger = Ledger.create(chosen, bound_to={}, fixed_seed=False)
+    loss: dict[str, Any] = {"record_loss": lambda model, batch: model(batch["x"])[:, 0] ** 2}
+    first = private_step(model, chosen, 8, record=RunRecord(ledger), **loss)
+    first.apply(ones(first.draw()))
+    with pytest.raises(InputError, match="make one PrivateStep of it"):
+        private_step(model, chosen, 8, record=first.record, **loss)
+    with pytest.raises(InputError, match="goes on with its ledger"):
+        private_step(model, chosen, 8, record=RunRecord(ledger), **loss)
+    first.apply(ones(first.draw()))
+    assert ledger.steps == 2
 
 
 def test_no_cohort_is_drawn_while_the_batches_of_another_come() -> None:

@@ -106,6 +106,8 @@ class Tail:
 
     def outputs_at(self, losses: Floats, points: Floats) -> tuple[Floats, float]:
         """The distances from `begin` of outputs with increasing `losses`, and the losses' error."""
+        if not len(losses):
+            return losses, 0.0
         known = np.append(self.begin, points)
         guide = np.maximum.accumulate(np.append(0.0, self.loss(points)[0]))
         x = np.interp(losses, guide, known)

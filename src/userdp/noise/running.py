@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from userdp.streams import Streams
 
 # What a run may not change between its steps, because the noise of all of them is one.
 FIXED = ("offset", "size", "held", "noise_stddev")
+# Numbers of C that two machines compute differ by less.
+SAME = 1e-6
 STATE = {"step", "coefficients", "memory", *FIXED}
 
 
@@ -130,6 +133,9 @@ class RunningBanded(Banded):
         own, given = self.run.matrix, state["coefficients"]
         if not isinstance(given, Tensor) or given.shape != numbers_of(own).shape:
             raise InputError("the state is that of noise with another strategy.")
+        if not isinstance(own, Bands) and not np.allclose(given, numbers_of(own), SAME, SAME):
+            # Their price depends on all numbers of C, and not on the norms of its columns alone.
+            raise InputError("the state is that of another strategy than the one that is priced.")
         step, vectors = state["step"], state["memory"]
         fixed = {name: state[name] for name in FIXED if state[name] is not None}
         if not isinstance(step, int) or not 0 <= step <= self.steps:

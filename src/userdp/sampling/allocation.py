@@ -28,6 +28,7 @@ class Allocation(Sampler):
 
     name: ClassVar[str] = "allocation"
     unit: ClassVar[SamplingUnit] = SamplingUnit.USER
+    is_dealt: ClassVar[bool] = True
     keys: ClassVar[Mapping[str, str]] = {"participations": "participations"}
     steps: int
     # Configurations may leave it out: then it follows from the expected cohort size.

@@ -27,6 +27,7 @@ class BalancedIteration(Sampler):
 
     name: ClassVar[str] = "balanced-iteration"
     unit: ClassVar[SamplingUnit] = SamplingUnit.USER
+    is_dealt: ClassVar[bool] = True
     round_length: int
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ class BallsInBins(Sampler):
 
     name: ClassVar[str] = "balls-in-bins"
     unit: ClassVar[SamplingUnit] = SamplingUnit.USER
+    is_dealt: ClassVar[bool] = True
     bins: int
 
     def __post_init__(self) -> None:

@@ -67,6 +67,8 @@ class Sampler(Part):
     unit: ClassVar[SamplingUnit]
     # Whether the steps of all rows were chosen before (`UserIndex.batches`) and nothing is drawn.
     is_ordered: ClassVar[bool] = False
+    # Whether users are dealt to the steps of a whole run or round at once (`dealt`).
+    is_dealt: ClassVar[bool] = False
     group_size: int
 
     def __post_init__(self) -> None:

@@ -42,6 +42,7 @@ class CyclicPoissonUsers(Sampler):
 
     name: ClassVar[str] = "cyclic-poisson"
     unit: ClassVar[SamplingUnit] = SamplingUnit.USER
+    is_dealt: ClassVar[bool] = True
     keys: ClassVar[Mapping[str, str]] = {"parts": "parts"}
     user_sampling_prob: float
     parts: int = field(metadata=_HINT)
@@ -90,6 +91,7 @@ class CyclicPoissonRecords(Sampler):
 
     name: ClassVar[str] = "cyclic-poisson"
     unit: ClassVar[SamplingUnit] = SamplingUnit.RECORD
+    is_dealt: ClassVar[bool] = True
     keys: ClassVar[Mapping[str, str]] = {"parts": "parts"}
     record_sampling_prob: float
     parts: int = field(metadata=_HINT)

@@ -35,6 +35,7 @@ class Shuffled(Sampler):
 
     name: ClassVar[str] = "shuffled"
     unit: ClassVar[SamplingUnit] = SamplingUnit.USER
+    is_dealt: ClassVar[bool] = True
     cohort_size: int
     num_users: int
 
@@ -79,6 +80,7 @@ class ShuffledRecords(Sampler):
 
     name: ClassVar[str] = "shuffled"
     unit: ClassVar[SamplingUnit] = SamplingUnit.RECORD
+    is_dealt: ClassVar[bool] = True
     batch_size: int
     num_records: int
 
