@@ -302,7 +302,9 @@ def _convolve(
     result = np.fft.irfft(spectrum, length)
     rounding = norm * math.exp(min(700.0, norm * math.sqrt(length)))
     rounding += forward * float(np.sqrt(result @ result)) * 1.01
-    return np.roll(result, -(shift % length))[:wanted], rounding, math.expm1(relative)
+    # With such an error nothing is known, and no delta below 1 comes out.
+    most = math.expm1(min(relative, 700.0))
+    return np.roll(result, -(shift % length))[:wanted], rounding, most
 
 
 def _power(base: Spectrum, exponent: int) -> Spectrum:

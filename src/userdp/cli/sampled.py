@@ -234,7 +234,10 @@ class Drawing:
         """The run in one line."""
         if self.is_in_fixed_order:
             often = self.most_participations
-            return f"banded noise, at most {often} well-separated steps a user"
+            return (
+                f"banded noise, at most {often} well-separated steps a user, which do not depend "
+                "on who else is there"
+            )
         words = f"{self.steps:,} steps, {SAMPLERS[self.name].words(self)}"
         if self.unit is SamplingUnit.RECORD:
             words += f", at most {self.group_size} records a user"

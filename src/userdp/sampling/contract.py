@@ -23,6 +23,9 @@ from userdp.sampling.cohort import Cohort
 from userdp.streams import Streams
 from userdp.units import SamplingUnit
 
+# Numbers of users, records and steps are those of 64-bit integers.
+LARGEST_NUMBER = 2**62
+
 
 @dataclass(frozen=True, kw_only=True)
 class PublicNumbers:
@@ -160,6 +163,8 @@ def check_whole(name: str, value: Any) -> None:
     """Refuse what is no whole number: half a record has no price."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise InputError(f"{name}={value!r} must be a whole number.")
+    if abs(int(value)) > LARGEST_NUMBER:
+        raise InputError(f"{name} is above {LARGEST_NUMBER:,}, beyond which nothing is computed.")
 
 
 def check_counts(*, num_users: int, steps: int) -> None:
