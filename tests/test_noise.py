@@ -57,7 +57,7 @@ def test_streams_differ_by_step_purpose_run_and_secret() -> None:
         draw(SECRET.bound_to("run a"), 0, 100_000),
         draw(SECRET.bound_to("run b"), 0, 100_000),
         draw(RunSecret.fixed_for_tests(13), 0, 100_000),
-        SECRET.streams("cohort").rng(0).standard_normal(100_000, dtype="f4"),
+        SECRET.streams("cohort").rng(0).standard_normal(100_000),
     ]
     for a, b in combinations(streams, 2):
         assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(100_000)
