@@ -23,8 +23,10 @@ from userdp.errors import InputError, LedgerError
 FORMAT = 1
 
 # Fields of events that count something.
-_WHOLE = ("count", "dataset_size", "truncated_batch_size", "steps", "participations")
-_WHOLE += ("num_users", "cohort_size", "bins")
+_WHOLE = (
+    *("count", "dataset_size", "truncated_batch_size"),
+    *("steps", "participations", "num_users", "cohort_size", "bins"),
+)
 
 # Chances were rounded when they were written, so their sum may differ from 1 by this.
 _SUM_ERROR = 1e-9
