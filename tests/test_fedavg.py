@@ -202,6 +202,29 @@ def test_one_users_bad_numbers_change_nobody_else(path: str) -> None:
             assert float(moved.norm()) <= 1e-5
 
 
+def test_on_a_processor_users_of_a_large_model_train_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = models_zoo.BUILDERS["gpt2 tied"]().eval()
+    update = FedAvg(local_learning_rate=0.5, local_batch_size=2)
+
+    def is_stacked() -> bool:
+        made = summation(
+            model,
+            list(model.parameters()),
+            update,
+            INFINITE,
+            record_loss=causal_lm_loss,
+            settings=StepSettings(),
+            sequence_length=16,
+        )
+        return made.trains_many_at_once  # type: ignore[attr-defined]
+
+    assert is_stacked()
+    monkeypatch.setattr("userdp.clipping.local._LARGEST_ON_CPU", 1000)
+    assert not is_stacked()
+
+
 def test_torch_s_own_lstm_trains_one_user_at_a_time() -> None:
     model = models_zoo.BUILDERS["lstm tied"]()
     made = summation(

@@ -42,6 +42,9 @@ _LOG = logging.getLogger(__name__)
 # four tensors of this size: weights, gradients, and both while they are clipped.
 _MOST_STACKED = {"cpu": 2**26, "cuda": 2**31}
 _MOST_USERS = 1024
+# On a processor, copies of larger models leave the cache, and users train faster one by one
+# (docs/fedavg.md).
+_LARGEST_ON_CPU = 2**18
 # So many numbers of a tensor may stand side by side in the records of a microbatch. Somebody with
 # many records is stacked in parts, so that the memory of a step follows from public numbers.
 _MOST_CELLS = 2**25
@@ -85,6 +88,7 @@ class LocalClipping:
         # torch's recurrent layers keep a list of their weights outside of their parameters, which
         # cannot be exchanged.
         self._has_copies = not any(isinstance(m, nn.RNNBase) for m in model.modules())
+        self._has_copies &= device != "cpu" or copies <= _LARGEST_ON_CPU
         # The kinds of rows on which the model cannot be vectorised. One user's odd rows must not
         # decide how those of others are computed.
         self._alone: set[str] = set()
