@@ -77,3 +77,15 @@ def test_a_run_has_no_price_by_group_privacy(config_file: WriteConfig, tmp_path:
     told = userdp("account", tmp_path / "run", "--accountant", "group-privacy", "--unfinished")
     assert told.code == 2
     assert "by rdp or moments" in told.err
+
+
+@pytest.mark.parametrize("noise", ["1e-7", "1e-160", "1e-200"])
+@pytest.mark.parametrize("by", ["moments", "rdp"])
+def test_next_to_no_noise_has_no_epsilon_by_any_accountant(
+    config_file: WriteConfig, tmp_path: Path, by: str, noise: str
+) -> None:
+    path = config_file(privacy=f"noise_multiplier = {noise}\ndelta = 1e-2\nclip_norm = 1.0")
+    assert userdp("train", path, "--out", tmp_path / "run", "--dry-run").code == 0
+    told = userdp("account", tmp_path / "run", "--accountant", by, "--unfinished")
+    assert told.code == 2
+    assert "no finite epsilon holds" in told.err

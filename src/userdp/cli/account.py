@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from userdp.accounting import renyi
+from userdp.accounting import steps as steps_of
 from userdp.accounting.certificate import Evaluation
 from userdp.cli import common, mechanism, sampled
 from userdp.cli.mechanism import AccountantName
@@ -115,4 +116,11 @@ def _of_steps(ledger: Ledger, by: AccountantName) -> Evaluation:
             "price, by rdp or moments, without paid looks and earlier runs. Leave it out."
         )
     rule = renyi.evaluation if by is AccountantName.RDP else renyi.moments_evaluation
-    return rule(plan.event(), delta=plan.delta, adjacency=plan.adjacency)
+    event = plan.event()
+    if steps_of.has_no_privacy(event):
+        # dp_accounting leaves out the orders that overflow, and says 0 if none is left.
+        raise InputError(
+            f"--accountant {by.value} with noise_multiplier={plan.noise.noise_multiplier:g}: with "
+            "so little noise no finite epsilon holds."
+        )
+    return rule(event, delta=plan.delta, adjacency=plan.adjacency)
