@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import models_zoo
 from userdp import Plan, PrivateStep, UserIndex, verify
 from userdp.clipping.plain import clip_update
-from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip, PerLayerClip
+from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip, PerLayerClip, PerVectorClip
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.summation import summation
 from userdp.errors import InputError, UnaccountedPlanError
@@ -121,7 +121,15 @@ def test_one_epoch_of_one_batch_is_the_gradient_times_the_rate() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-@pytest.mark.parametrize("rule", [FlatClip(clip_norm=0.3), PerLayerClip(clip_norm=0.3), INFINITE])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        FlatClip(clip_norm=0.3),
+        PerLayerClip(clip_norm=0.3),
+        PerVectorClip(norms=(0.2, 0.1), groups=("*attn*", "*")),
+        INFINITE,
+    ],
+)
 @pytest.mark.parametrize("architecture", ["gpt2 tied", "llama", "llama tied + lora"])
 def test_many_users_at_once_are_the_users_one_by_one(
     architecture: str, rule: ClipRule, dtype: torch.dtype, most: float

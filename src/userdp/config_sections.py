@@ -144,7 +144,7 @@ class PrivacySettings(WithParts):
     clipping: str = Field(
         "automatic",
         description="How updates are scaled to their bound: flat (the default where a clip_norm "
-        "is given), per-layer, normalised, automatic (otherwise) or adaptive.",
+        "is given), per-layer, per-vector, normalised, automatic (otherwise) or adaptive.",
     )
     clip_count_noise: float | None = Field(
         None, description="clipping = adaptive: noise on the count of unclipped updates."

@@ -20,7 +20,6 @@ from userdp.clipping.gradients.any_layer import AnyLayer
 from userdp.clipping.gradients.layers import Embedding, LayerNorm, Product, RmsNorm
 from userdp.clipping.gradients.lstm import Lstm
 from userdp.clipping.gradients.merged_lora import MergedLora
-from userdp.clipping.layer_groups import clip_groups
 from userdp.errors import MixedExamplesError
 
 LayerRule = type[Product | LayerNorm | RmsNorm | Embedding | Lstm | MergedLora | AnyLayer]
@@ -60,12 +59,11 @@ class Called:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """A model's layers, how each is called on rows of one shape, and what is clipped together."""
+    """A model's layers, and how each is called on rows of one shape."""
 
     layers: list[Layer]
     called: dict[nn.Module, Called]
     called_on_more: dict[nn.Module, Called]
-    groups: dict[int, int]
 
 
 def survey(
@@ -90,12 +88,7 @@ def survey(
     layers = [layer for layer in layers if layer.module in called]
     for layer in layers:
         check_rows(layer, called[layer.module], more[layer.module])
-    return Survey(
-        layers=layers,
-        called=called,
-        called_on_more=more,
-        groups=clip_groups(model),
-    )
+    return Survey(layers=layers, called=called, called_on_more=more)
 
 
 def _refuse_weights_read_past_their_layer(
