@@ -90,6 +90,9 @@ class LoraSettings(Section):
     rank: int = Field(8, ge=1)
     alpha: float = Field(16.0, gt=0)
     targets: str | list[str] = Field("all-linear", description="Modules that get an adapter.")
+    freeze_a: bool = Field(
+        False, description="Train B alone: noise on both factors of B A would multiply."
+    )
 
 
 class ModelSettings(Section):
