@@ -163,7 +163,7 @@ class PrivacySettings(WithParts):
     adjacency: Adjacency = Adjacency.ADD_REMOVE
     paid: list[Path] = Field(
         default_factory=list[Path],
-        description="Files of `userdp quantile --out`: part of what epsilon is the target of.",
+        description="Files of `userdp quantile` and `dictionary`: part of epsilon's target.",
     )
     other_people: bool = Field(
         False, description="Declares that nobody here was in the runs behind the model."

@@ -22,6 +22,9 @@ from torch import nn
 
 from userdp.errors import InputError
 from userdp.history import carry, history_of, merged, read_history
+
+# Importing it makes the model known to `transformers`.
+from userdp.models import word_lstm as word_lstm
 from userdp.models.heads import (
     begin_missing,
     class_names,
