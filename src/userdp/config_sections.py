@@ -82,6 +82,11 @@ class DataSettings(Section):
     resample: bool = Field(
         False, description="A user of fewer rows than group_size gives so many, drawn again."
     )
+    tokens_per_user: int | None = Field(
+        None,
+        ge=2,
+        description="Users of fewer tokens give nothing, the others their first so many.",
+    )
 
 
 class LoraSettings(Section):

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from dp_accounting.pld import privacy_loss_distribution
 
@@ -16,6 +17,8 @@ from userdp import Plan, UserStore
 from userdp.data.record import Record
 from userdp.data.store import write_store
 from userdp.data.user_words import votes_of_users
+from userdp.ledger import Ledger
+from userdp.models.word_lstm import WordLSTM, WordLSTMConfig
 from userdp.models.words import words_of
 from userdp.paid import read_paid
 
@@ -74,20 +77,64 @@ def test_the_look_is_counted_and_a_run_pays_for_it(store: Path, tmp_path: Path) 
     assert entry["epsilon"] == found["epsilon"]
     paid = read_paid(out / "paid.json")
     plan = Plan.sample_users(
-        num_users=USERS, expected_cohort_size=40, steps=3, epsilon=6.0, delta=1e-8, paid=[paid]
+        num_users=USERS, expected_cohort_size=40, steps=3, noise_multiplier=2.0, delta=1e-8
     )
-    assert plan.epsilon(paid=[paid]) == pytest.approx(6.0, rel=1e-3)
     assert "dictionary" in plan.statement(paid=[paid]).paid[0]
     # By another accountant: its own delta is taken off, and the noises are composed.
     gaussian = privacy_loss_distribution.from_gaussian_mechanism(
         paid.event.events[0].noise_multiplier  # type: ignore[attr-defined]
     )
-    step = privacy_loss_distribution.from_gaussian_mechanism(
-        plan.noise.noise_multiplier, sampling_prob=0.1
-    )
+    step = privacy_loss_distribution.from_gaussian_mechanism(2.0, sampling_prob=0.1)
     both = gaussian.compose(step.self_compose(3))
     left = 1e-8 - found["threshold_delta"]
-    assert both.get_epsilon_for_delta(left) == pytest.approx(6.0, rel=2e-3)
+    assert plan.epsilon(paid=[paid]) == pytest.approx(both.get_epsilon_for_delta(left), rel=2e-3)
+
+
+def test_the_papers_model_trains_locally_on_a_dictionary_of_its_users(
+    store: Path, tmp_path: Path
+) -> None:
+    words = tmp_path / "words"
+    assert userdp("dictionary", store, "--out", words, *LOOK).code == 0
+    size = len(transformers.AutoTokenizer.from_pretrained(words))
+    torch.manual_seed(0)
+    model = WordLSTM(WordLSTMConfig(vocab_size=size, embedding_size=4, state_size=6))
+    model.save_pretrained(words)
+    config = tmp_path / "run.toml"
+    config.write_text(f"""
+[data]
+store = "{store}"
+sequence_length = 5
+tokens_per_user = 8
+[model]
+path = "{words}"
+[privacy]
+num_users = {USERS}
+expected_cohort_size = 8
+group_size = 2
+clipping = "per-vector"
+clip_norm = 2.0
+epsilon = 8.0
+delta = 1e-7
+paid = ["{words / "paid.json"}"]
+[training]
+steps = 2
+update = "fedavg"
+local_learning_rate = 0.5
+local_batch_size = 1
+optimizer = "sgd"
+learning_rate = 1.0
+schedule = "constant"
+""")
+    run = tmp_path / "run"
+    trained = userdp("train", config, "--out", run, "--json").json
+    assert trained["epsilon"] == pytest.approx(8.0, rel=1e-3)
+    statement = json.loads((run / "statement.json").read_text())
+    assert statement["guarantee"] is True
+    assert "dictionary" in statement["paid"][0]
+    assert "split evenly over the parameter vectors" in statement["mechanism"]
+    assert userdp("ledger", "verify", run, "--json").json["ok"]
+    named = Ledger.read(run / "ledger.jsonl").bound_to
+    assert named["select"] == "random, 8 tokens of each user"
 
 
 def test_the_size_counts_special_tokens_and_the_most_frequent_come_first(
