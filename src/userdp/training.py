@@ -98,6 +98,7 @@ def train(
     selection: Selection | None = None,
     select: str = "random",
     resample: bool = False,
+    tokens_per_user: int | None = None,
     settings: StepSettings | None = None,
     out: str | Path | None = None,
     config: Path | None = None,
@@ -127,7 +128,8 @@ def train(
 
     `select` says which of a user's rows take part, and `resample` whether a user of few rows gives
     as many as others (`data.choose`). The perplexity criteria score records by `model` as it is
-    given, which must be public.
+    given, which must be public. With `tokens_per_user`, users of fewer tokens give nothing, and the
+    others their first so many (`data.same_size`).
 
     With `ema`, the released weights are an average over the steps (`WeightAverage`). With `public`,
     gradients of public records are mixed in after the noise; those records are not protected.
@@ -192,7 +194,7 @@ def train(
     store.verify()
     before = earlier_runs(model, other_people=other_people, data=store.fingerprint)
     plan.check_paid(paid, earlier=before)
-    if selection is not None or select != "random" or resample:
+    if selection is not None or select != "random" or resample or tokens_per_user:
         check_selection(plan)
     parents = () if beginning.parent is None else (beginning.parent,)
     homes = history_of(model).homes
@@ -211,7 +213,7 @@ def train(
     rows = rows_of(store, tokenizer, plan, selection, sequence_length, encoding=task.encoding)
     row_choice = RowChoice.of(
         rows,
-        Choice.of(select, resample=resample),
+        Choice.of(select, resample=resample, tokens_per_user=tokens_per_user),
         plan,
         model,
         tokenizer,
