@@ -1,7 +1,9 @@
 """The paper's findings on other people's words, small enough for a processor.
 
-FedAvg against FedSGD (App. D), clip norms (Fig. 2), estimators and fixed cohorts (Fig. 5), noise
-(Fig. 3): each run is one line of results, with its accuracy every so many rounds.
+FedAvg against FedSGD (App. D), clip norms (Fig. 2), estimators (Fig. 5), noise (Fig. 3), cohort
+sizes (Figs. 6 and 7), clip norms that change at constant z (Fig. 8), the penalty on updates (App.
+D): each run is one line of results, with its accuracy every so many rounds, and the share of head
+words among its predictions (Table 3).
 
 Run: python -m reproductions.mcmahan2018.study --data SHARED/data --set shakespeare_plays \
          --out reproductions/mcmahan2018/results [--only fedavg] [--seeds 3] [--device cuda]
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from reproductions.mcmahan2018.head_words import head_words
 from reproductions.mcmahan2018.words_of_users import WordsOfUsers, load
-from userdp.clipping.rules import FlatClip, PerVectorClip
+from userdp.clipping.rules import ClipRule, FlatClip, PerVectorClip, ScheduledClip
 from userdp.clipping.settings import StepSettings
 from userdp.evaluation import evaluate, unknown_word
 from userdp.models.word_lstm import WordLSTM, WordLSTMConfig
+from userdp.models.words import SPECIAL
 from userdp.plan import Plan
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
@@ -73,18 +78,24 @@ ETA = 6.0
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One run of a study. The noise multiplier is that of f_f, also where the estimator is f_c."""
+    """One run of a study. The noise multiplier is that of f_f, also where the estimator is f_c.
+
+    `cohort` is the expected number of users, by default the size's. `later` is a clip norm from the
+    middle of the run on.
+    """
 
     name: str
     clip_norm: float = 15.0
     noise_multiplier: float = 0.0
     by_layer: bool = False
     local_batch: int = 8
+    cohort: int | None = None
+    later: float | None = None
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def settings(cohort: int, users: int) -> list[Setting]:
-    """All runs of the study."""
+    """All runs of the study, for a usual cohort size and a number of training users."""
     return [
         Setting(name="fedavg"),
         # FedSGD takes the gradient over all of a user's words at once.
@@ -98,7 +109,64 @@ def settings(cohort: int, users: int) -> list[Setting]:
             for kind, batch in (("fedavg", 8), ("fedsgd", 10_000))
             for noise in (0.03, 0.1)
         ),
+        *_cohort_sizes(cohort),
+        *_tradeoffs(),
+        *(
+            Setting(
+                name=f"fedavg, z=0.1, penalty={factor:g}",
+                noise_multiplier=0.1,
+                options={"update_penalty": factor},
+            )
+            for factor in (0.003, 0.03)
+        ),
     ]
+
+
+def _cohort_sizes(cohort: int) -> list[Setting]:
+    """More and fewer users: without noise and clipping (Fig. 6), and with equal noise (Fig. 7)."""
+    sizes = (cohort // 4, cohort // 2, cohort, 2 * cohort)
+    exact = [
+        Setting(
+            name=f"fedavg, true average, no clipping, C={size}",
+            clip_norm=math.inf,
+            cohort=size,
+            options={"estimator": "f"},
+        )
+        for size in sizes
+    ]
+    # sigma = z S / C is the noise on the average: 0.0625 at S = 15, z = 0.1 and C = 24.
+    noised = [
+        Setting(
+            name=f"fedavg, equal sigma, C={size}", noise_multiplier=0.1 * size / cohort, cohort=size
+        )
+        for size in (cohort // 2, 2 * cohort)
+    ]
+    return exact + noised
+
+
+def _tradeoffs() -> list[Setting]:
+    """Other clip norms at z = 0.1, from the beginning and from the middle on (Fig. 8)."""
+    return [
+        *(
+            Setting(name=f"fedavg, z=0.1, S={norm:g}", clip_norm=norm, noise_multiplier=0.1)
+            for norm in (5.0, 10.0, 20.0)
+        ),
+        *(
+            Setting(
+                name=f"fedavg, z=0.1, S=20 then {norm:g}",
+                clip_norm=20.0,
+                noise_multiplier=0.1,
+                later=norm,
+            )
+            for norm in (5.0, 10.0)
+        ),
+    ]
+
+
+def _clip_rule(setting: Setting, rounds: int) -> ClipRule:
+    if setting.later is not None:
+        return ScheduledClip(phases=((0, setting.clip_norm), (rounds // 2, setting.later)))
+    return (PerVectorClip if setting.by_layer else FlatClip)(clip_norm=setting.clip_norm)
 
 
 def run(
@@ -116,13 +184,12 @@ def run(
     update: UpdateRule = FedAvg(
         local_learning_rate=ETA, local_batch_size=setting.local_batch, **setting.options
     )
-    rule = (PerVectorClip if setting.by_layer else FlatClip)(clip_norm=setting.clip_norm)
     plan = Plan.sample_users(
         num_users=users,
-        expected_cohort_size=min(size.cohort, users),
+        expected_cohort_size=min(setting.cohort or size.cohort, users),
         group_size=-(-size.words_per_user // size.unroll),
         steps=size.rounds,
-        clip=rule,
+        clip=_clip_rule(setting, size.rounds),
         noise_multiplier=setting.noise_multiplier,
         # These runs are about learning: with this little noise nothing is promised.
         non_private=True,
@@ -156,6 +223,12 @@ def run(
         "seed": seed,
         "users": users,
         "accuracy_top1": accuracy,
+        "head_words": head_words(
+            model,
+            words.held_out,
+            pad_token=words.tokenizer.pad_token_id,
+            special=len(SPECIAL),
+        ),
         "seconds": round(time.monotonic() - begun, 1),
     }
 
