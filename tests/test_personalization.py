@@ -36,9 +36,9 @@ def store(make_store: MakeStore) -> UserStore:
     return make_store(records)
 
 
-def adapted(architecture: str) -> Any:
+def adapted(architecture: str, *, freeze_a: bool = False) -> Any:
     """A model with adapters that are not zero, as after a run."""
-    model = add_lora(models_zoo.build(architecture), Lora(rank=2)).eval()
+    model = add_lora(models_zoo.build(architecture), Lora(rank=2, freeze_a=freeze_a)).eval()
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -48,11 +48,11 @@ def adapted(architecture: str) -> Any:
 
 
 @pytest.mark.parametrize("architecture", ["gpt2 tied", "llama"])
-@pytest.mark.parametrize("users_at_once", [1, 3, 100])
+@pytest.mark.parametrize(("users_at_once", "freeze_a"), [(1, False), (3, True), (100, False)])
 def test_many_users_at_once_are_tuned_like_one_after_the_other(
-    architecture: str, users_at_once: int, store: UserStore
+    architecture: str, users_at_once: int, freeze_a: bool, store: UserStore
 ) -> None:
-    model = adapted(architecture)
+    model = adapted(architecture, freeze_a=freeze_a)
     tokenizer = models_zoo.word_tokenizer()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     options: dict[str, Any] = {"sequence_length": 6, "learning_rate": 0.5, "batch_rows": 2}

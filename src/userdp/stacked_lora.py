@@ -39,14 +39,17 @@ class StackedLinear(nn.Module):
 
 
 def adapter_layers(model: nn.Module) -> dict[str, nn.Linear] | None:
-    """The two layers of every LoRA adapter, by the name of their weight.
+    """The trained layers of every LoRA adapter, by the name of their weight: both, or B alone.
 
     None if something else is trained, too: whole weights, biases, embeddings, other adapters.
     """
     found: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
         is_part = any(part in name.split(".") for part in LORA_PARTS)
-        if is_part and isinstance(module, nn.Linear) and module.bias is None:
+        if not is_part or not isinstance(module, nn.Linear) or module.bias is not None:
+            continue
+        # A may be frozen; then all users share it.
+        if module.weight.requires_grad:
             found[f"{name}.weight"] = module
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return found if trained and trained == found.keys() else None

@@ -266,7 +266,7 @@ class LocalClipping:
                 for t in updates
             ]
         )
-        layers = self._layer_numbers
+        layers = self._layer_numbers if rule.by_layer else [0] * len(updates)
         squared = torch.stack(
             [
                 squares[[place for place, layer in enumerate(layers) if layer == number]].sum(0)
