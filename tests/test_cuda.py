@@ -24,10 +24,11 @@ from userdp.clipping.gradients import many_users, probes
 from userdp.clipping.kernels import reference
 from userdp.clipping.kernels.running import same_every_time
 from userdp.clipping.plain import PlainClipping
-from userdp.clipping.rules import FlatClip
+from userdp.clipping.rules import ClipRule, FlatClip, PerVectorClip
 from userdp.clipping.settings import StepSettings
 from userdp.index import UserIndex
 from userdp.losses import causal_lm_loss
+from userdp.models.word_lstm import WordLSTM, WordLSTMConfig
 from userdp.noise import Banded, Gaussian, Noise
 from userdp.noise.draw import add_normal_
 from userdp.plan import Plan
@@ -221,6 +222,44 @@ def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloa
         assert error <= 1.1 * allowed, (clip_norm, error / float(expected.norm()), allowed)
         # One of the groups has no record.
         assert found.num_updates == len(groups) - 1
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        FlatClip(clip_norm=0.02),
+        # Norms of their own are filled in on the device: a captured step sends nothing there.
+        PerVectorClip(norms=(0.02, 0.01, 0.03), groups=("embedding.*", "*_gate.*", "*")),
+    ],
+    ids=lambda rule: rule.name,
+)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_captured_sums_of_the_word_lstm_are_those_of_the_plain_loop(
+    dtype: torch.dtype | None, rule: ClipRule
+) -> None:
+    torch.manual_seed(0)
+    config = WordLSTMConfig(vocab_size=2003, embedding_size=32, state_size=64)
+    model: Any = WordLSTM(config)
+    model.cuda().eval()
+    groups = _ragged_groups(2003)
+    parameters = list(model.parameters())
+    plain = PlainClipping(model, parameters, record_loss=causal_lm_loss)
+    fast = FastClipping(
+        model,
+        parameters,
+        rule,
+        record_loss=causal_lm_loss,
+        settings=StepSettings(compute_dtype=dtype),
+        sequence_length=128,
+    )
+    expected = flat(plain.clipped_sum(groups, rule))
+    for _ in range(2):
+        found = flat(fast.clipped_sum(groups, rule))
+        assert not fast.differs
+        # What is around the model, such as the loss, is in bfloat16 where that is asked for.
+        assert float((found - expected).norm()) <= (1e-4 if dtype is None else 0.05) * float(
+            expected.norm()
+        )
 
 
 def test_captured_steps_serve_cohorts_of_one_batch_and_of_several() -> None:
