@@ -200,7 +200,7 @@ def run(
         torch.optim.SGD(model.parameters(), lr=1.0),
         plan,
         words.training.index(),
-        settings=StepSettings(path="fast" if device != "cpu" else "plain"),
+        settings=StepSettings(),
         sequence_length=size.unroll + 1,
         secret=RunSecret.fixed_for_tests(seed),
     )
