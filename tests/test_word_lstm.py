@@ -114,6 +114,9 @@ def test_a_model_derived_from_it_has_no_rule() -> None:
 
     assert WordLstm.describes(small())
     assert not WordLstm.describes(Other(small().config))
+    changed = small()
+    changed.output_embedding.bias = None  # type: ignore[assignment]
+    assert not WordLstm.describes(changed)
 
 
 def test_one_user_moves_the_sum_of_gradients_by_the_clip_norm_at_most() -> None:

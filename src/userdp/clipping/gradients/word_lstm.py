@@ -35,11 +35,13 @@ class WordLstm(StoredForms):
 
     @staticmethod
     def describes(module: nn.Module) -> bool:
-        """Whether the module is this model, and no other that was derived from it."""
+        """Whether the module is this model as it comes, and no other that was derived from it."""
         # By name: clipping does not import models. Batches of every new shape are compared with the
         # plain loop in any case.
         kind = type(module)
-        return f"{kind.__module__}.{kind.__qualname__}" == "userdp.models.word_lstm.WordLSTM"
+        if f"{kind.__module__}.{kind.__qualname__}" != "userdp.models.word_lstm.WordLSTM":
+            return False
+        return {name for name, _ in module.named_parameters()} == set(NAMES)
 
     @staticmethod
     def forward(module: Any, input_ids: Tensor, **_: Any) -> CausalLMOutput:
