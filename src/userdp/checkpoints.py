@@ -219,10 +219,8 @@ class Checkpoints:
             raise LedgerError(f"{path}: this checkpoint cannot be read.") from None
 
 
-def hardware_of(device: torch.device, num_ranks: int = 1) -> str:
-    """What sums of floating-point numbers depend on: the chips, and how work is split on them."""
-    if num_ranks > 1:
-        return f"{num_ranks} ranks, each {hardware_of(device)}"
+def hardware_of(device: torch.device) -> str:
+    """What sums of floating-point numbers depend on: the chip, and how work is split on it."""
     if device.type == "cuda":
         chip = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
         return f"{chip}, {torch.get_float32_matmul_precision()} precision of products"
