@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from userdp.errors import InputError, StoppedRunError
 from userdp.lock import Owner
@@ -356,7 +357,7 @@ def _begin_group() -> None:
         torch.cuda.set_device(local)
     timeout = timedelta(seconds=timeout_seconds())
     try:
-        store, rank, count = next(dist.distributed_c10d.rendezvous("env://", timeout=timeout))
+        store, rank, count = next(rendezvous("env://", timeout=timeout))
         # torchrun keeps one store over its restarts, and addresses of processes that have ended
         # would be found in it.
         start = f"userdp {restarts()} {count}"
