@@ -18,6 +18,8 @@ GROUND = {"errors", "units", "index", "history", "parts", "streams", "chain", "d
 # The file of a population lies beside a store: stores name it, and what spends adds to it.
 GROUND |= {"budget_file", "interrupts", "lock", "remembered", "rows_file", "task_names"}
 GROUND |= {"chacha", "compiled", "quantisation_names", "schedules"}
+# The way to the others of a launched process, without torch.
+GROUND |= {"ranks_launched"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses", "tasks"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the
@@ -107,12 +109,16 @@ ABOVE = {
     "probe": GROUND | {"kept"} | {"clipping", "losses", "models", "neighbours", "seen", "updates"},
     "checkpoints": GROUND | {"chain", "data"},
     "same_run": GROUND | {"checkpoints", "digests", "ledger", "plan"},
+    "ledger_copy": GROUND | {"ledger", "ledger_rows"},
+    "ranks": GROUND | {"clipping", "digests", "losses", "plan", "sampling"},
+    "shared_record": GROUND | {"ledger", "ledger_copy", "lineage", "plan", "ranks", "run_record"},
     "run_record": GROUND
+    | {"ranks"}
     | {"clipping", "digests", "ledger", "lineage", "models", "plan", "run_files", "statement"}
     | {"chain", "checkpoints", "same_run"},
     "step": GROUND
     | {"checked_model", "clipping", "ledger", "losses", "models", "noise", "plan", "run_record"}
-    | {"sampling", "statement"},
+    | {"ranks", "sampling", "shared_record", "statement"},
     "continuing": GROUND
     | {"chain", "checkpoints", "ledger", "paid", "plan", "rows_file", "run_files", "run_record"}
     | {"same_run"},
@@ -127,17 +133,25 @@ ABOVE = {
     "averaging": GROUND | {"models"},
     "public_gradient": GROUND
     | {"config_sections", "data", "earlier", "models", "run_files", "step", "tasks"},
+    "shared_moment": GROUND | {"checkpoints", "ranks"},
+    "opening": GROUND
+    | {"averaging", "bounding", "checkpoints", "clipping", "continuing", "data", "debits"}
+    | {"digests", "earlier", "ledger", "lineage", "marked_price", "paid", "plan", "population"}
+    | {"probe", "public_gradient", "ranks", "run_facts", "run_files", "run_record", "run_state"}
+    | {"same_run", "tasks", "training_choice", "training_rows", "validation"},
+    "opening_together": GROUND
+    | {"continuing", "ledger_copy", "models", "opening", "run_record", "run_state", "same_run"}
+    | {"shared_moment", "shared_record"},
     "training": GROUND
-    | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
-    | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
-    | {"continuing", "run_state", "same_run", "statement", "step", "training_choice"}
-    | {"configured", "debits", "losses", "optimizers", "population", "tasks", "training_rows"}
-    | {"averaging", "defaults", "early_end", "marked_price", "public_gradient"}
-    | {"run_facts", "trackers", "validation", "validation_curve", "watching"},
+    | {"averaging", "bounding", "checkpoints", "clipping", "configured", "data", "defaults"}
+    | {"digests", "early_end", "ledger", "losses", "models", "opening", "opening_together"}
+    | {"optimizers", "paid", "plan", "public_gradient", "ranks", "run_record", "run_state"}
+    | {"shared_record", "statement", "step", "tasks", "trackers", "validation"}
+    | {"validation_curve", "watching"},
     "configured": GROUND | {"config", "data", "models", "tasks"},
     "training_from_config": GROUND
     | {"checkpoints", "clipping", "config", "configured", "data", "optimizers", "plan"}
-    | {"public_gradient", "run_record", "same_run", "training", "validation"},
+    | {"public_gradient", "ranks", "run_record", "same_run", "training", "validation"},
     "trainer": GROUND
     | {"checkpoints", "clipping", "data", "evaluation", "models", "plan", "statement", "tasks"}
     | {"earlier", "lineage", "run_files", "trackers", "training"},
@@ -199,6 +213,7 @@ TORCH_FREE = [
     "config",
     "config_problems",
     "data",
+    "ranks_launched",
     "report",
 ]
 HEAVY = {"torch", "transformers", "peft", "safetensors"}
