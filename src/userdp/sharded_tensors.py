@@ -1,0 +1,42 @@
+"""Tensors of a sharded model, seen from code that knows of one process only.
+
+A model that `torch.distributed.fsdp.fully_shard` divided holds of each weight the rows of its own
+rank, as a `DTensor` of the whole shape. While a layer runs, the whole weight stands in its place:
+another tensor, to which gradients flow. Code that asks for gradients asks for those of `leaf_of`;
+code that looks at values looks at `local_of`, or at `whole_of` where every rank asks at once.
+Without shards each of them is the tensor itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+# Set on a sharded parameter when the model is divided (`sharding.passes`).
+_LEAF = "userdp_leaf"
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether the tensor is divided over the ranks."""
+    return hasattr(tensor, "to_local")
+
+
+def leaf_of(parameter: Tensor) -> Tensor:
+    """The tensor that gradients flow to when the model runs. Its values come and go."""
+    return getattr(parameter, _LEAF, parameter)
+
+
+def set_leaf(parameter: Tensor, leaf: Tensor) -> None:
+    """Note the tensor that stands in for a sharded parameter while its layer runs."""
+    setattr(parameter, _LEAF, leaf)
+
+
+def local_of(tensor: Any) -> Any:
+    """The rows that this rank holds."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole_of(tensor: Any) -> Any:
+    """All rows. If the tensor is divided, every rank must ask, for the same tensors in order."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
