@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from userdp.errors import InputError
+from userdp.ranks import Ranks
 from userdp.sharded_tensors import is_shard, leaf_of, set_leaf
 
 # The kinds of a pass. The smallest that any rank wants is run first.
@@ -42,7 +43,7 @@ class Passes:
     `model` was divided by `fully_shard`, with its blocks and as a whole.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         if not isinstance(model, FSDPModule):
             raise InputError(
                 f"{type(model).__name__} itself is not sharded, only modules inside it: apply "
@@ -52,8 +53,7 @@ class Passes:
         self._model = model
         found = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._modules: list[FSDPModule] = found
-        # Agreed on between processes, not between devices: no stream has to wait for it.
-        self._group = dist.new_group(backend="gloo")
+        self._ranks = ranks
         self._orders: dict[int, list[int]] = {}
         # What the pass that runs has gathered so far, and its kind.
         self._gathered: list[int] = []
@@ -127,9 +127,7 @@ class Passes:
             self._hand_out(self._orders[chosen])
 
     def _agreed(self, wanted: int) -> int:
-        least = torch.tensor([wanted])
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._group)
-        return int(least)
+        return int(self._ranks.numbers([wanted]).min())
 
     def _close(self) -> None:
         """Hand out what the last pass of this rank did not come to; leave nothing gathered."""

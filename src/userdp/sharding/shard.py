@@ -1,0 +1,90 @@
+"""Divides a model over the ranks by rows of its weights, or takes one that was divided already."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from userdp.clipping.execute.checkpoint import blocks_of
+from userdp.errors import InputError
+from userdp.models.proven import is_proven
+from userdp.models.quantised import quantisation_of
+from userdp.ranks import Ranks
+from userdp.sharded_tensors import is_shard
+from userdp.sharding.passes import Passes
+
+_passes: WeakKeyDictionary[nn.Module, Passes] = WeakKeyDictionary()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any weight of the model is divided over the ranks."""
+    return any(is_shard(parameter) for parameter in model.parameters())
+
+
+def shard(model: nn.Module, *, ranks: Ranks | None = None) -> nn.Module:
+    """The model, divided over all ranks. Make the optimizer afterwards.
+
+    Every rank calls this with the same weights, which may still be on the CPU. On GPUs each rank's
+    rows move to its own GPU. A block's weights are whole only while the block runs. With one
+    process nothing happens.
+    """
+    ranks = ranks or Ranks.found()
+    if ranks.count == 1 or is_sharded(model):
+        return model
+    check_shardable(model)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    # Adapters are drawn at random: every rank begins with those of the first.
+    ranks.copy_from_first_(p for p in model.parameters() if p.requires_grad)
+    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (ranks.count,))
+    for module in (*blocks_of(model), model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    return model
+
+
+def check_shardable(model: nn.Module) -> None:
+    """Refuse a model whose passes might gather weights in an order that depends on the rows."""
+    if not is_proven(model):
+        raise InputError(
+            f"{type(model).__name__} cannot be sharded here: only decoders of an architecture that "
+            "is proven by tests can be, since all ranks must run the same layers for any rows. "
+            "Train it without shards: every rank then holds the whole model."
+        )
+    for parameter in model.parameters():
+        mesh: Any = getattr(parameter, "device_mesh", None)
+        if mesh is not None and parameter.device.type != mesh.device_type:
+            raise InputError(
+                f"the shards lie on {parameter.device.type} and the ranks compute on "
+                f"{mesh.device_type}: sums and noise are made where the shards are. Leave out "
+                "CPUOffloadPolicy."
+            )
+    if quantisation_of(model) is not None:
+        raise InputError(
+            "a quantised model cannot be sharded: its weights are no rows of numbers. Leave out "
+            "quantize or shard."
+        )
+
+
+def passes_of(model: nn.Module, ranks: Ranks) -> Passes | None:
+    """What makes all ranks run the model together; None if the model is not sharded."""
+    if not is_sharded(model):
+        return None
+    if model not in _passes:
+        if ranks.count == 1 or not dist.is_initialized():
+            raise InputError(
+                "the model is sharded, and this process trains alone: start all ranks with "
+                "torchrun, or train a model that is not sharded."
+            )
+        check_shardable(model)
+        _passes[model] = Passes(model, ranks)
+    return _passes[model]
+
+
+def without_passes(model: nn.Module) -> Any:
+    """Forget the passes of a model, such as before its ranks end."""
+    return _passes.pop(model, None)
