@@ -107,12 +107,16 @@ ABOVE = {
     "probe": GROUND | {"kept"} | {"clipping", "losses", "models", "neighbours", "seen", "updates"},
     "checkpoints": GROUND | {"chain", "data"},
     "same_run": GROUND | {"checkpoints", "digests", "ledger", "plan"},
+    "ledger_copy": GROUND | {"ledger", "ledger_rows"},
+    "ranks": GROUND | {"clipping", "digests", "losses", "plan", "sampling"},
+    "shared_record": GROUND | {"ledger_copy", "lineage", "plan", "ranks", "run_record"},
     "run_record": GROUND
+    | {"ranks"}
     | {"clipping", "digests", "ledger", "lineage", "models", "plan", "run_files", "statement"}
     | {"chain", "checkpoints", "same_run"},
     "step": GROUND
     | {"checked_model", "clipping", "ledger", "losses", "models", "noise", "plan", "run_record"}
-    | {"sampling", "statement"},
+    | {"ranks", "sampling", "shared_record", "statement"},
     "continuing": GROUND
     | {"chain", "checkpoints", "ledger", "paid", "plan", "rows_file", "run_files", "run_record"}
     | {"same_run"},

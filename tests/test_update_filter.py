@@ -77,7 +77,7 @@ def filtered(points: Sequence[np.ndarray], test: HaltingTest) -> tuple[np.ndarra
     clipping = FilteredClipping.__new__(FilteredClipping)
     clipping._plain = cast("PlainClipping", Given())
     clipping._parameters, clipping._test, clipping._layers = parameters, test, [0]
-    clipping.skip_failing = False
+    clipping.skip_failing, clipping._is_shared = False, False
     del model
     groups = [{"x": torch.tensor(point[None], dtype=torch.float32)} for point in points]
     found = clipping.clipped_sum(groups, FlatClip(clip_norm=1.0))

@@ -64,6 +64,7 @@ class CheckedModel:
         record_loss: RecordLoss,
         settings: StepSettings,
         sequence_length: int | None,
+        is_shared: bool = False,
     ) -> None:
         self._model = model
         self._num_users = plan.num_users
@@ -78,6 +79,7 @@ class CheckedModel:
             sequence_length=sequence_length,
             group_size=plan.sampler.rows_in_a_group,
             test=plan.halting_test,
+            is_shared=is_shared,
         )
         self._is_own_loss = record_loss not in (
             causal_lm_loss,
@@ -178,7 +180,7 @@ class CheckedModel:
         """
         if self._witness is None or update is not None:
             return True
-        return not any(bool(view.any()) for view in total.total.views)
+        return total.is_zero
 
     def _run_alone(self) -> None:
         self._is_alone = True

@@ -5,7 +5,7 @@ A loss is taken per record and never over a batch, because a mean over the batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -154,3 +154,15 @@ def coarsest_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
     """The shortest dtype of floats among these: the codes of quantised weights are no floats."""
     floats = (p.dtype for p in parameters if p.is_floating_point())
     return min(floats, key=lambda dtype: dtype.itemsize)
+
+
+def counted(batches: Iterable[Batch], expected: int) -> Iterator[Batch]:
+    """The batches. Raises at the end if their number is not the number of groups drawn."""
+    count = 0
+    for batch in batches:
+        count += 1
+        yield batch
+    if count != expected:
+        raise InputError(
+            "the number of batches is not the number of groups drawn: give one batch per group."
+        )

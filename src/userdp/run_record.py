@@ -25,11 +25,7 @@ from torch import nn
 from userdp.chain import read_key, write_private
 from userdp.checkpoints import Checkpoints, Moment, Saving
 from userdp.clipping.settings import StepSettings
-from userdp.digests import (
-    base_digest,
-    frozen_digests,
-    trained_digest,
-)
+from userdp.digests import base_digest, frozen_digests, trained_digest
 from userdp.durable import new_directory, write_file
 from userdp.errors import InputError, LedgerError, MixedExamplesError
 from userdp.history import ATTRIBUTE, carry, history_of, write_history
@@ -40,6 +36,7 @@ from userdp.models.checks import trainable_parameters
 from userdp.models.load import adapter_tensors, save_model
 from userdp.models.proven import model_check
 from userdp.plan import Plan
+from userdp.ranks import Ranks
 from userdp.remembered import CHECKPOINTS
 from userdp.run_files import discard, model_files, write_statement
 from userdp.same_run import (
@@ -76,6 +73,8 @@ class RunRecord:
     ) -> None:
         self.ledger = ledger
         self.path = path
+        # Those who take each step together; only the first has the rows on disk.
+        self.ranks = Ranks.alone()
         self._process = os.getpid()
         # The model that a new record was made for; None for a ledger that was opened again.
         self._model: nn.Module | None = None

@@ -10,9 +10,11 @@ parts (`plan.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,14 +23,20 @@ from userdp.clipping.flat import ClippedSum
 from userdp.clipping.rules import CLIP_RULES
 from userdp.clipping.settings import StepSettings
 from userdp.errors import BudgetExhaustedError, InputError, MixedExamplesError
-from userdp.index import UserIndex
+from userdp.index import Rows, UserIndex
 from userdp.ledger import Ledger
-from userdp.losses import Batch, RecordLoss, causal_lm_loss
+from userdp.losses import Batch, RecordLoss, causal_lm_loss, counted
 from userdp.models.checks import check_optimizer, refuse_mixing, trainable_parameters
 from userdp.noise.draw import NUMBER_PURPOSE, PURPOSE, noisy_number
 from userdp.plan import Plan
+from userdp.ranks import Ranks
+from userdp.ranks.agreed import Counted, agreed, with_all_apart
+from userdp.ranks.alike import check_alike, check_tried, check_weights, is_check_due
+from userdp.ranks.shares import places_of, taken
+from userdp.ranks.states import of_all_ranks, of_this_rank
 from userdp.run_record import RunRecord
 from userdp.sampling import Cohort
+from userdp.shared_record import begin_together, check_owner, finish_together, shared
 from userdp.statement import Statement
 from userdp.streams import RunSecret
 
@@ -60,6 +68,11 @@ class PrivateStep:
     about its rows before the first step. Its made-up rows then have the shapes that most users of a
     step have. If users' data must not have a say in this, give `check_model` a made-up example
     before the first step.
+
+    Where the process is one of several ranks (`torchrun`), all of them take each step together.
+    `draw` gives every rank its own groups of the one cohort, and the same loop works unchanged.
+    Then `check_model` comes before the first step. `row_lengths` gives the number of tokens of each
+    row, if they are known, so that all ranks have equally much to do.
     """
 
     def __init__(
@@ -74,8 +87,12 @@ class PrivateStep:
         sequence_length: int | None = None,
         record: RunRecord | None = None,
         secret: RunSecret | None = None,
+        row_lengths: Rows | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         refuse_mixing(model)
+        self._ranks = ranks or (Ranks.found() if record is None else record.ranks)
+        self._row_lengths = row_lengths
         self._parameters = list(trainable_parameters(model).values())
         check_optimizer(optimizer, self._parameters)
         index.check_owners()
@@ -83,12 +100,15 @@ class PrivateStep:
         settings = settings or StepSettings()
         self._model = model
         self._optimizer = optimizer
-        self._record = record or RunRecord.create(
-            plan, model, optimizer, settings=settings, secret=secret
-        )
+        # Adapters are drawn at random: every rank begins with those of the first.
+        self._ranks.copy_from_first_(self._parameters)
+        check_alike(self._ranks, plan, model, optimizer, index, settings)
+        make = partial(RunRecord.create, plan, model, optimizer, settings=settings, secret=secret)
+        self._record = shared(self._ranks, make) if record is None else record
+        check_owner(self._record, self._ranks)
         # Earlier spending on these weights is composed with this run, or refused, before the first
         # step.
-        self.record.begin(plan, model, optimizer, index)
+        begin_together(self._record, plan, model, optimizer, index)
         self._checked = CheckedModel(
             model,
             self._parameters,
@@ -96,6 +116,7 @@ class PrivateStep:
             record_loss=record_loss,
             settings=settings,
             sequence_length=sequence_length,
+            is_shared=self._ranks.count > 1,
         )
         self._clip = plan.clip
         self._noise = plan.noise.started()
@@ -103,6 +124,8 @@ class PrivateStep:
             index, self.record.streams("limit contributions")
         )
         self._drawn: Cohort | None = None
+        # Which groups of the whole cohort those drawn are.
+        self._places: Rows = np.empty(0, np.int64)
         self._drawn_at = -1
         self._is_doubted = False
 
@@ -149,7 +172,10 @@ class PrivateStep:
             yield self.draw()
 
     def draw(self) -> Cohort:
-        """The next step's cohort: the rows of each group. Secret."""
+        """The next step's cohort: the rows of each group. Secret.
+
+        Where there are several ranks, these are the groups of this one. It may have none.
+        """
         if self.is_halted:
             raise BudgetExhaustedError(
                 "the run halted: the users' gradients were not close enough to each other for its "
@@ -167,9 +193,10 @@ class PrivateStep:
                 "than what is accounted. Apply every cohort, empty ones too."
             )
         self._drawn_at = self.record.steps
-        self._drawn = self.plan.sampler.draw(
-            self._index, self._drawn_at, self.record.streams("cohort")
-        )
+        whole = self.plan.sampler.draw(self._index, self._drawn_at, self.record.streams("cohort"))
+        ranks = self._ranks
+        self._places = places_of(whole, ranks.rank, ranks.count, self._row_lengths)
+        self._drawn = taken(whole, self._places)
         return self._drawn
 
     def apply(self, batches: Iterable[Batch]) -> None:
@@ -179,36 +206,58 @@ class PrivateStep:
         """
         if self._drawn is None:
             raise InputError("no cohort is drawn: call draw() first, once for every step.")
-        cohort = self._drawn
+        check_tried(self._ranks, self._checked)
+        cohort, could_differ = self._drawn, not self._checked.summation.differs
         try:
             # The cohort stays drawn until its batches are here: none is drawn ahead.
-            groups = list(_counted(batches, len(cohort)))
+            groups = self._ranks.attempt(lambda: list(counted(batches, len(cohort))))
         finally:
             self._drawn = None
         with self.record.step(self._drawn_at):
-            self.record.check_current(self.model)
-            self._take(cohort, groups)
+            total, seen = agreed(self._ranks, partial(self._own_part, cohort, groups))
+            # What one rank saw holds for all of them from here on.
+            self._checked.summation.differs |= seen.differs
+            if seen.keeps:
+                self._refuse_memory()
+            if could_differ and seen.differs and self.record.steps:
+                # Released steps used batch shapes that were not compared, so nothing is promised
+                # any more.
+                self.record.doubt(
+                    f"the paths were seen to differ after {self.record.steps:,} released steps"
+                )
+            total = with_all_apart(self._ranks, total, self._places)
+            if self._passes(total):
+                self._release(total)
+            else:
+                self.record.halt()
+        if is_check_due(self.record.steps):
+            self.check_ranks()
 
-    def _take(self, cohort: Cohort, groups: list[Batch]) -> None:
-        groups = self._checked.readable(groups)
+    def _own_part(
+        self, cohort: Cohort, given: Callable[[], list[Batch]]
+    ) -> tuple[ClippedSum, Counted]:
+        """The clipped sum of the groups drawn, and what is counted of them. Secret."""
+        self.record.check_current(self.model)
+        groups = self._checked.readable(given())
         if not self._checked.is_tried(cohort, groups, self._index):
             groups = [without_rows(group) for group in groups]
-        could_differ = not self._checked.summation.differs
         before = self._checked.update_of_one(groups, self._clip)
         total = self._checked.summation.clipped_sum(groups, self._clip)
         after = self._checked.update_of_one(groups, self._clip)
-        if not (is_same_update(before, after) and self._checked.is_explained(total, after)):
-            self._refuse_memory()
-        if could_differ and self._checked.summation.differs and self.record.steps:
-            # Released steps used batch shapes that were not compared, so nothing is promised any
-            # more.
-            self.record.doubt(
-                f"the paths were seen to differ after {self.record.steps:,} released steps"
-            )
-        if self._passes(total):
-            self._release(total)
-        else:
-            self.record.halt()
+        keeps = not (is_same_update(before, after) and self._checked.is_explained(total, after))
+        # Reading the count waits for the device, so that is left out where nobody needs it.
+        counts = self._clip.count_stddev is not None
+        return total, Counted(
+            num_within=int(total.num_within) if counts else 0,
+            num_updates=total.num_updates,
+            weight=total.total_weight,
+            keeps=keeps,
+            differs=self._checked.summation.differs,
+        )
+
+    def check_ranks(self) -> None:
+        """Raise, on every rank, if the ranks do not have the same weights, bit for bit."""
+        check_weights(self._ranks, self.model)
 
     def _passes(self, total: ClippedSum) -> bool:
         """Whether the step's noised score reaches the noised threshold, if the plan has a test.
@@ -251,9 +300,16 @@ class PrivateStep:
         """Add noise to the sum, divide, take the step: all that leaves the private side."""
         step = self.record.steps
         values = total.total.values
+        # The charge is on disk before anyone can see a weight of this step. Other ranks cannot have
+        # one before: their sum needs what the first rank adds after its charge.
+        self.record.charge_step()
+        if total.concentration is None:
+            # Where a test decides, every rank has the sum of all of them.
+            self._ranks.add_up_(values)
         scale = self.plan.averaging.scale(total.total_weight)
         if scale != 1:
             values *= scale
+        # Every rank adds the same noise to the same sum, so it is in the weights once.
         self._noise.add_(
             values,
             offset=0,
@@ -262,8 +318,6 @@ class PrivateStep:
             step=step,
             streams=self.record.streams(PURPOSE),
         )
-        # The charge is on disk before anyone can see a weight of this step.
-        self.record.charge_step()
         # Divide by E|U|, not |U|: the realised cohort size is secret (C24 Alg. 2).
         values /= self.plan.divisor
         for parameter, value in zip(self._parameters, total.total.views, strict=True):
@@ -298,13 +352,14 @@ class PrivateStep:
     def state_dict(self) -> dict[str, Any]:
         """What the next step needs beside the model, the optimizer and the record. Secret.
 
-        Samplers and streams have no state: the number of the step is enough.
+        Samplers and streams have no state: the number of the step is enough. All ranks ask for it
+        together, and all get the same.
         """
         return {
             "step": self.record.steps,
             "clip": CLIP_RULES.to_json(self._clip),
             "noise": self._noise.state_dict(),
-            "model": self._checked.state_dict(),
+            "model": of_all_ranks(self._ranks, self._checked.state_dict()),
             "doubted": self._is_doubted,
         }
 
@@ -323,7 +378,8 @@ class PrivateStep:
             raise InputError("the state is that of a step with another clip rule.")
         self._clip = clip
         self._noise.load_state_dict(state["noise"])
-        self._checked.load_state_dict(state["model"], example)
+        own = of_this_rank(self._ranks, state["model"])
+        self._checked.load_state_dict(own, example)
         self._is_doubted = state["doubted"]
 
     def statement(self) -> Statement:
@@ -335,16 +391,5 @@ class PrivateStep:
 
     def finish(self) -> None:
         """Close the ledger with the digest of the current weights. No step can follow."""
-        self.record.finish(self.model)
-
-
-def _counted(batches: Iterable[Batch], expected: int) -> Iterator[Batch]:
-    """The batches. Raises at the end if their number is not the number of groups drawn."""
-    count = 0
-    for batch in batches:
-        count += 1
-        yield batch
-    if count != expected:
-        raise InputError(
-            "the number of batches is not the number of groups drawn: give one batch per group."
-        )
+        self.check_ranks()
+        finish_together(self.record, self.model)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from userdp.clipping.flat import ClippedSum, FlatBuffer
+from userdp.clipping.flat import Apart, ClippedSum, FlatBuffer
 from userdp.clipping.layer_groups import clip_groups
 from userdp.clipping.plain import Failures, PlainClipping, clip_update
 from userdp.clipping.rules import ClipRule
@@ -30,7 +30,11 @@ _BLOCK = 128
 
 
 class FilteredClipping:
-    """Computes N times the weighted mean of a cohort's clipped updates, and their score."""
+    """Computes N times the weighted mean of a cohort's clipped updates, and their score.
+
+    Whether users are close is asked of all of them. Where several ranks share a cohort
+    (`is_shared`), a sum therefore has its updates `apart`, and `of_all` takes those of all ranks.
+    """
 
     def __init__(
         self,
@@ -38,15 +42,19 @@ class FilteredClipping:
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
         test: HaltingTest,
+        *,
+        is_shared: bool = False,
     ) -> None:
         self._plain = plain
         self._parameters = list(parameters)
         self._test = test
+        self._is_shared = is_shared
         self.skip_failing = False
         self.differs = False
         groups = clip_groups(model)
         self._layers = [groups[id(parameter)] for parameter in parameters]
-        _LOG.warning(test.check_memory(sum(parameter.numel() for parameter in self._parameters)))
+        self._num_values = sum(parameter.numel() for parameter in self._parameters)
+        _LOG.warning(test.check_memory(self._num_values))
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the next sum depends on its groups and the weights alone."""
@@ -58,26 +66,47 @@ class FilteredClipping:
     def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
         """N times the weighted mean, and the score. Secret."""
         kept: list[Tensor] = []
+        places: list[int] = []
         failures, count = Failures(self.skip_failing), 0
-        for group in groups:
+        for place, group in enumerate(groups):
             if not len(next(iter(group.values()))):
                 continue
             count += 1
-            # Beyond the public number of users nobody counts. Another user in front then takes the
-            # place of the last one.
+            # `of_all` counts no more than these.
             if len(kept) == self._test.num_users:
                 continue
             with failures.of_one_group():
                 clipped = clip_update(self._plain.update(group), rule, layers=self._layers)
                 kept.append(_whole_numbers(clipped, rule.bound))
+                places.append(place)
         failures.warn_if_all_failed(count)
+        users = torch.stack(kept) if kept else torch.zeros((0, self._num_values), dtype=torch.int32)
+        if not self._is_shared:
+            return self.of_all(users, count, rule)
+        return ClippedSum(
+            total=FlatBuffer(self._parameters),
+            num_within=torch.tensor(0),
+            num_updates=count,
+            apart=Apart(
+                users_UP=users,
+                places=tuple(places),
+                of_all=lambda all_users, in_all: self.of_all(all_users, in_all, rule),
+            ),
+        )
+
+    def of_all(self, users_UP: Tensor, count: int, rule: ClipRule) -> ClippedSum:
+        """The mean and the score of these updates, which are in the cohort's order.
+
+        Beyond the public number of users nobody counts. Another user in front then takes the place
+        of the last one.
+        """
+        users_UP = users_UP[: self._test.num_users]
         total = FlatBuffer(self._parameters)
         score = 0.0
-        if kept:
-            users = torch.stack(kept)
-            close, near = neighbours(users, self._test.concentration * GRID)
+        if len(users_UP):
+            close, near = neighbours(users_UP, self._test.concentration * GRID)
             score = float(close.sum()) / self._test.num_users
-            mean = _weighted_mean(users, [self._test.weight(int(n)) for n in near])
+            mean = _weighted_mean(users_UP, [self._test.weight(int(n)) for n in near])
             scale = rule.bound / GRID * self._test.num_users
             pieces = torch.split(mean * scale, [view.numel() for view in total.views])
             for view, piece in zip(total.views, pieces, strict=True):

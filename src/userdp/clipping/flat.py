@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,12 +76,26 @@ def adding() -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Apart:
+    """Clipped updates that are not added up yet, one a row. Secret.
+
+    `places` says which group of this rank each is of. `of_all` makes the sum, from the updates of
+    all ranks in the cohort's order and the number of all groups.
+    """
+
+    users_UP: Tensor
+    places: tuple[int, ...]
+    of_all: Callable[[Tensor, int], ClippedSum]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClippedSum:
     """The sum of a cohort's clipped updates, their number, and how many were within the clip norm.
 
     A group without a record is not counted: its user changes no number by being there. Secret until
     noise is added. `concentration` is the score of a halting test, where there is one. `weight` is
     the total weight of the updates, where they are weighted; otherwise each has the weight 1.
+    `apart` are the updates themselves, where a sum needs those of all ranks first.
     """
 
     total: FlatBuffer
@@ -89,8 +103,16 @@ class ClippedSum:
     num_updates: int
     concentration: float | None = None
     weight: float | None = None
+    apart: Apart | None = None
 
     @property
     def total_weight(self) -> float:
         """The weight of all updates together."""
         return float(self.num_updates) if self.weight is None else self.weight
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether no group gave anything."""
+        if self.apart is not None:
+            return not bool(self.apart.users_UP.any())
+        return not any(bool(view.any()) for view in self.total.views)

@@ -54,8 +54,12 @@ def summation(
     group_size: int | None = None,
     every_shape: bool = True,
     test: HaltingTest | None = None,
+    is_shared: bool = False,
 ) -> Summation:
-    """The fast path of these updates if it is asked for and there is one, else the plain loop."""
+    """The fast path of these updates if it is asked for and there is one, else the plain loop.
+
+    `is_shared` says that other ranks compute other parts of the same cohort.
+    """
     if settings.path == "fast" and update.is_mean_gradient:
         return FastClipping(
             model,
@@ -86,4 +90,6 @@ def summation(
             settings=settings,
             sequence_length=sequence_length,
         )
-    return plain if test is None else FilteredClipping(plain, model, parameters, test)
+    if test is None:
+        return plain
+    return FilteredClipping(plain, model, parameters, test, is_shared=is_shared)

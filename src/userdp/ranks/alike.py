@@ -1,0 +1,95 @@
+"""Are the ranks of one run alike? They begin with the same things and stay with the same weights.
+
+Ranks that differ would add different noise, or updates of different models. So what a run depends
+on is compared before its first step, and the weights from time to time.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from userdp.chain import canonical
+from userdp.clipping.settings import StepSettings
+from userdp.digests import (
+    code_version,
+    index_digest,
+    optimizer_digest,
+    trained_digest,
+    weights_digest,
+)
+from userdp.errors import InputError, StoppedRunError
+from userdp.index import UserIndex
+from userdp.losses import Batch
+from userdp.plan import Plan
+from userdp.ranks.group import Ranks
+
+# Weights are compared after the first step, and then after every so many.
+STEPS_BETWEEN = 100
+
+
+def check_alike(
+    ranks: Ranks,
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    index: UserIndex,
+    settings: StepSettings,
+) -> None:
+    """Refuse, on every rank, what is not the same on all of them."""
+    if ranks.count == 1:
+        return
+    ranks.check_same(
+        {
+            "version of this package, torch, transformers or peft": code_version(),
+            "plan": canonical(plan.to_json()),
+            "set of initial weights": weights_digest(model),
+            "optimizer or learning rate": optimizer_digest(optimizer),
+            "set of users and rows": index_digest(index),
+            "choice of settings": str(settings),
+        }
+    )
+
+
+class Checked(Protocol):
+    """A model that is probed before it is trained (`checked_model`)."""
+
+    is_checked: bool
+
+    def check_model(self, example: Batch | None) -> None:
+        """Probe the model, once."""
+        ...
+
+
+def check_tried(ranks: Ranks, checked: Checked) -> None:
+    """With several ranks, probe the model now: later, each rank would see other groups."""
+    if ranks.count == 1 or checked.is_checked:
+        return
+    with ranks.together():
+        checked.check_model(None)
+        if not checked.is_checked:
+            raise InputError(
+                f"{ranks.count} ranks train this model, and nothing is known about its rows: call "
+                "check_model(example) with a made-up example before the first step."
+            )
+
+
+def is_check_due(step: int) -> bool:
+    """Whether the weights are compared after so many steps."""
+    return step == 1 or step % STEPS_BETWEEN == 0
+
+
+def check_weights(ranks: Ranks, model: nn.Module) -> None:
+    """Raise, on every rank, if the trained weights are not the same on all of them."""
+    if ranks.count == 1:
+        return
+    found = ranks.gathered(trained_digest(model))
+    others = [rank for rank, digest in enumerate(found) if digest != found[0]]
+    if others:
+        raise StoppedRunError(
+            f"rank {others[0]} has other weights than rank 0 after the same steps: something "
+            "changed them outside the private step, or its hardware computes otherwise. What is "
+            "saved is sound. Mend that, then go on with the same command and --resume."
+        )

@@ -1,0 +1,328 @@
+"""The processes of a run: their number, and the few things that they tell each other.
+
+Two ways of talking. Tensors of the model go through the process group that the caller or the
+launcher made (NCCL on GPUs, gloo otherwise). Numbers, texts and the run's secret go through a gloo
+group of our own, in memory and over the network between the ranks, which must be private. Nothing
+of it is written or logged.
+
+A rank that ends or hangs is named by the others. Before each exchange every rank writes to the
+launcher's key-value store how many exchanges it has come to; whoever is behind is the one that is
+missed.
+
+With one process there is no group, and every method here does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from userdp.errors import InputError, StoppedRunError
+from userdp.lock import Owner
+from userdp.ranks.telling import Told, retold
+
+Value = TypeVar("Value")
+
+# How long a rank waits for the others, in seconds. The first rank may measure the model meanwhile.
+TIMEOUT_VARIABLE = "USERDP_RANK_TIMEOUT"
+USUAL_TIMEOUT = 1800.0
+# How long the others may take to say where they are, once something went wrong.
+_ANSWER = timedelta(seconds=2)
+
+
+class Ranks:
+    """This process among those that train together. `rank` counts from 0; rank 0 is the first.
+
+    Every method that talks is called by all ranks, in the same order. `bytes_added_up` counts what
+    this rank handed to `add_up_`, which is all that goes over the wire at a step but for a few
+    numbers.
+    """
+
+    def __init__(self, *, rank: int = 0, count: int = 1, control: Any = None) -> None:
+        self.rank = rank
+        self.count = count
+        self.bytes_added_up = 0
+        self._control = control
+        self._turn = 0
+        self._timeout = timeout_seconds()
+        self._store: Any = None
+        if count > 1:
+            named = "userdp ranks " + getattr(control, "group_name", "")
+            default = dist.distributed_c10d._get_default_store()
+            self._store = dist.distributed_c10d.PrefixStore(named, default)
+            self._store.set(f"name {rank}", _own_name())
+
+    @staticmethod
+    def alone() -> Ranks:
+        """The only process."""
+        return Ranks()
+
+    @staticmethod
+    def found() -> Ranks:
+        """The ranks that this process belongs to, if it was launched as one of several.
+
+        Under torchrun, accelerate, SLURM or Kubernetes, the environment says so (RANK, WORLD_SIZE,
+        MASTER_ADDR, MASTER_PORT). A process group that is there already is used.
+        """
+        global _found
+        if not dist.is_available():
+            return Ranks.alone()
+        if not dist.is_initialized():
+            if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+                return Ranks.alone()
+            _begin_group()
+        if dist.get_world_size() == 1:
+            return Ranks.alone()
+        world = dist.group.WORLD
+        if _found is None or _found[0] is not world:
+            timeout = timedelta(seconds=timeout_seconds())
+            control = dist.new_group(backend="gloo", timeout=timeout)
+            ranks = Ranks(rank=dist.get_rank(), count=dist.get_world_size(), control=control)
+            _found = (world, ranks)
+        return _found[1]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes the files and prints."""
+        return self.rank == 0
+
+    # What all ranks know afterwards.
+
+    def by_first(self, make: Callable[[], Value]) -> Value:
+        """What `make` returns on the first rank, which alone calls it. What it raises, all raise.
+
+        The value must be one that can be pickled. It is not written anywhere.
+        """
+        if self.count == 1:
+            return make()
+        told: list[Any] = [None]
+        error: BaseException | None = None
+        value: Any = None
+        if self.is_first:
+            try:
+                value = make()
+                told = [Told(value=value)]
+            except BaseException as raised:
+                error = raised
+                told = [Told.of_error(raised, self.rank)]
+        with self._exchange():
+            dist.broadcast_object_list(told, src=0, group=self._control)
+        if error is not None:
+            raise error
+        if told[0].error is not None:
+            raise retold(told[0])
+        return value if self.is_first else told[0].value
+
+    def gathered(self, value: Value) -> list[Value]:
+        """The value of every rank, in the order of the ranks."""
+        if self.count == 1:
+            return [value]
+        found: list[Any] = [None] * self.count
+        with self._exchange():
+            dist.all_gather_object(found, value, group=self._control)
+        return found
+
+    def numbers(self, own: Sequence[float]) -> NDArray[np.float64]:
+        """The numbers of every rank, one row a rank. All ranks give equally many."""
+        row = torch.tensor(list(own), dtype=torch.float64)
+        if self.count == 1:
+            return row[None].numpy()
+        found = [torch.empty_like(row) for _ in range(self.count)]
+        with self._exchange():
+            dist.all_gather(found, row, group=self._control)
+        return torch.stack(found).numpy()
+
+    def tensors(self, own: Tensor) -> list[Tensor]:
+        """The tensor of every rank, on the CPU. They may differ in their first dimension."""
+        own = own.detach().cpu().contiguous()
+        if self.count == 1:
+            return [own]
+        lengths = self.numbers([len(own)])[:, 0].astype(int).tolist()
+        found = [own.new_empty((length, *own.shape[1:])) for length in lengths]
+        found[self.rank] = own
+        with self._exchange():
+            for rank, tensor in enumerate(found):
+                if len(tensor):
+                    dist.broadcast(tensor, src=rank, group=self._control)
+        return found
+
+    # What fails or differs.
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What raises inside on one rank raises on all of them, at the end of the block.
+
+        Inside, ranks do not talk to each other.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        self.raise_together(error)
+
+    def attempt(self, make: Callable[[], Value]) -> Callable[[], Value]:
+        """Call `make` now. What it returns or raises comes when the result is asked for.
+
+        So a rank that fails can say so where the others listen. A single process raises at once.
+        """
+        if self.count == 1:
+            value = make()
+            return lambda: value
+        try:
+            found = make()
+        except Exception as raised:
+            error = raised
+
+            def fail() -> Value:
+                raise error
+
+            return fail
+        return lambda: found
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise the error of this rank, or else that of the lowest rank that has one."""
+        if self.count == 1:
+            if error is not None:
+                raise error
+            return
+        told = self.gathered(None if error is None else Told.of_error(error, self.rank))
+        if error is not None:
+            raise error
+        for item in told:
+            if item is not None:
+                raise retold(item)
+
+    def check_same(self, named: Mapping[str, str]) -> None:
+        """Refuse to go on if a rank has another value than the first. All ranks raise."""
+        found = self.gathered(dict(named))
+        for rank, other in enumerate(found):
+            changed = [name for name in named if other.get(name) != found[0].get(name)]
+            if changed:
+                raise InputError(
+                    f"rank {rank} has another {changed[0]} than rank 0: all ranks must be started "
+                    "with the same command, files and versions. Make them alike and start again."
+                )
+
+    # What is computed together.
+
+    def add_up_(self, values: Tensor) -> None:
+        """Replace the values by their sum over all ranks: the same bits on every rank.
+
+        Each rank adds in the tensor's own dtype. The order of the sum depends on how many ranks
+        there are.
+        """
+        if self.count == 1:
+            return
+        self.bytes_added_up += values.numel() * values.element_size()
+        with self._exchange():
+            dist.all_reduce(values, group=self._for(values))
+
+    def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor by that of the first rank."""
+        if self.count == 1:
+            return
+        with torch.no_grad(), self._exchange():
+            for tensor in tensors:
+                dense = tensor.detach().contiguous()
+                dist.broadcast(dense, src=0, group=self._for(dense))
+                if dense.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(dense)
+
+    def _for(self, tensor: Tensor) -> Any:
+        """The group that moves this tensor."""
+        if tensor.device.type == "cpu":
+            return self._control
+        try:
+            dist.group.WORLD._get_backend(tensor.device)  # pyright: ignore
+        except RuntimeError:
+            raise InputError(
+                f"the process group has no way to move tensors on {tensor.device.type}: make it "
+                "with init_process_group('cpu:gloo,cuda:nccl'), or leave that to userdp."
+            ) from None
+        return dist.group.WORLD
+
+    @contextlib.contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Say that this rank has come; if the exchange fails, say who has not."""
+        self._turn += 1
+        began = time.monotonic()
+        try:
+            self._store.set(f"turn {self.rank}", str(self._turn))
+            yield
+        except RuntimeError as error:
+            raise StoppedRunError(self._missed(time.monotonic() - began)) from error
+
+    def _missed(self, waited: float) -> str:
+        """Who did not come to this exchange, in words."""
+        behind: list[str] = []
+        for rank in range(self.count):
+            try:
+                # Never waits long: what is not there by now, was not written.
+                self._store.wait([f"turn {rank}"], _ANSWER)
+                is_behind = int(self._store.get(f"turn {rank}")) < self._turn
+                name = self._store.get(f"name {rank}").decode()
+            except RuntimeError:
+                is_behind, name = True, "which never came"
+            if is_behind:
+                behind.append(f"rank {rank} ({name})")
+        who = " and ".join(behind) or "another rank"
+        has = "have" if len(behind) > 1 else "has"
+        return (
+            f"rank {self.rank} waited {waited:,.0f} s: {who} {has} ended or hangs. What is charged "
+            "is in the ledger. Mend that, then go on with the same command and --resume."
+        )
+
+
+_found: tuple[Any, Ranks] | None = None
+
+
+def timeout_seconds() -> float:
+    """How long a rank waits for the others."""
+    given = os.environ.get(TIMEOUT_VARIABLE, "")
+    try:
+        seconds = float(given or USUAL_TIMEOUT)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise InputError(f"{TIMEOUT_VARIABLE}={given!r}: give seconds, a number above 0.")
+    return seconds
+
+
+def _own_name() -> str:
+    me = Owner.me()
+    return f"process {me.pid} on host {me.host}"
+
+
+def _begin_group() -> None:
+    """Join the group that the environment describes; on GPUs, each rank takes its own."""
+    on_cuda = torch.cuda.is_available()
+    if on_cuda:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            raise InputError(
+                f"local rank {local} has no GPU of its own: {torch.cuda.device_count()} are here. "
+                "Launch as many processes as there are GPUs."
+            )
+        torch.cuda.set_device(local)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+            timeout=timedelta(seconds=timeout_seconds()),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise InputError(
+            f"this process was launched as rank {os.environ['RANK']} of "
+            f"{os.environ['WORLD_SIZE']}, and the others cannot be reached ({type(error).__name__})"
+            ": start all of them with torchrun, or set MASTER_ADDR and MASTER_PORT."
+        ) from error
