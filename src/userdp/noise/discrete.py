@@ -95,9 +95,7 @@ class Discrete(Noise):
         return f"noise_multiplier={self.noise_multiplier:.4g}, whole numbers on a grid"
 
 
-def _drawn(
-    count: int, variance: int, streams: Streams, step: int, piece: int
-) -> NDArray[np.int64]:
+def _drawn(count: int, variance: int, streams: Streams, step: int, piece: int) -> NDArray[np.int64]:
     from userdp.noise.discrete_draw import discrete_gaussian
 
     return discrete_gaussian(count, variance=variance, rng=streams.rng(step, piece))

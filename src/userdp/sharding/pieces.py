@@ -5,7 +5,7 @@ ranks), and the last ranks fewer or none. In the flat buffer of the whole model,
 "position" means for the noise, these rows are one contiguous range. So
 
     each rank sums the clipped updates of its own users, for the whole model (float32 at least)
-    -> the ranks' sums are added up and divided by rows, each rank receiving its own (reduce-scatter)
+    -> the sums of all ranks are added up, and each rank receives its own rows (reduce-scatter)
     -> each rank adds the noise of exactly the positions it holds
     -> the optimizer acts on its rows.
 
@@ -37,6 +37,7 @@ from userdp.clipping.flat import FlatBuffer
 from userdp.errors import InputError
 from userdp.noise.contract import Noise
 from userdp.noise.draw import pieces_drawn_once
+from userdp.ranks import Ranks
 from userdp.sharded_tensors import is_shard, local_of
 from userdp.streams import Streams
 
@@ -89,6 +90,43 @@ class Piece:
         """How many values this rank holds."""
         return (self.last - self.first) * self.width
 
+    def placed(self, view: Tensor) -> int:
+        """Where in the flat buffer the piece begins, if `view` is the parameter's place there."""
+        return view.storage_offset() + self.first * self.width
+
+    def gradient(self, values: Tensor) -> Tensor:
+        """The values as the gradient of the parameter."""
+        return self.as_shard(values.to(self.parameter.dtype))
+
+    def as_shard(self, values: Tensor, *, more: tuple[int, ...] = ()) -> Tensor:
+        """Flat values, or `more` rows of them, as this rank's part of a tensor like the parameter.
+
+        With `more` the tensor has further dimensions in front of the parameter's.
+        """
+        parameter: Any = self.parameter
+        shape = (self.last - self.first, *parameter.shape[1:]) if parameter.dim() else ()
+        own = values.reshape(*more, *shape)
+        if not self.is_shared:
+            return own
+        from torch.distributed.tensor import DTensor, Shard
+
+        whole = torch.Size((*more, *parameter.shape))
+        return DTensor.from_local(
+            own,
+            parameter.device_mesh,
+            (Shard(len(more)),),
+            run_check=False,
+            shape=whole,
+            stride=torch.empty(whole, device="meta").stride(),
+        )
+
+    def own_rows(self, tensor: Tensor) -> Tensor:
+        """This rank's rows of vectors like the parameter, one a row; flat. Copied."""
+        rows: Tensor = local_of(tensor)
+        if not is_shard(tensor) and self.parameter.dim():
+            rows = rows[:, self.first : self.last]
+        return rows.reshape(len(rows), -1).clone()
+
 
 class Pieces:
     """The pieces of all trained parameters on one rank, with the noise of each.
@@ -96,11 +134,9 @@ class Pieces:
     A noise with a memory has one for each piece: the vectors are sharded like the weights.
     """
 
-    def __init__(
-        self, parameters: Sequence[Tensor], noise: Noise, *, rank: int, count: int
-    ) -> None:
-        self._rank, self._count = rank, count
-        self.pieces = [Piece.of(parameter, rank, count) for parameter in parameters]
+    def __init__(self, parameters: Sequence[Tensor], noise: Noise, *, ranks: Ranks) -> None:
+        self._ranks, self._count = ranks, ranks.count
+        self.pieces = [Piece.of(p, ranks.rank, ranks.count) for p in parameters]
         self.noises = [noise.started() for _ in self.pieces]
         self.bytes_sent = 0
 
@@ -163,27 +199,58 @@ class Pieces:
                 if piece.size:
                     noise.add_(
                         own,
-                        offset=view.storage_offset() + piece.first * piece.width,
+                        offset=piece.placed(view),
                         size=len(total.values),
                         noise_stddev=noise_stddev,
                         step=step,
                         streams=streams,
                     )
 
-    def gradient(self, piece: Piece, values: Tensor) -> Tensor:
-        """The values as the gradient of the piece's parameter."""
-        parameter: Any = piece.parameter
-        shape = (piece.last - piece.first, *parameter.shape[1:]) if parameter.dim() else ()
-        own = values.view(shape).to(parameter.dtype)
-        if not piece.is_shared:
-            return own
-        from torch.distributed.tensor import DTensor
+    def state_dict(self) -> dict[str, Any]:
+        """What the noise remembers: of all pieces the same, and each piece's vectors. Secret."""
+        own = [
+            noise.state_dict() if piece.size else None
+            for piece, noise in zip(self.pieces, self.noises, strict=True)
+        ]
+        # A rank may hold no row at all of a small model. The first rank holds some.
+        common = self._ranks.by_first(lambda: _common(own))
+        if not common:
+            return {}
+        count = common.pop("num_vectors")
+        memory: list[Tensor | None] = [None] * len(own)
+        if count is not None:
+            for place, (piece, state) in enumerate(zip(self.pieces, own, strict=True)):
+                vectors = torch.zeros((count, 0)) if state is None else state["memory"]
+                memory[place] = piece.as_shard(vectors, more=(count,))
+        return {**common, "memory": memory}
 
-        return DTensor.from_local(
-            own,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+    def load_state_dict(self, state: dict[str, Any], views: Sequence[Tensor]) -> None:
+        """Go on from what `state_dict` gave, on this or another number of ranks.
+
+        `views` are the parameters' places in the flat buffer.
+        """
+        for piece, noise, view, vectors in zip(
+            self.pieces, self.noises, views, state.get("memory", self.pieces), strict=True
+        ):
+            if not state:
+                noise.load_state_dict({})
+            elif piece.size:
+                begun = state["step"] > 0
+                own = {
+                    **state,
+                    "memory": None if vectors is None else piece.own_rows(vectors),
+                    "offset": piece.placed(view) if begun else None,
+                    "held": piece.size if begun else None,
+                }
+                noise.load_state_dict(own)
+
+
+def _common(states: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+    """What the states of all pieces have in common, and how many vectors each has."""
+    state = next((dict(state) for state in states if state), None)
+    if state is None:
+        return {}
+    memory = state.pop("memory")
+    for own in ("offset", "held"):
+        state.pop(own)
+    return {**state, "num_vectors": None if memory is None else len(memory)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,12 +10,17 @@ import torch.distributed as dist
 from torch import nn
 
 from userdp.clipping.execute.checkpoint import blocks_of
+from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError
+from userdp.losses import RecordLoss, causal_lm_loss
 from userdp.models.proven import is_proven
 from userdp.models.quantised import quantisation_of
+from userdp.plan import Plan
 from userdp.ranks import Ranks
 from userdp.sharded_tensors import is_shard
-from userdp.sharding.passes import Passes
+
+if TYPE_CHECKING:
+    from userdp.sharding.passes import Passes
 
 _passes: WeakKeyDictionary[nn.Module, Passes] = WeakKeyDictionary()
 
@@ -70,6 +75,26 @@ def check_shardable(model: nn.Module) -> None:
         )
 
 
+def check_step(plan: Plan, record_loss: RecordLoss, settings: StepSettings) -> None:
+    """Refuse steps whose passes are not those that all ranks can run together."""
+    if not plan.update.is_mean_gradient or plan.halting_test is not None:
+        raise InputError(
+            "a sharded model is trained by the mean gradient of each user: in local training each "
+            "user has weights of its own for a while, which no rank holds whole, and a filter "
+            "compares all users. Train without shards: every rank then holds the whole model."
+        )
+    if record_loss is not causal_lm_loss:
+        raise InputError(
+            "a sharded model is trained by causal_lm_loss alone: another loss may run the model "
+            "more than once, and the ranks could not follow. Train without shards."
+        )
+    if settings.compile_blocks:
+        raise InputError(
+            "compile_blocks=True with a sharded model: gathering weights cannot be captured. Leave "
+            "compile_blocks out."
+        )
+
+
 def passes_of(model: nn.Module, ranks: Ranks) -> Passes | None:
     """What makes all ranks run the model together; None if the model is not sharded."""
     if not is_sharded(model):
@@ -81,6 +106,9 @@ def passes_of(model: nn.Module, ranks: Ranks) -> Passes | None:
                 "torchrun, or train a model that is not sharded."
             )
         check_shardable(model)
+        # torch's part of it takes half a second to load.
+        from userdp.sharding.passes import Passes
+
         _passes[model] = Passes(model, ranks)
     return _passes[model]
 
