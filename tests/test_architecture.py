@@ -109,7 +109,7 @@ ABOVE = {
     "same_run": GROUND | {"checkpoints", "digests", "ledger", "plan"},
     "ledger_copy": GROUND | {"ledger", "ledger_rows"},
     "ranks": GROUND | {"clipping", "digests", "losses", "plan", "sampling"},
-    "shared_record": GROUND | {"ledger_copy", "lineage", "plan", "ranks", "run_record"},
+    "shared_record": GROUND | {"ledger", "ledger_copy", "lineage", "plan", "ranks", "run_record"},
     "run_record": GROUND
     | {"ranks"}
     | {"clipping", "digests", "ledger", "lineage", "models", "plan", "run_files", "statement"}
@@ -131,13 +131,21 @@ ABOVE = {
     "averaging": GROUND | {"models"},
     "public_gradient": GROUND
     | {"config_sections", "data", "earlier", "models", "run_files", "step", "tasks"},
+    "shared_moment": GROUND | {"checkpoints", "ranks"},
+    "opening": GROUND
+    | {"averaging", "bounding", "checkpoints", "clipping", "continuing", "data", "debits"}
+    | {"digests", "earlier", "ledger", "lineage", "marked_price", "paid", "plan", "population"}
+    | {"probe", "public_gradient", "ranks", "run_facts", "run_files", "run_record", "run_state"}
+    | {"same_run", "tasks", "training_choice", "training_rows", "validation"},
+    "opening_together": GROUND
+    | {"continuing", "ledger_copy", "models", "opening", "run_record", "run_state", "same_run"}
+    | {"shared_moment", "shared_record"},
     "training": GROUND
-    | {"bounding", "clipping", "config", "data", "digests", "earlier", "ledger", "lineage"}
-    | {"models", "paid", "plan", "probe", "run_files", "run_record", "checkpoints"}
-    | {"continuing", "run_state", "same_run", "statement", "step", "training_choice"}
-    | {"configured", "debits", "losses", "optimizers", "population", "tasks", "training_rows"}
-    | {"averaging", "defaults", "early_end", "marked_price", "public_gradient"}
-    | {"run_facts", "trackers", "validation", "validation_curve", "watching"},
+    | {"averaging", "bounding", "checkpoints", "clipping", "configured", "data", "defaults"}
+    | {"digests", "early_end", "ledger", "losses", "models", "opening", "opening_together"}
+    | {"optimizers", "paid", "plan", "public_gradient", "ranks", "run_record", "run_state"}
+    | {"shared_record", "statement", "step", "tasks", "trackers", "validation"}
+    | {"validation_curve", "watching"},
     "configured": GROUND | {"config", "data", "models", "tasks"},
     "training_from_config": GROUND
     | {"checkpoints", "clipping", "config", "configured", "data", "optimizers", "plan"}

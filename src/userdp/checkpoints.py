@@ -107,7 +107,7 @@ class Checkpoints:
         """Copy the moment now and write it while the run goes on. A failed save is raised later."""
         self.wait()
         self._last_save = time.monotonic()
-        tree, tensors = _packed(moment.state)
+        tree, tensors = packed(moment.state)
         copied = Moment(
             step=moment.step,
             head=moment.head,
@@ -144,7 +144,7 @@ class Checkpoints:
 
     def save_initial(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Keep what the run begins with, where a new process could not make it again."""
-        self._write(INITIAL, Moment(step=0, head="", weights=weights), *_packed(state))
+        self._write(INITIAL, Moment(step=0, head="", weights=weights), *packed(state))
 
     def _write(self, name: str, moment: Moment, tree: Any, tensors: dict[str, Tensor]) -> None:
         self.directory.mkdir(mode=OWNER_ONLY_DIRECTORY, parents=True, exist_ok=True)
@@ -211,7 +211,7 @@ class Checkpoints:
                 step=manifest["step"],
                 head=manifest["head"],
                 weights=load_file(path / FILES[0]),
-                state=_unpacked(tree, load_file(path / FILES[1])),
+                state=unpacked(tree, load_file(path / FILES[1])),
             )
         except LedgerError:
             raise
@@ -219,8 +219,10 @@ class Checkpoints:
             raise LedgerError(f"{path}: this checkpoint cannot be read.") from None
 
 
-def hardware_of(device: torch.device) -> str:
-    """What sums of floating-point numbers depend on: the chip, and how work is split on it."""
+def hardware_of(device: torch.device, num_ranks: int = 1) -> str:
+    """What sums of floating-point numbers depend on: the chips, and how work is split on them."""
+    if num_ranks > 1:
+        return f"{num_ranks} ranks, each {hardware_of(device)}"
     if device.type == "cuda":
         chip = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
         return f"{chip}, {torch.get_float32_matmul_precision()} precision of products"
@@ -230,7 +232,7 @@ def hardware_of(device: torch.device) -> str:
 
 def check_saveable(state: Any) -> None:
     """Refuse, before the first step, a state that cannot be written without running code later."""
-    _packed(state)
+    packed(state)
 
 
 def _name(step: int) -> str:
@@ -245,7 +247,7 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu").contiguous()
 
 
-def _packed(state: Any) -> tuple[Any, dict[str, Tensor]]:
+def packed(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """Nested plain data as JSON, in which tensors are named, and the tensors by name."""
     tensors: dict[str, Tensor] = {}
 
@@ -274,9 +276,10 @@ def _packed(state: Any) -> tuple[Any, dict[str, Tensor]]:
     return pack(state), tensors
 
 
-def _unpacked(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+def unpacked(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `packed` was given."""
     if isinstance(tree, list):
-        return [_unpacked(entry, tensors) for entry in cast("list[Any]", tree)]
+        return [unpacked(entry, tensors) for entry in cast("list[Any]", tree)]
     if not isinstance(tree, dict):
         return tree
     ((kind, content),) = cast("dict[str, Any]", tree).items()
@@ -285,7 +288,7 @@ def _unpacked(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "float":
         return float.fromhex(content)
     if kind == "tuple":
-        return tuple(_unpacked(entry, tensors) for entry in content)
+        return tuple(unpacked(entry, tensors) for entry in content)
     if kind == "items":
-        return {_unpacked(name, tensors): _unpacked(entry, tensors) for name, entry in content}
+        return {unpacked(name, tensors): unpacked(entry, tensors) for name, entry in content}
     raise ValueError(kind)

@@ -24,14 +24,17 @@ class EarlyEnd:
         self._asked = asked
         self._after: int | None = None
 
-    def charge_rest_if_asked(self) -> None:
-        """Charge for all planned steps that are left, if the training shall end here."""
+    @property
+    def is_asked(self) -> bool:
+        """Whether the training shall end here, before the last planned step."""
         planned = self._record.ledger.plan.steps
         is_over = self._record.is_halted or self._record.steps >= planned
-        if self._asked is None or is_over or not self._asked():
-            return
+        return self._asked is not None and not is_over and self._asked()
+
+    def charge_rest(self) -> None:
+        """Charge for all planned steps that are left."""
         self._after = self._record.steps
-        while self._record.steps < planned:
+        while self._record.steps < self._record.ledger.plan.steps:
             self._record.charge_step()
 
     def told(self, people: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class Rows:
     """What a copy is made from. Secret: the key is in it."""
 
     kept: Kept
-    key: bytes
+    key: bytes | None
     from_disk: bool
 
     def __repr__(self) -> str:
@@ -30,7 +30,6 @@ class LedgerCopy(Ledger):
     @staticmethod
     def rows_of(ledger: Ledger) -> Rows:
         """What the other processes need."""
-        assert ledger._key is not None
         return Rows(kept=ledger._kept, key=ledger._key, from_disk=ledger._from_disk)
 
     @staticmethod

@@ -154,6 +154,7 @@ class RunRecord:
         config: Path | None = None,
         saving: Saving | None = None,
         on_step: OnStep | None = None,
+        num_ranks: int = 1,
     ) -> RunRecord:
         """The record of the unfinished run in `path`, to go on with.
 
@@ -170,7 +171,7 @@ class RunRecord:
                 secret = stored_secret(path, ledger.bound_to.get("noise_key"))
             if secret.fixed_seed != ledger.fixed_seed:
                 raise InputError(f"{path} was begun with another kind of seed: put it back.")
-            check_hardware(ledger, moment, next(model.parameters()).device)
+            check_hardware(ledger, moment, next(model.parameters()).device, num_ranks)
             check_noise(ledger, moment, plan)
         except BaseException:
             ledger.close()

@@ -90,8 +90,9 @@ class Checkpoint:
         self._step = step
         self._before = before
         self._average = average
-        if record.path is not None:
-            check_saveable(self._state())
+        # Every rank's part of the state is gathered, so all of them ask for it.
+        state = self._state() if record.path is not None or record.ranks.count > 1 else {}
+        record.ranks.on_first(lambda: check_saveable(state))
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -102,28 +103,44 @@ class Checkpoint:
             "average": None if self._average is None else self._average.state_dict(),
         }
 
-    def save_if_due(self) -> None:
-        """Save if it is time to. While charged steps are repeated there is nothing new to save."""
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to save. While charged steps are repeated there is nothing new."""
         record = self._record
         if record.checkpoints is None or record.is_repeating:
-            return
-        if record.checkpoints.is_due(record.steps):
-            self._begin_saving()
+            return False
+        return record.checkpoints.is_due(record.steps)
 
-    def _begin_saving(self) -> None:
-        assert self._record.checkpoints is not None
-        weights = trainable_parameters(self._model)
-        self._record.checkpoints.save(self._record.moment(weights, self._state()))
+    def save_if_due(self) -> None:
+        """Save if it is time to."""
+        if self.is_due:
+            self.begin_saving()
+
+    def begin_saving(self) -> None:
+        """Save what all ranks have now; the first writes it while the run goes on."""
+        # Other weights on another rank would be found too late otherwise.
+        self._step.check_ranks()
+        state = self._state()
+        if self._record.checkpoints is not None:
+            weights = trainable_parameters(self._model)
+            self._record.checkpoints.save(self._record.moment(weights, state))
 
     def save(self) -> None:
         """Save now, unless that has been done; return when it is on disk."""
+        if self._record.ranks.by_first(self._is_unsaved):
+            self.begin_saving()
+            self._record.ranks.on_first(self._wait)
+
+    def _is_unsaved(self) -> bool:
         checkpoints = self._record.checkpoints
         if checkpoints is None or self._record.is_repeating:
-            return
+            return False
         checkpoints.wait()
-        if checkpoints.last_step != self._record.steps:
-            self._begin_saving()
-            checkpoints.wait()
+        return checkpoints.last_step != self._record.steps
+
+    def _wait(self) -> None:
+        assert self._record.checkpoints is not None
+        self._record.checkpoints.wait()
 
     def save_and_stop(self, signal: int) -> NoReturn:
         """Save, and end the run because a signal asked for it."""
@@ -181,10 +198,14 @@ def restore_finished(run: Path, ledger: Ledger, model: nn.Module) -> None:
         average = WeightAverage(model, decay=saved["decay"])
         average.load_state_dict(saved)
         average.put_into_model()
-    # Whoever trains on with this model pays for what was spent on it.
-    entries = tuple(item.to_json() for item in ledger.earlier)
-    entry = ledger.as_entry()
-    own = History(entries=(*entries, *([] if entry is None else [entry])), homes=(run.resolve(),))
-    carry(model, merged(history_of(model), own))
+    carry_finished(model, ledger, (run.resolve(),))
     if not (run / "statement.json").is_file():
         write_statement(run, ledger.statement())
+
+
+def carry_finished(model: nn.Module, ledger: Ledger, homes: tuple[Path, ...]) -> None:
+    """Whoever trains on with this model pays for what was spent on it."""
+    entries = tuple(item.to_json() for item in ledger.earlier)
+    entry = ledger.as_entry()
+    own = History(entries=(*entries, *([] if entry is None else [entry])), homes=homes)
+    carry(model, merged(history_of(model), own))

@@ -167,10 +167,12 @@ def stored_secret(path: Path, name: str | None) -> RunSecret:
     return found
 
 
-def check_hardware(ledger: Ledger, moment: Moment | None, device: torch.device) -> None:
+def check_hardware(
+    ledger: Ledger, moment: Moment | None, device: torch.device, num_ranks: int = 1
+) -> None:
     """Refuse to repeat steps where they would be rounded in another way."""
     repeated = ledger.steps - (0 if moment is None else moment.step)
-    before, now = ledger.bound_to.get("hardware", ""), hardware_of(device)
+    before, now = ledger.bound_to.get("hardware", ""), hardware_of(device, num_ranks)
     if repeated and before and before != now:
         raise InputError(
             f"{repeated:,} steps since the last checkpoint must be taken again exactly as they "

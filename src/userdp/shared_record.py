@@ -16,11 +16,12 @@ from torch import nn
 
 from userdp.errors import InputError
 from userdp.index import UserIndex
+from userdp.ledger import Ledger
 from userdp.ledger_copy import LedgerCopy, Rows
 from userdp.lineage import begin_run
 from userdp.plan import Plan
 from userdp.ranks import Ranks
-from userdp.run_record import RunRecord
+from userdp.run_record import OnStep, RunRecord
 from userdp.streams import RunSecret
 
 
@@ -47,9 +48,9 @@ class FollowingRecord(RunRecord):
     """The record of a run on a rank that writes nothing."""
 
     @staticmethod
-    def of(told: _Told) -> FollowingRecord:
+    def of(told: _Told, on_step: OnStep | None = None) -> FollowingRecord:
         """A copy of the first rank's record, as it is now."""
-        record = FollowingRecord(LedgerCopy.of(told.rows), told.secret)
+        record = FollowingRecord(LedgerCopy.of(told.rows), told.secret, on_step=on_step)
         record._follow(told)
         return record
 
@@ -59,7 +60,7 @@ class FollowingRecord(RunRecord):
         self._position, self._charged_before = told.position, told.charged_before
 
 
-def shared(ranks: Ranks, make: Callable[[], RunRecord]) -> RunRecord:
+def shared(ranks: Ranks, make: Callable[[], RunRecord], on_step: OnStep | None = None) -> RunRecord:
     """The record that `make` gives on the first rank, and copies of it on the others."""
     made: list[RunRecord] = []
 
@@ -70,7 +71,7 @@ def shared(ranks: Ranks, make: Callable[[], RunRecord]) -> RunRecord:
     if ranks.count == 1:
         return make()
     told = ranks.by_first(tell)
-    record = made[0] if made else FollowingRecord.of(told)
+    record = made[0] if made else FollowingRecord.of(told, on_step)
     record.ranks = ranks
     return record
 
@@ -110,6 +111,14 @@ def finish_together(
     rows = record.ranks.by_first(finish)
     if isinstance(record, FollowingRecord) and rows is not None:
         record.ledger = LedgerCopy.of(rows)
+
+
+def ledger_of_first(record: RunRecord) -> Ledger:
+    """The ledger as the first rank has it now; the others have a copy."""
+    if record.ranks.count == 1:
+        return record.ledger
+    rows = record.ranks.by_first(lambda: LedgerCopy.rows_of(record.ledger))
+    return record.ledger if record.ranks.is_first else LedgerCopy.of(rows)
 
 
 def check_owner(record: RunRecord, ranks: Ranks) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,44 +23,36 @@ from torch import nn
 from userdp import defaults
 from userdp.averaging import WeightAverage
 from userdp.bounding.selection import Selection
-from userdp.checkpoints import Moment, Saving, hardware_of
+from userdp.checkpoints import Saving
 from userdp.clipping.kernels.running import same_every_time
 from userdp.clipping.settings import StepSettings
 from userdp.configured import named_task
-from userdp.continuing import move_parent, start
-from userdp.data.choose import Choice
 from userdp.data.store import UserStore
-from userdp.data.tokens import rows_digest, tokenizer_digest
-from userdp.debits import check_budget, counted, released_about, settle, settle_parent
-from userdp.digests import model_digest, scheduler_digest, task_digest
-from userdp.earlier import Earlier
+from userdp.digests import scheduler_digest
 from userdp.early_end import EarlyEnd
 from userdp.errors import InputError, StoppedRunError
-from userdp.history import history_of
 from userdp.interrupts import signals_wait_for_the_step
 from userdp.ledger import Ledger
-from userdp.lineage import earlier_runs
 from userdp.losses import RecordLoss
-from userdp.marked_price import check_selection
+from userdp.models.checks import refuse_mixing
+from userdp.opening import Given
+from userdp.opening_together import made_alike, open_together
 from userdp.optimizers import make_optimizer, make_schedule
 from userdp.paid import Paid
 from userdp.plan import Plan
-from userdp.population import Population
-from userdp.probe import check_positions
 from userdp.public_gradient import PublicData, mixed_in
-from userdp.run_facts import of_parts, write_facts
-from userdp.run_files import overlap, write_training_users
-from userdp.run_record import OnStep, RunRecord, checkpoints_of
-from userdp.run_state import Checkpoint, restore, restore_beginning, restore_finished
-from userdp.same_run import check_same_config
+from userdp.ranks import Ranks
+from userdp.ranks.launcher import is_restarted
+from userdp.ranks.wishes import Wishes
+from userdp.run_record import OnStep, RunRecord
+from userdp.run_state import Checkpoint, restore
+from userdp.shared_record import finish_together, ledger_of_first
 from userdp.statement import Statement
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
 from userdp.tasks import OwnLoss, Task, TaskName, cohort_batches
 from userdp.trackers import check_trackers, open_trackers
-from userdp.training_choice import RowChoice
-from userdp.training_rows import batches_of, rows_of, selection_name
-from userdp.validation import Validation, validator_of
+from userdp.validation import Validation
 from userdp.validation_curve import Point
 from userdp.watching import Watch
 
@@ -156,8 +147,17 @@ def train(
 
     `stop_early` is asked after each step. If it says so, the run ends there, and every planned step
     is charged all the same: when to stop may depend on the weights.
+
+    Where the process is one of several ranks (`torchrun`), all of them call this with the same
+    arguments and take each step together (docs/distributed.md). The first rank alone writes `out`.
     """
-    path = Path(out) if out is not None else None
+    ranks = Ranks.found()
+    refuse_mixing(model)
+    if ranks.is_first and is_restarted() and fork:
+        raise InputError(
+            "the launcher restarted a fork, which would fork again at a new charge: start again "
+            "with --resume (resume=True) instead of --fork."
+        )
     settings = settings or StepSettings()
     own_task = None if task is None or isinstance(task, str) else task
     if task is None or isinstance(task, str):
@@ -168,158 +168,92 @@ def train(
     if optimizer is None:
         optimizer = make_optimizer(model, "adamw", learning_rate)
         scheduler = scheduler or make_schedule(optimizer, defaults.SCHEDULE, plan.steps)
-    check_trackers(trackers, path)
+    check_trackers(trackers, None if out is None else Path(out))
     if dry_run and (resume or fork):
         raise InputError("dry_run begins a run of its own: leave out resume and fork.")
-    dtype = settings.compute_dtype
-    make_validator = partial(
-        validator_of, validation, tokenizer, store, path, sequence_length, task, dtype
-    )
-    started = start(
-        path, model, plan, resume=resume, fork_of_it=fork, fork_step=fork_step, paid=paid
-    )
-    if path is not None and started.finished is not None:
-        check_same_config(started.finished, config, path)
-        restore_finished(path, started.finished, model)
-        validator = make_validator(started.finished.earlier, (path,), goes_on=True)
-        points = validator.after_last(model, started.finished.steps)
-        return Run(model=model, ledger=started.finished, path=path, validation=points)
-    plan, beginning = started.plan, started.beginning
     average = None if ema is None else WeightAverage(model, decay=ema)
-    restore_beginning(beginning, model, optimizer, scheduler, average)
-
-    # The ledger will name this data, so make sure that the data has not changed.
-    store.verify()
-    before = earlier_runs(model, other_people=other_people, data=store.fingerprint)
-    plan.check_paid(paid, earlier=before)
-    if selection is not None or select != "random" or resample:
-        check_selection(plan)
-    parents = () if beginning.parent is None else (beginning.parent,)
-    homes = history_of(model).homes
-    cautions = (*store.cautions, *_check_declared((*homes, *parents), store, before))
-    cautions += () if public is None else tuple(public.cautions(store, before, (*homes, *parents)))
-    check_positions(model, sequence_length)
-    validator = make_validator(before, (*homes, *parents), goes_on=started.goes_on)
-    people = Population.of(store)
-    # What the runs before this one did not use is free for it.
-    if started.given_up is not None and people.counts(started.given_up):
-        people.settle(started.given_up, 0, None)
-    if beginning.parent is not None:
-        settle_parent(people, beginning.parent)
-    if not started.goes_on:
-        check_budget(people, plan, paid, before)
-    rows = rows_of(store, tokenizer, plan, selection, sequence_length, encoding=task.encoding)
-    row_choice = RowChoice.of(
-        rows,
-        Choice.of(select, resample=resample),
-        plan,
-        model,
-        tokenizer,
-        task=task.name,
-        is_selected=selection is not None,
-        batches=batches_of(rows, plan, selection),
+    given = Given(
+        model=model,
+        tokenizer=tokenizer,
+        store=store,
+        plan=plan,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        average=average,
+        public=public,
         sequence_length=sequence_length,
+        task=task,
+        own_task=own_task,
+        selection=selection,
+        select=select,
+        resample=resample,
+        settings=settings,
+        path=Path(out) if out is not None else None,
+        config=config,
+        paid=paid,
+        validation=validation,
+        other_people=other_people,
+        secret=secret,
+        saving=saving,
+        # A launcher that restarts its processes starts them with the same command.
+        resume=resume or (is_restarted() and out is not None and not fork and not dry_run),
+        fork=fork,
+        fork_step=fork_step,
         dry_run=dry_run,
+        on_step=on_step,
+        ranks=ranks,
     )
-    device = next(model.parameters()).device
-    name_rows = partial(
-        rows_digest, tokenizer=tokenizer, sequence_length=sequence_length, encoding=task.encoding
-    )
-    bound_to = {
-        "data": store.fingerprint,
-        "selection": selection_name(store, selection),
-        "select": row_choice.name(store),
-        "sequence_length": str(sequence_length),
-        "task": task.name,
-        "tokenizer": tokenizer_digest(tokenizer),
-        "rows": name_rows(store),
-        "model": model_digest(model),
-        "schedule": scheduler_digest(scheduler),
-        "settings": str(settings),
-        "device": device.type,
-        "hardware": hardware_of(device),
-    }
-    bound_to |= {} if own_task is None else {"task_code": task_digest(own_task)}
-    bound_to |= {} if ema is None else {"ema": str(ema)}
-    bound_to |= {} if public is None else {"public": f"{public.digest} {name_rows(public.store)}"}
-    moment: Moment | None = None
-    if path is not None and started.goes_on:
-        moment = checkpoints_of(path).newest()
-        record = RunRecord.resume(
-            plan,
-            model,
-            optimizer,
-            path=path,
-            moment=moment,
-            bound_to=bound_to,
-            secret=secret,
-            config=config,
-            saving=saving,
-            on_step=on_step,
-        )
-    else:
-        if path is not None and beginning.parent is not None:
-            parent = move_parent(path, beginning.parent)
-            homes = (*homes, parent)
-        record = RunRecord.create(
-            plan,
-            model,
-            optimizer,
-            settings=settings,
-            secret=secret,
-            path=path,
-            bound_to=bound_to,
-            config=config,
-            cautions=cautions,
-            saving=saving,
-            on_step=on_step,
-        )
+    opened = open_together(given)
+    if opened.finished is not None:
+        points = opened.validator.points
+        return Run(model=model, ledger=opened.finished, path=given.path, validation=points)
+    assert opened.record is not None
+    record = opened.record
     with (
         record.closing(),
         _machine_may_fail(record),
-        counted(people, record.ledger, path, paid=paid, earlier=before),
+        ExitStack() as files,
         same_every_time(settings.deterministic),
-        open_trackers(trackers, record.path) as opened,
         signals_wait_for_the_step() as stop,
         ExitStack() as during,
     ):
-        if not started.goes_on:
-            record.ledger.inherit(before)
-            for item in paid:
-                record.ledger.charge(item.event, what=item.what)
-            if record.path is not None:
-                write_training_users(record.path, record.ledger.run_digest, store, homes)
-                facts = of_parts(model, optimizer, scheduler, store, task.name, sequence_length)
-                write_facts(record.path, facts)
-            averaged = None if average is None else average.state_dict()
-            record.keep_beginning(model, optimizer, before=beginning.before, average=averaged)
+        opened = made_alike(given, opened)
+        # Files, budgets and trackers are those of the first rank.
+        ranks.on_first(lambda: files.enter_context(opened.counting(record.ledger)))
+        tracked = ranks.on_first(lambda: files.enter_context(open_trackers(trackers, record.path)))
+        if not opened.goes_on:
+            ranks.on_first(lambda: opened.begin_files(record))
         if dry_run:
-            record.charge_all(released_about(people, record.ledger))
-            return Run(model=model, ledger=record.ledger, path=record.path)
+            ranks.on_first(lambda: record.charge_all(opened.released(record.ledger)))
+            return Run(model=model, ledger=ledger_of_first(record), path=given.path)
         # Dropout is off: the noise regularises enough, and a group's update then depends only on
         # its rows.
         model.eval()
+        row_choice = opened.rows
         chosen = row_choice.contributions(record.streams("choose rows"))
         step = PrivateStep(
             model,
             optimizer,
-            plan,
+            record.ledger.plan,
             chosen.index(),
             record_loss=task.record_loss,
             settings=settings,
             sequence_length=sequence_length,
             record=record,
+            row_lengths=row_choice.row_lengths,
         )
         example = task.example(tokenizer)
-        if moment is not None:
-            restore(moment, model, optimizer, scheduler, step, example, average)
-        step.check_model(example)
-        checkpoint = Checkpoint(
-            record, model, optimizer, scheduler, step, beginning.before, average
-        )
+        if opened.moment is not None:
+            restore(opened.moment, model, optimizer, scheduler, step, example, average)
+        with ranks.together():
+            step.check_model(example)
+        before = opened.beginning.before
+        checkpoint = Checkpoint(record, model, optimizer, scheduler, step, before, average)
         during.enter_context(mixed_in(public, step, tokenizer, task, sequence_length))
-        watch = Watch(record, step, model, optimizer, validator, opened, average)
-        watch.begin()
+        watch = Watch(record, step, model, optimizer, opened.validator, tracked or [], average)
+        # Measuring takes the first rank a while, and the others wait for it there.
+        measure = _call if validation is None else ranks.on_first
+        measure(watch.begin)
         early_end = EarlyEnd(record, stop_early)
         is_settled = False
         for cohort in step.cohorts():
@@ -330,7 +264,7 @@ def train(
             )
             if not is_settled:
                 # Before anybody sees the weights: a copy without steps may be given up later.
-                settle(people, record.ledger)
+                ranks.on_first(lambda: opened.settle(record.ledger))
                 is_settled = True
             # A run that is halted leaves the weights as they were.
             if scheduler is not None and not record.is_halted:
@@ -339,18 +273,34 @@ def train(
                 average.update()
             record.step_done()
             # Before the checkpoint: a run that goes on from it has this step's point.
-            watch.after_step()
-            checkpoint.save_if_due()
-            if stop and step.steps_left:
-                checkpoint.save_and_stop(stop.number)
-            early_end.charge_rest_if_asked()
+            measure(watch.after_step)
+            wishes = Wishes(
+                save=checkpoint.is_due,
+                stop=stop.number if step.steps_left else 0,
+                end=early_end.is_asked,
+            ).of_all(ranks)
+            if wishes.save:
+                checkpoint.begin_saving()
+            if wishes.stop:
+                checkpoint.save_and_stop(wishes.stop)
+            if wishes.end:
+                early_end.charge_rest()
         checkpoint.save()
         if average is not None:
             # The last checkpoint has the weights themselves: a longer run goes on from those.
             average.put_into_model()
-        told = early_end.told(released_about(people, record.ledger))
-        record.finish(model, tokenizer, people=told)
-    return Run(model=model, ledger=record.ledger, path=record.path, validation=validator.points)
+        finish_together(
+            record,
+            model,
+            tokenizer,
+            people=lambda: early_end.told(opened.released(record.ledger)),
+        )
+    points = opened.validator.points
+    return Run(model=model, ledger=record.ledger, path=given.path, validation=points)
+
+
+def _call(make: Callable[[], object]) -> object:
+    return make()
 
 
 @contextmanager
@@ -367,27 +317,3 @@ def _machine_may_fail(record: RunRecord) -> Iterator[None]:
             f"saved is in {record.path / 'checkpoints'}. Mend that, then go on with the same "
             "command and --resume."
         ) from error
-
-
-UNCHECKED_PEOPLE = (
-    "that the people of the earlier runs are others was declared and could not be checked: a list "
-    "of their users is not there, or hides ids under another key, or compares ids by another rule; "
-    "whoever is in several runs has spent more than is stated"
-)
-
-
-def _check_declared(
-    homes: Sequence[Path], store: UserStore, before: Sequence[Earlier]
-) -> list[str]:
-    """Refuse a wrong declaration of other people. Gives a caution if it cannot be checked."""
-    people = {item.run: item.people for item in before}
-    if not any(people.values()):
-        return []
-    found = overlap(store, people, homes)
-    if found.shared:
-        raise InputError(
-            f"other_people is declared, and {found.shared:,} users are in several of the runs, by "
-            "the runs' own lists: what they have spent adds up. Leave the declaration out, and the "
-            "runs are composed; or train on a store without these users."
-        )
-    return [] if found.is_known else [UNCHECKED_PEOPLE]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from userdp.data.choose import Choice, Contributions, contributions, ranked_rows
+from userdp.data.choose import Choice, Contributions, Select, contributions, ranked_rows
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows
 from userdp.digests import index_digest
@@ -80,6 +80,13 @@ class RowChoice:
         group_size = self.plan.sampler.group_size
         index = ranked_rows(self.rows, self.choice, group_size=group_size, losses=self.losses)
         return f"{self.choice.name} {store.keyed_digest(index_digest(index).encode())}"
+
+    @property
+    def row_lengths(self) -> Rows | None:
+        """How many tokens each row has; None where a slot reads any part of a user's text."""
+        if self.choice.select is Select.RANDOM_CHUNK:
+            return None
+        return np.diff(self.rows.indptr)
 
     def contributions(self, streams: Streams) -> Contributions:
         """What each user may give, and what it reads when it is drawn."""

@@ -30,10 +30,10 @@ from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.history import ANCESTRY_FILE, history_of, merged
 from userdp.lineage import UNCOMPARED_PAST, begin_run, earlier_runs
 from userdp.noise.gaussian import Gaussian
+from userdp.opening import UNCHECKED_PEOPLE
 from userdp.run_record import RunRecord
 from userdp.sampling import PoissonUsers
 from userdp.streams import RunSecret
-from userdp.training import UNCHECKED_PEOPLE
 
 FIXED_GRAPH = [Adjacency.FIXED_GRAPH_ZERO_OUT, Adjacency.FIXED_GRAPH_REPLACE]
 PUBLIC: dict[str, Any] = {

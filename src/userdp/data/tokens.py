@@ -317,7 +317,13 @@ def _write_cache(
     (partial / DIGESTS).write_text(json.dumps(_digests(partial)))
     for path in partial.iterdir():
         path.chmod(OWNER_ONLY_FILE)
-    os.replace(partial, cache)
+    try:
+        os.replace(partial, cache)
+    except OSError:
+        # Another process was faster, and wrote the same rows.
+        shutil.rmtree(partial)
+        if not cache.is_dir():
+            raise
 
 
 def _digests(cache: Path) -> dict[str, str]:

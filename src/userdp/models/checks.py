@@ -21,6 +21,7 @@ from userdp.errors import InputError, MixedExamplesError
 from userdp.models.quantised import quantisation_of, refuse_shared_outliers
 from userdp.sharded_tensors import local_of
 
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
 # Names of the number of experts in configurations, at any depth.
 _EXPERT_COUNT = re.compile(r"^(moe_)?(num|n)_(\w+_)?experts$|^moe_num_experts$|^ffn_num_experts$")
@@ -31,6 +32,12 @@ _EXPERT_LAYER = re.compile(r"(MoE|Moe|Experts|SparseMLP|TopKRouter|TopkRouter)")
 def refuse_mixing(model: nn.Module) -> None:
     """Raise if a layer of the model mixes examples."""
     for name, module in model.named_modules():
+        if isinstance(module, _WRAPPERS):
+            raise InputError(
+                f"{type(module).__name__} adds up gradients over processes or devices before "
+                "anybody is clipped: give the model itself (its `.module`). Under torchrun every "
+                "process then takes its own users, and nothing else changes."
+            )
         refuse_shared_outliers(name, module)
         if isinstance(module, _BATCH_STATISTICS):
             raise MixedExamplesError(

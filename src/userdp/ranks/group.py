@@ -15,9 +15,11 @@ With one process there is no group, and every method here does nothing.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from userdp.errors import InputError, StoppedRunError
 from userdp.lock import Owner
+from userdp.ranks.launcher import launched_ranks
 from userdp.ranks.telling import Told, retold
 
 Value = TypeVar("Value")
@@ -36,6 +39,8 @@ Value = TypeVar("Value")
 # How long a rank waits for the others, in seconds. The first rank may measure the model meanwhile.
 TIMEOUT_VARIABLE = "USERDP_RANK_TIMEOUT"
 USUAL_TIMEOUT = 1800.0
+# How long the others wait while the first rank alone reads data or writes files.
+PATIENCE = 86_400.0
 # How long the others may take to say where they are, once something went wrong.
 _ANSWER = timedelta(seconds=2)
 
@@ -60,7 +65,7 @@ class Ranks:
             named = "userdp ranks " + getattr(control, "group_name", "")
             default = dist.distributed_c10d._get_default_store()
             self._store = dist.distributed_c10d.PrefixStore(named, default)
-            self._store.set(f"name {rank}", _own_name())
+            self._store.set(f"owner {rank}", json.dumps(asdict(Owner.me())))
 
     @staticmethod
     def alone() -> Ranks:
@@ -78,7 +83,7 @@ class Ranks:
         if not dist.is_available():
             return Ranks.alone()
         if not dist.is_initialized():
-            if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+            if launched_ranks() < 2:
                 return Ranks.alone()
             _begin_group()
         if dist.get_world_size() == 1:
@@ -101,27 +106,33 @@ class Ranks:
     def by_first(self, make: Callable[[], Value]) -> Value:
         """What `make` returns on the first rank, which alone calls it. What it raises, all raise.
 
-        The value must be one that can be pickled. It is not written anywhere.
+        The value must be one that can be pickled. It is not written anywhere. The others wait as
+        long as it takes: the first may read a whole store meanwhile.
         """
         if self.count == 1:
             return make()
         told: list[Any] = [None]
         error: BaseException | None = None
-        value: Any = None
         if self.is_first:
             try:
-                value = make()
-                told = [Told(value=value)]
+                told = [Told(value=make())]
             except BaseException as raised:
                 error = raised
                 told = [Told.of_error(raised, self.rank)]
         with self._exchange():
+            self._wait_for_first()
             dist.broadcast_object_list(told, src=0, group=self._control)
         if error is not None:
             raise error
         if told[0].error is not None:
             raise retold(told[0])
-        return value if self.is_first else told[0].value
+        return told[0].value
+
+    def on_first(self, make: Callable[[], Value]) -> Value | None:
+        """As `by_first`, for a value that the others do not get: they have None."""
+        made: list[Value] = []
+        self.by_first(lambda: made.append(make()))
+        return made[0] if made else None
 
     def gathered(self, value: Value) -> list[Value]:
         """The value of every rank, in the order of the ranks."""
@@ -263,6 +274,25 @@ class Ranks:
         except RuntimeError as error:
             raise StoppedRunError(self._missed(time.monotonic() - began)) from error
 
+    def _wait_for_first(self) -> None:
+        """Return when the first rank has come to this exchange, however long its work takes."""
+        key = f"first at {self._turn}"
+        if self.is_first:
+            self._store.set(key, "")
+            return
+        end = time.monotonic() + PATIENCE
+        while not self._store.check([key]) and time.monotonic() < end:
+            with contextlib.suppress(RuntimeError):
+                self._store.wait([key], timedelta(seconds=1))
+                return
+            if self._owner(0).is_gone:
+                raise RuntimeError("the first rank has ended")
+
+    def _owner(self, rank: int) -> Owner:
+        """Which process a rank is. Raises if it never came."""
+        self._store.wait([f"owner {rank}"], _ANSWER)
+        return Owner(**json.loads(self._store.get(f"owner {rank}")))
+
     def _missed(self, waited: float) -> str:
         """Who did not come to this exchange, in words."""
         behind: list[str] = []
@@ -270,8 +300,9 @@ class Ranks:
             try:
                 # Never waits long: what is not there by now, was not written.
                 self._store.wait([f"turn {rank}"], _ANSWER)
-                is_behind = int(self._store.get(f"turn {rank}")) < self._turn
-                name = self._store.get(f"name {rank}").decode()
+                owner = self._owner(rank)
+                is_behind = int(self._store.get(f"turn {rank}")) < self._turn or owner.is_gone
+                name = f"process {owner.pid} on host {owner.host}"
             except RuntimeError:
                 is_behind, name = True, "which never came"
             if is_behind:
@@ -297,11 +328,6 @@ def timeout_seconds() -> float:
     if not 0 < seconds < 1e9:
         raise InputError(f"{TIMEOUT_VARIABLE}={given!r}: give seconds, a number above 0.")
     return seconds
-
-
-def _own_name() -> str:
-    me = Owner.me()
-    return f"process {me.pid} on host {me.host}"
 
 
 def _begin_group() -> None:

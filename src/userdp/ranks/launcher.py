@@ -1,0 +1,26 @@
+"""What a launcher says in the environment of its processes. Needs no torch.
+
+torchrun and accelerate set these variables. Under SLURM and Kubernetes, torchrun sets them, or the
+job's own script (docs/distributed.md).
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def launched_ranks() -> int:
+    """As one of how many processes this one was launched."""
+    if "RANK" not in os.environ:
+        return 1
+    return int(os.environ.get("WORLD_SIZE") or "1")
+
+
+def launched_rank() -> int:
+    """Which of them this one is."""
+    return int(os.environ.get("RANK") or "0") if launched_ranks() > 1 else 0
+
+
+def is_restarted() -> bool:
+    """Whether the launcher started its processes again, because one of them was lost."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0") > 0
