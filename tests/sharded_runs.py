@@ -90,11 +90,12 @@ def make_model(*, lora: bool, base_dtype: torch.dtype = torch.float32) -> nn.Mod
         bos_token_id=0,
         eos_token_id=0,
     )
-    model: nn.Module = LlamaForCausalLM(config).to(base_dtype)
+    model: Any = LlamaForCausalLM(config)
+    model.to(base_dtype)
     if lora:
         targets = ["q_proj", "v_proj", "down_proj"]
         adapter = LoraConfig(r=3, lora_alpha=8, target_modules=targets, init_lora_weights=False)
-        model = get_peft_model(model, adapter)  # type: ignore[arg-type]
+        model = get_peft_model(model, adapter)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # Set on a sharded parameter when the model is divided (`sharding.passes`).
@@ -40,3 +41,21 @@ def local_of(tensor: Any) -> Any:
 def whole_of(tensor: Any) -> Any:
     """All rows. If the tensor is divided, every rank must ask, for the same tensors in order."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def own_rows(value: Tensor, parameter: Any) -> Tensor:
+    """This rank's rows of a whole tensor of the parameter's shape."""
+    mesh = parameter.device_mesh
+    full = -(-len(value) // mesh.size())
+    first = min(mesh.get_local_rank() * full, len(value))
+    return value[first : first + full].clone()
+
+
+def put_whole(parameter: Tensor, value: Tensor) -> None:
+    """Set a parameter, or this rank's rows of it, from the whole value."""
+    with torch.no_grad():
+        if is_shard(parameter):
+            sharded: Any = parameter
+            sharded.to_local().copy_(own_rows(value, parameter))
+        else:
+            parameter.copy_(value)

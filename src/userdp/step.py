@@ -109,7 +109,7 @@ class PrivateStep:
             # Adapters are drawn at random: every rank begins with those of the first.
             self._ranks.copy_from_first_(self._parameters)
         else:
-            check_step(plan, record_loss, settings)
+            check_step(plan, record_loss, settings, optimizer)
         check_alike(self._ranks, plan, model, optimizer, index, settings)
         make = partial(RunRecord.create, plan, model, optimizer, settings=settings, secret=secret)
         with as_one_process(model, self._ranks):
@@ -249,8 +249,11 @@ class PrivateStep:
         try:
             return self._own_part(cohort, given)
         finally:
-            if self._model_passes is not None:
-                self._model_passes.finish()
+            self._end_passes()
+
+    def _end_passes(self) -> None:
+        if self._model_passes is not None:
+            self._model_passes.finish()
 
     def _own_part(
         self, cohort: Cohort, given: Callable[[], list[Batch]]
@@ -316,8 +319,7 @@ class PrivateStep:
         try:
             self._checked.check_model(example)
         finally:
-            if self._model_passes is not None:
-                self._model_passes.finish()
+            self._end_passes()
 
     def _release(self, total: ClippedSum) -> None:
         """Add noise to the sum, divide, take the step: all that leaves the private side."""

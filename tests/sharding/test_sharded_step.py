@@ -70,15 +70,21 @@ def test_sharded_equals_data_parallel_equals_one_process(
         pytest.param(Training(settings=StepSettings(path="plain")), id="plain"),
         pytest.param(Training(settings=StepSettings(microbatch_tokens=16)), id="microbatches"),
         pytest.param(Training(lora=False, strategy="optimised"), id="banded"),
-        pytest.param(Training(strategy="buffered"), id="buffered"),
-        pytest.param(Training(strategy="inverse-square-root"), id="redrawn"),
         pytest.param(Training(plan={"noise": Discrete(noise_multiplier=0.0)}), id="discrete"),
         pytest.param(
-            Training(plan={"clip": AdaptiveClip(clip_norm=0.5, count_noise=2.0)}), id="adaptive"
+            Training(
+                plan={
+                    "clip": AdaptiveClip(clip_norm=0.5, count_noise=2.0),
+                    "epsilon": None,
+                    "noise_multiplier": 1.0,
+                }
+            ),
+            id="adaptive",
         ),
         pytest.param(Training(plan={"clip": PerLayerClip(clip_norm=0.5)}), id="by layer"),
         pytest.param(Training(optimizer="SGD"), id="sgd"),
-        pytest.param(Training(lora=False, optimizer="Adafactor"), id="adafactor"),
+        pytest.param(Training(optimizer="Muon"), id="muon"),
+        pytest.param(Training(base_dtype=torch.bfloat16), id="bfloat16 base"),
     ],
 )
 def test_every_kind_of_step_equals_one_process(tmp_path: Path, training: Training) -> None:

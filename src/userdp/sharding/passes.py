@@ -51,8 +51,8 @@ class Passes:
             )
         self._root = model
         self._model = model
-        found = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._modules: list[FSDPModule] = found
+        self._modules: list[FSDPModule] = []
+        self._modules += [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._ranks = ranks
         self._orders: dict[int, list[int]] = {}
         # What the pass that runs has gathered so far, and its kind.

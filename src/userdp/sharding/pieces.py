@@ -92,7 +92,7 @@ class Piece:
 
     def placed(self, view: Tensor) -> int:
         """Where in the flat buffer the piece begins, if `view` is the parameter's place there."""
-        return view.storage_offset() + self.first * self.width
+        return int(view.storage_offset()) + self.first * self.width
 
     def gradient(self, values: Tensor) -> Tensor:
         """The values as the gradient of the parameter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +23,8 @@ from userdp.sharded_tensors import is_shard
 if TYPE_CHECKING:
     from userdp.sharding.passes import Passes
 
+# Optimizers of torch that fail on shards.
+_NOT_BY_ROWS = frozenset({"Adafactor"})
 _passes: WeakKeyDictionary[nn.Module, Passes] = WeakKeyDictionary()
 
 
@@ -75,7 +78,12 @@ def check_shardable(model: nn.Module) -> None:
         )
 
 
-def check_step(plan: Plan, record_loss: RecordLoss, settings: StepSettings) -> None:
+def check_step(
+    plan: Plan,
+    record_loss: RecordLoss,
+    settings: StepSettings,
+    optimizer: torch.optim.Optimizer,
+) -> None:
     """Refuse steps whose passes are not those that all ranks can run together."""
     if not plan.update.is_mean_gradient or plan.halting_test is not None:
         raise InputError(
@@ -87,6 +95,11 @@ def check_step(plan: Plan, record_loss: RecordLoss, settings: StepSettings) -> N
         raise InputError(
             "a sharded model is trained by causal_lm_loss alone: another loss may run the model "
             "more than once, and the ranks could not follow. Train without shards."
+        )
+    if type(optimizer).__name__ in _NOT_BY_ROWS:
+        raise InputError(
+            f"{type(optimizer).__name__} cannot train a sharded model: it has no way to take means "
+            "over rows that lie on several ranks. Use AdamW, Muon or SGD."
         )
     if settings.compile_blocks:
         raise InputError(
@@ -113,6 +126,18 @@ def passes_of(model: nn.Module, ranks: Ranks) -> Passes | None:
     return _passes[model]
 
 
-def without_passes(model: nn.Module) -> Any:
-    """Forget the passes of a model, such as before its ranks end."""
-    return _passes.pop(model, None)
+def first_runs(model: nn.Module, ranks: Ranks, make: Callable[[], object]) -> object:
+    """What the first rank alone computes with the model; the others hand out their shards."""
+    passes = passes_of(model, ranks)
+    if passes is None:
+        return ranks.on_first(make)
+
+    def run() -> object:
+        try:
+            return make()
+        finally:
+            passes.finish()
+
+    if not ranks.is_first:
+        passes.finish()
+    return ranks.on_first(run)
