@@ -18,6 +18,8 @@ GROUND = {"errors", "units", "index", "history", "parts", "streams", "chain", "d
 # The file of a population lies beside a store: stores name it, and what spends adds to it.
 GROUND |= {"budget_file", "interrupts", "lock", "remembered", "rows_file", "task_names"}
 GROUND |= {"chacha", "compiled", "quantisation_names", "schedules"}
+# The way to the others of a launched process, without torch.
+GROUND |= {"ranks_launched"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses", "tasks"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the
@@ -149,7 +151,7 @@ ABOVE = {
     "configured": GROUND | {"config", "data", "models", "tasks"},
     "training_from_config": GROUND
     | {"checkpoints", "clipping", "config", "configured", "data", "optimizers", "plan"}
-    | {"public_gradient", "run_record", "same_run", "training", "validation"},
+    | {"public_gradient", "ranks", "run_record", "same_run", "training", "validation"},
     "trainer": GROUND
     | {"checkpoints", "clipping", "data", "evaluation", "models", "plan", "statement", "tasks"}
     | {"earlier", "lineage", "run_files", "trackers", "training"},
@@ -210,6 +212,7 @@ TORCH_FREE = [
     "config",
     "config_problems",
     "data",
+    "ranks_launched",
     "report",
 ]
 HEAVY = {"torch", "transformers", "peft", "safetensors"}

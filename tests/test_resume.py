@@ -380,7 +380,7 @@ def test_other_code_and_other_hardware_are_refused(
         with pytest.raises(InputError, match="version of this package"):
             run(root, tmp_path / "r", resume=True)
     with monkeypatch.context() as patched:
-        patched.setattr("userdp.same_run.hardware_of", lambda *_: "another chip")
+        patched.setattr("userdp.same_run.hardware_of", lambda _: "another chip")
         with pytest.raises(InputError, match=r"1 steps since the last checkpoint .* another chip"):
             run(root, tmp_path / "r", resume=True)
         # The checkpoint after step 2 is the ledger's end once its row of step 3 is gone.

@@ -259,10 +259,8 @@ def _are_known(sums: Mapping[str, str], kind: Any, path: Path) -> bool:
     return kind == SHARDED_FORMAT and sorted(sums) == sorted([*shards, FILES[2]])
 
 
-def hardware_of(device: torch.device, num_ranks: int = 1) -> str:
-    """What sums of floating-point numbers depend on: the chips, and how work is split on them."""
-    if num_ranks > 1:
-        return f"{num_ranks} ranks, each {hardware_of(device)}"
+def hardware_of(device: torch.device) -> str:
+    """What sums of floating-point numbers depend on: the chip, and how work is split on it."""
     if device.type == "cuda":
         chip = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
         return f"{chip}, {torch.get_float32_matmul_precision()} precision of products"

@@ -42,7 +42,7 @@ from userdp.run_facts import of_parts, write_facts
 from userdp.run_files import overlap, write_training_users
 from userdp.run_record import OnStep, RunRecord, checkpoints_of
 from userdp.run_state import restore_beginning, restore_finished
-from userdp.same_run import check_same_config
+from userdp.same_run import check_same_config, write_ranks
 from userdp.streams import RunSecret
 from userdp.tasks import Task
 from userdp.training_choice import RowChoice
@@ -219,6 +219,7 @@ def open_run(given: Given) -> Opened:
             saving=given.saving,
             on_step=given.on_step,
             num_ranks=given.ranks.count,
+            sharded=given.settings.shard,
         )
     else:
         if path is not None and beginning.parent is not None:
@@ -236,6 +237,8 @@ def open_run(given: Given) -> Opened:
             saving=given.saving,
             on_step=given.on_step,
         )
+    if path is not None:
+        write_ranks(path, given.ranks.count, sharded=given.settings.shard)
     return Opened(
         beginning=beginning,
         goes_on=started.goes_on,
@@ -286,7 +289,7 @@ def rows_and_names(given: Given, plan: Plan) -> tuple[RowChoice, dict[str, str]]
         "schedule": scheduler_digest(given.scheduler),
         "settings": str(given.settings),
         "device": device.type,
-        "hardware": hardware_of(device, given.ranks.count),
+        "hardware": hardware_of(device),
     }
     own_task, average, public = given.own_task, given.average, given.public
     bound_to |= {} if own_task is None else {"task_code": task_digest(own_task)}

@@ -43,6 +43,7 @@ from userdp.same_run import (
     NOISE_KEY,
     check_hardware,
     check_noise,
+    check_ranks,
     check_same,
     digests_of,
     key_name,
@@ -155,6 +156,7 @@ class RunRecord:
         saving: Saving | None = None,
         on_step: OnStep | None = None,
         num_ranks: int = 1,
+        sharded: bool = False,
     ) -> RunRecord:
         """The record of the unfinished run in `path`, to go on with.
 
@@ -171,7 +173,8 @@ class RunRecord:
                 secret = stored_secret(path, ledger.bound_to.get("noise_key"))
             if secret.fixed_seed != ledger.fixed_seed:
                 raise InputError(f"{path} was begun with another kind of seed: put it back.")
-            check_hardware(ledger, moment, next(model.parameters()).device, num_ranks)
+            check_hardware(ledger, moment, next(model.parameters()).device)
+            check_ranks(ledger, moment, path, num_ranks, sharded=sharded)
             check_noise(ledger, moment, plan)
         except BaseException:
             ledger.close()

@@ -23,6 +23,7 @@ from userdp.digests import (
     parts_version,
     weights_digest,
 )
+from userdp.durable import OWNER_ONLY_FILE, write_file
 from userdp.errors import InputError, LedgerError
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
@@ -30,6 +31,8 @@ from userdp.plan import Plan
 from userdp.streams import RunSecret
 
 NOISE_KEY = Path("secret", "noise.key")
+# How many ranks took the last steps.
+RANKS = Path("secret", "ranks")
 
 # What a run is bound to, in words.
 MEANINGS = {
@@ -167,18 +170,46 @@ def stored_secret(path: Path, name: str | None) -> RunSecret:
     return found
 
 
-def check_hardware(
-    ledger: Ledger, moment: Moment | None, device: torch.device, num_ranks: int = 1
-) -> None:
+def check_hardware(ledger: Ledger, moment: Moment | None, device: torch.device) -> None:
     """Refuse to repeat steps where they would be rounded in another way."""
     repeated = ledger.steps - (0 if moment is None else moment.step)
-    before, now = ledger.bound_to.get("hardware", ""), hardware_of(device, num_ranks)
+    before, now = ledger.bound_to.get("hardware", ""), hardware_of(device)
     if repeated and before and before != now:
         raise InputError(
             f"{repeated:,} steps since the last checkpoint must be taken again exactly as they "
             f"were, and this is other hardware: {now} instead of {before}. Go back to that, or say "
             "--fork to take them with new noise at a new charge."
         )
+
+
+def check_ranks(
+    ledger: Ledger, moment: Moment | None, path: Path, num_ranks: int, *, sharded: bool = False
+) -> None:
+    """Refuse to repeat steps on another number of ranks: sums would be rounded in another way."""
+    repeated = ledger.steps - (0 if moment is None else moment.step)
+    place = path / RANKS
+    before = place.read_text(encoding="ascii").strip() if place.is_file() else "1"
+    now = _ranks_in_words(num_ranks, sharded)
+    if repeated and before != now:
+        raise InputError(
+            f"{repeated:,} steps since the last checkpoint must be taken again exactly as they "
+            f"were, by {before} ranks, and here are {now}. Start {before} ranks until the "
+            "next checkpoint, or say --fork to take them with new noise at a new charge."
+        )
+
+
+def _ranks_in_words(num_ranks: int, sharded: bool) -> str:
+    return f"{num_ranks} sharded" if sharded and num_ranks > 1 else str(num_ranks)
+
+
+def write_ranks(path: Path, num_ranks: int, *, sharded: bool = False) -> None:
+    """Note how many ranks take the next steps. One process leaves no note unless there is one.
+
+    The ledger does not name it: neither the cohorts nor the noise depend on it.
+    """
+    if num_ranks > 1 or (path / RANKS).is_file():
+        words = _ranks_in_words(num_ranks, sharded)
+        write_file(path / RANKS, f"{words}\n".encode(), mode=OWNER_ONLY_FILE)
 
 
 def check_noise(ledger: Ledger, moment: Moment | None, plan: Plan) -> None:

@@ -43,8 +43,8 @@ from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.public_gradient import PublicData, mixed_in
 from userdp.ranks import Ranks
-from userdp.ranks.launcher import is_restarted
 from userdp.ranks.wishes import Wishes
+from userdp.ranks_launched import is_restarted
 from userdp.run_record import OnStep, RunRecord
 from userdp.run_state import Checkpoint, restore
 from userdp.sharding.dividing import divide, refuse_with_shards

@@ -15,6 +15,7 @@ from userdp.errors import InputError
 from userdp.optimizers import optimizer_of, schedule_of
 from userdp.plan import Plan
 from userdp.public_gradient import public_of
+from userdp.ranks import Ranks
 from userdp.run_record import OnStep
 from userdp.same_run import NOISE_KEY
 from userdp.streams import RunSecret
@@ -36,13 +37,16 @@ def train_from_config(
     on_point: OnPoint | None = None,
 ) -> Run:
     """Train as the configuration says and leave the run in `out`."""
-    _check_out(out, goes_on=resume or fork)
-    paid = config.load_paid()
-    plan.check_paid(paid)
-    store = UserStore.open(config.data.store)
+    ranks = Ranks.found()
+    ranks.on_first(lambda: _check_out(out, goes_on=resume or fork))
     settings = config.training
-    model, tokenizer = load_configured_model(config)
-    optimizer = optimizer_of(model, settings)
+    # Either every rank has its model and its data, or none of them begins.
+    with ranks.together():
+        paid = config.load_paid()
+        plan.check_paid(paid)
+        store = UserStore.open(config.data.store)
+        model, tokenizer = load_configured_model(config)
+        optimizer = optimizer_of(model, settings)
     seed = settings.fixed_seed
     return train(
         model,

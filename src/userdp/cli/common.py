@@ -209,12 +209,17 @@ def training_progress(
     paid: Sequence[Paid] = (),
     earlier: Sequence[Earlier] = (),
     is_composed: bool = False,
+    is_silent: bool = False,
 ) -> Iterator[TrainingProgress]:
     """The progress of a run on stderr, the epsilon of `paid` looks included.
 
     Where a run `is_composed` with the one that it goes on from, the plan alone does not tell what
-    was spent so far. Then no epsilon is shown before the statement.
+    was spent so far. Then no epsilon is shown before the statement. Ranks that follow another are
+    silent.
     """
+    if is_silent:
+        yield TrainingProgress(plan, paid, earlier, bar=lambda done, spent: None, is_composed=True)
+        return
     console = Console(stderr=True)
     if not console.is_terminal:
         say(title)

@@ -22,6 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 from userdp.errors import BudgetExhaustedError, InputError, StoppedRunError
+from userdp.ranks_launched import is_told, launched_rank
 
 FAILED = 1
 INTERRUPTED = 130
@@ -76,7 +77,8 @@ def end(program: Callable[[], object]) -> None:
     try:
         program()
     except (InputError, BudgetExhaustedError, StoppedRunError) as error:
-        _print(str(error))
+        if not is_told(error):
+            _print(str(error))
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         _print("interrupted: nothing more was done.")
@@ -102,5 +104,7 @@ def _of_the_system(error: OSError) -> str:
 
 
 def _print(message: str) -> None:
+    # Of several ranks the first needs no name.
+    who = f"rank {rank}: " if (rank := launched_rank()) else ""
     # A path may hold a line break; the message is one line all the same.
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"error: {who}{' '.join(message.split())}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +13,13 @@ import typer
 from userdp.cli import common
 from userdp.config import Config, load_config
 from userdp.data.store import UserStore
+from userdp.earlier import Earlier
 from userdp.errors import InputError
 from userdp.history import read_history
 from userdp.interrupts import InterruptedRunError
+from userdp.paid import Paid
 from userdp.plan import Plan
+from userdp.ranks_launched import by_first, is_restarted, launched_rank, leave
 from userdp.run_files import Overlap, overlap, shared_users
 from userdp.validation_curve import Point, released_curve
 
@@ -55,69 +59,29 @@ def train(
         raise InputError("--from-step says where a fork begins: say --fork, or leave it out.")
     if dry_run and (resume or fork):
         raise InputError("--dry-run begins a run of its own: leave out --resume and --fork.")
-    settings = load_config(config)
-    if steps is not None:
-        common.check_steps(steps)
-        changed = settings.training.model_copy(update={"steps": steps})
-        settings = settings.model_copy(update={"training": changed})
-    longer = _going_on(out, steps) if resume and not fork else None
-    plan = longer or settings.plan()
-    paid = settings.load_paid()
-    earlier = settings.load_earlier()
-    plan.check_paid(paid, earlier=earlier)
-    if earlier:
-        counted = (
-            "other_people declares that nobody here was in them, and the largest epsilon is stated"
-            if settings.privacy.other_people
-            else "their cost is composed with this one's"
-        )
-        common.say(
-            f"note: the model carries {sum(item.steps for item in earlier):,} steps of "
-            f"{len(earlier)} earlier private runs; {counted}"
-        )
-    for caution in plan.cautions():
-        common.say(f"caution: {caution}")
+    # A launcher that restarts its processes starts them with the same command.
+    resume = resume or (is_restarted() and not fork and not dry_run)
+    ready = by_first(lambda: _ready(config, out, steps, resume=resume, fork=fork))
+    settings = _configured(config, steps)
+    follows = launched_rank() > 0
 
-    # Import torch only now, so that a wrong configuration is refused at once.
     common.quiet_transformers()
     from userdp import training_from_config
-    from userdp.configured import configured_task, load_configured_tokenizer
-    from userdp.data.tokens import tokenise_by_record
-    from userdp.trackers import check_trackers
 
-    check_trackers(settings.training.trackers, out)
-
-    held_out, unchecked = None, False
-    if settings.data.evaluation is not None:
-        held_out = UserStore.open(settings.data.evaluation)
-        store = UserStore.open(settings.data.store)
-        shared = store.shares_users_with(held_out)
-        common.refuse_overlap(shared, held_out, way_out=OTHER_USERS)
-        before = _in_earlier_runs(settings, held_out)
-        common.refuse_overlap(before.shared, held_out, way_out=OTHER_USERS)
-        unchecked = shared is None or not before.is_known
-        if unchecked:
-            common.say(f"note: {common.UNCHECKED_OVERLAP}")
-        # A store that cannot be evaluated is refused now, not after the last step.
-        tokenizer = load_configured_tokenizer(settings)
-        tokenise_by_record(
-            held_out,
-            tokenizer,
-            sequence_length=settings.data.sequence_length,
-            encoding=configured_task(settings, tokenizer, store).encoding,
-        )
-    if settings.training.on_cuda and settings.training.path == "fast":
-        common.say("the first steps compile the model for its batches: a minute or two")
     with (
         common.training_progress(
-            plan, paid=paid, earlier=earlier, is_composed=fork or longer is not None
+            ready.plan,
+            paid=ready.paid,
+            earlier=ready.earlier,
+            is_composed=fork or ready.goes_on,
+            is_silent=follows,
         ) as progress,
         _saying_how_to_go_on(),
     ):
         run = training_from_config.train_from_config(
             config,
             settings,
-            plan,
+            ready.plan,
             out,
             resume=resume,
             fork=fork,
@@ -126,6 +90,10 @@ def train(
             on_step=progress.on_step,
             on_point=lambda point: progress.note(point.step, _told(point)),
         )
+    leave()
+    if follows:
+        return
+    held_out, unchecked = ready.held_out(settings), ready.unchecked
     points = {point.step: point for point in run.validation}
     before, after = points.get(0), points.get(run.ledger.steps)
     is_released = after is not None and after in released_curve(out)
@@ -151,6 +119,96 @@ def train(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Ready:
+    """What is known before torch is loaded: all checks of the configuration are passed."""
+
+    plan: Plan
+    paid: list[Paid]
+    earlier: list[Earlier]
+    goes_on: bool
+    unchecked: bool
+
+    def held_out(self, settings: Config) -> UserStore | None:
+        """The store of other users to measure on."""
+        place = settings.data.evaluation
+        return None if place is None else UserStore.open(place)
+
+
+def _configured(config: Path, steps: int | None) -> Config:
+    settings = load_config(config)
+    if steps is None:
+        return settings
+    common.check_steps(steps)
+    changed = settings.training.model_copy(update={"steps": steps})
+    return settings.model_copy(update={"training": changed})
+
+
+def _ready(config: Path, out: Path, steps: int | None, *, resume: bool, fork: bool) -> _Ready:
+    """Check everything that can be checked at once; several ranks do so on the first."""
+    settings = _configured(config, steps)
+    longer = _going_on(out, steps) if resume and not fork else None
+    plan = longer or settings.plan()
+    paid = settings.load_paid()
+    earlier = settings.load_earlier()
+    plan.check_paid(paid, earlier=earlier)
+    if earlier:
+        counted = (
+            "other_people declares that nobody here was in them, and the largest epsilon is stated"
+            if settings.privacy.other_people
+            else "their cost is composed with this one's"
+        )
+        common.say(
+            f"note: the model carries {sum(item.steps for item in earlier):,} steps of "
+            f"{len(earlier)} earlier private runs; {counted}"
+        )
+    for caution in plan.cautions():
+        common.say(f"caution: {caution}")
+
+    # Import torch only now, so that a wrong configuration is refused at once.
+    common.quiet_transformers()
+    from userdp.trackers import check_trackers
+
+    check_trackers(settings.training.trackers, out)
+    unchecked = _check_held_out(settings)
+    if settings.training.on_cuda and settings.training.path == "fast":
+        common.say("the first steps compile the model for its batches: a minute or two")
+    return _Ready(
+        plan=plan,
+        paid=list(paid),
+        earlier=list(earlier),
+        goes_on=longer is not None,
+        unchecked=unchecked,
+    )
+
+
+def _check_held_out(settings: Config) -> bool:
+    """Refuse people to measure on who are trained on. True if that cannot be known."""
+    from userdp.configured import configured_task, load_configured_tokenizer
+    from userdp.data.tokens import tokenise_by_record
+
+    if settings.data.evaluation is None:
+        return False
+    held_out = UserStore.open(settings.data.evaluation)
+    store = UserStore.open(settings.data.store)
+    shared = store.shares_users_with(held_out)
+    common.refuse_overlap(shared, held_out, way_out=OTHER_USERS)
+    before = _in_earlier_runs(settings, held_out)
+    common.refuse_overlap(before.shared, held_out, way_out=OTHER_USERS)
+    unchecked = shared is None or not before.is_known
+    if unchecked:
+        common.say(f"note: {common.UNCHECKED_OVERLAP}")
+    # A store that cannot be evaluated is refused now, not after the last step.
+    tokenizer = load_configured_tokenizer(settings)
+    tokenise_by_record(
+        held_out,
+        tokenizer,
+        sequence_length=settings.data.sequence_length,
+        encoding=configured_task(settings, tokenizer, store).encoding,
+    )
+    return unchecked
+
+
 def _told(point: Point) -> str:
     return "held-out loss " + ("not finite" if point.loss is None else f"{point.loss:.4f}")
 
@@ -169,7 +227,8 @@ def _saying_how_to_go_on() -> Iterator[None]:
     try:
         yield
     except InterruptedRunError as stopped:
-        common.say(str(stopped))
+        if not launched_rank():
+            common.say(str(stopped))
         raise typer.Exit(stopped.exit_code) from None
 
 

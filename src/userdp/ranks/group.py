@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,8 +32,8 @@ from torch import Tensor
 
 from userdp.errors import InputError, StoppedRunError
 from userdp.lock import Owner
-from userdp.ranks.launcher import launched_ranks
 from userdp.ranks.telling import Told, retold
+from userdp.ranks_launched import launched_ranks
 
 Value = TypeVar("Value")
 
@@ -41,8 +42,8 @@ TIMEOUT_VARIABLE = "USERDP_RANK_TIMEOUT"
 USUAL_TIMEOUT = 1800.0
 # How long the others wait while the first rank alone reads data or writes files.
 PATIENCE = 86_400.0
-# How long the others may take to say where they are, once something went wrong.
-_ANSWER = timedelta(seconds=2)
+# How often they look whether it is done, in seconds.
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.25
 
 
 class Ranks:
@@ -94,7 +95,17 @@ class Ranks:
             control = dist.new_group(backend="gloo", timeout=timeout)
             ranks = Ranks(rank=dist.get_rank(), count=dist.get_world_size(), control=control)
             _found = (world, ranks)
+            log = logging.getLogger("userdp")
+            if not ranks.is_first and log.level == logging.NOTSET:
+                # What all ranks would say, the first says.
+                log.setLevel(logging.ERROR)
         return _found[1]
+
+    @staticmethod
+    def leave() -> None:
+        """End the process group, if there is one. All ranks are done."""
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
 
     @property
     def control(self) -> Any:
@@ -285,28 +296,31 @@ class Ranks:
         if self.is_first:
             self._store.set(key, "")
             return
-        end = time.monotonic() + PATIENCE
-        while not self._store.check([key]) and time.monotonic() < end:
-            with contextlib.suppress(RuntimeError):
-                self._store.wait([key], timedelta(seconds=1))
-                return
-            if self._owner(0).is_gone:
-                raise RuntimeError("the first rank has ended")
+        began, pause = time.monotonic(), SHORTEST_PAUSE
+        while not self._store.check([key]):
+            is_over = time.monotonic() - began > PATIENCE
+            if is_over or (pause >= LONGEST_PAUSE and self._owner(0).is_gone):
+                raise RuntimeError("the first rank has ended or hangs")
+            time.sleep(pause)
+            pause = min(LONGEST_PAUSE, 2 * pause)
 
     def _owner(self, rank: int) -> Owner:
         """Which process a rank is. Raises if it never came."""
-        self._store.wait([f"owner {rank}"], _ANSWER)
-        return Owner(**json.loads(self._store.get(f"owner {rank}")))
+        return Owner(**json.loads(self._read(f"owner {rank}")))
+
+    def _read(self, key: str) -> str:
+        """What a rank wrote. Never waits: what is not there by now, was not written."""
+        if not self._store.check([key]):
+            raise RuntimeError(f"{key} is not there")
+        return self._store.get(key).decode()
 
     def _missed(self, waited: float) -> str:
         """Who did not come to this exchange, in words."""
         behind: list[str] = []
         for rank in range(self.count):
             try:
-                # Never waits long: what is not there by now, was not written.
-                self._store.wait([f"turn {rank}"], _ANSWER)
-                owner = self._owner(rank)
-                is_behind = int(self._store.get(f"turn {rank}")) < self._turn or owner.is_gone
+                owner, turn = self._owner(rank), int(self._read(f"turn {rank}"))
+                is_behind = turn < self._turn or owner.is_gone
                 name = f"process {owner.pid} on host {owner.host}"
             except RuntimeError:
                 is_behind, name = True, "which never came"

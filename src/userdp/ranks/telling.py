@@ -11,9 +11,7 @@ from typing import Any
 
 from userdp import errors
 from userdp.errors import StoppedRunError
-
-# Set on an error that another rank met: that one prints it.
-TOLD_BY = "told_by"
+from userdp.ranks_launched import TOLD_BY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +47,3 @@ def retold(told: Told) -> Exception:
         )
     setattr(error, TOLD_BY, told.rank)
     return error
-
-
-def is_told(error: BaseException) -> bool:
-    """Whether another rank met the error, and prints it."""
-    return hasattr(error, TOLD_BY)

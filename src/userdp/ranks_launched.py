@@ -1,0 +1,58 @@
+"""What a launcher says in the environment of its processes. Needs no torch.
+
+torchrun and accelerate set these variables. Under SLURM and Kubernetes, torchrun sets them, or the
+job's own script (docs/distributed.md).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+# Set on an error that another rank met: that one prints it.
+TOLD_BY = "told_by"
+
+
+def launched_ranks() -> int:
+    """As one of how many processes this one was launched."""
+    if "RANK" not in os.environ:
+        return 1
+    return int(os.environ.get("WORLD_SIZE") or "1")
+
+
+def launched_rank() -> int:
+    """Which of them this one is; 0 if it is the only one."""
+    return int(os.environ.get("RANK") or "0") if launched_ranks() > 1 else 0
+
+
+def is_restarted() -> bool:
+    """Whether the launcher started its processes again, because one of them was lost."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0") > 0
+
+
+def by_first(make: Callable[[], Value]) -> Value:
+    """What `make` returns on the first rank; what it raises there, all ranks raise.
+
+    A process that is alone needs no torch for it.
+    """
+    if launched_ranks() == 1:
+        return make()
+    from userdp.ranks import Ranks
+
+    return Ranks.found().by_first(make)
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether another rank met the error, and prints it."""
+    return hasattr(error, TOLD_BY)
+
+
+def leave() -> None:
+    """Leave the others, at the end of a program that went well."""
+    if launched_ranks() > 1:
+        from userdp.ranks import Ranks
+
+        Ranks.leave()
