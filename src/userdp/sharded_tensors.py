@@ -9,13 +9,15 @@ Without shards each of them is the tensor itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Set on a sharded parameter when the model is divided (`sharding.passes`).
 _LEAF = "userdp_leaf"
+_REST = "_userdp_rest"
 
 
 def is_shard(tensor: Tensor) -> bool:
@@ -31,6 +33,18 @@ def leaf_of(parameter: Tensor) -> Tensor:
 def set_leaf(parameter: Tensor, leaf: Tensor) -> None:
     """Note the tensor that stands in for a sharded parameter while its layer runs."""
     setattr(parameter, _LEAF, leaf)
+
+
+def on_rest(model: nn.Module, rest: Callable[[], None]) -> None:
+    """Note how a sharded model is put to rest (`at_rest`)."""
+    vars(model)[_REST] = rest
+
+
+def at_rest(model: nn.Module) -> None:
+    """Free whole weights that a pass which failed has left behind: only shards are in place."""
+    rest = vars(model).get(_REST)
+    if rest is not None:
+        rest()
 
 
 def local_of(tensor: Any) -> Any:

@@ -153,7 +153,8 @@ def test_shards_have_noise_of_the_stated_size_that_is_uncorrelated() -> None:
     for rank in range(ranks):
         pieces = Pieces.__new__(Pieces)
         pieces.pieces = [Piece.of(shard_of((ranks * rows,), rank, ranks), rank, ranks)]
-        pieces.noises = [Gaussian(noise_multiplier=1.0)]
+        noises: list[Noise] = [Gaussian(noise_multiplier=1.0)]
+        pieces.noises = noises
         values = [torch.zeros(rows)]
         pieces.add_noise_(values, total, noise_stddev=3.0, step=0, streams=STREAMS)
         drawn.append(values[0])

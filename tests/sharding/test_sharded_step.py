@@ -14,6 +14,8 @@ from userdp.noise.discrete import Discrete
 
 # The order of summation alone differs.
 SAME = 1e-6
+# Half precision rounds in batches of other shapes, or in other parts of a product.
+SAME_IN_HALF = 1e-2
 # An architecture that is proven needs no probe, which takes most of a short run.
 UNCHECKED = StepSettings(check=False, microbatch_tokens=64)
 
@@ -27,7 +29,8 @@ def check_equal(training: Training, ranks: int, out: Path) -> list[Trained]:
     alone = one_process(training)
     found = run_ranks(ranks, trained, out, training)
     for rank in found:
-        assert furthest(rank.weights, alone.weights) <= SAME
+        in_half = training.base_dtype == torch.bfloat16 or training.optimizer == "Muon"
+        assert furthest(rank.weights, alone.weights) <= (SAME_IN_HALF if in_half else SAME)
         assert rank.num_steps == alone.num_steps == training.steps
     return found
 

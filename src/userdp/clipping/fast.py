@@ -43,7 +43,7 @@ from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError, MixedExamplesError
 from userdp.losses import Batch, RecordLoss, Update, joined_lm_loss
-from userdp.sharded_tensors import is_shard
+from userdp.sharded_tensors import at_rest, is_shard
 
 # Adds what one batch of users contributes.
 AddBatch = Callable[[Users], Any]
@@ -238,6 +238,7 @@ class FastClipping:
         except Exception:
             if not self.skip_failing:
                 raise
+            at_rest(self._model)
             self._add_one_by_one(users, rule, failures)
 
     def _add_one_by_one(self, users: Users, rule: ClipRule, failures: Failures) -> None:

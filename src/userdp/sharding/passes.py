@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from userdp.errors import InputError
 from userdp.ranks import Ranks
-from userdp.sharded_tensors import is_shard, leaf_of, set_leaf
+from userdp.sharded_tensors import is_shard, leaf_of, on_rest, set_leaf
 
 # The kinds of a pass. The smallest that any rank wants is run first.
 FORWARD, WITH_BACKWARD, NONE = 0, 1, 2
@@ -61,7 +61,8 @@ class Passes:
         self._note_leaves()
         for number, module in enumerate(self._modules):
             module.set_custom_all_gather(cast("Any", _Gather(number, self._note_gather)))
-        self._handle = model.register_forward_pre_hook(self._before, prepend=True)
+        on_rest(model, self._root.reset_iter_state)
+        model.register_forward_pre_hook(self._before, prepend=True)
         self._learn()
 
     def _note_leaves(self) -> None:

@@ -216,12 +216,14 @@ class Pieces:
         common = self._ranks.by_first(lambda: _common(own))
         if not common:
             return {}
-        count = common.pop("num_vectors")
+        vectors_of_none: Tensor | None = common.pop("vectors of no row")
         memory: list[Tensor | None] = [None] * len(own)
-        if count is not None:
+        if vectors_of_none is not None:
             for place, (piece, state) in enumerate(zip(self.pieces, own, strict=True)):
-                vectors = torch.zeros((count, 0)) if state is None else state["memory"]
-                memory[place] = piece.as_shard(vectors, more=(count,))
+                vectors = vectors_of_none if state is None else state["memory"]
+                memory[place] = piece.as_shard(
+                    vectors.to(piece.parameter.device), more=(len(vectors),)
+                )
         return {**common, "memory": memory}
 
     def load_state_dict(self, state: dict[str, Any], views: Sequence[Tensor]) -> None:
@@ -246,11 +248,12 @@ class Pieces:
 
 
 def _common(states: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
-    """What the states of all pieces have in common, and how many vectors each has."""
+    """What the states of all pieces have in common, and the vectors of a piece without rows."""
     state = next((dict(state) for state in states if state), None)
     if state is None:
         return {}
     memory = state.pop("memory")
     for own in ("offset", "held"):
         state.pop(own)
-    return {**state, "num_vectors": None if memory is None else len(memory)}
+    # As many and as wide as those of the others, with nothing in them.
+    return {**state, "vectors of no row": None if memory is None else memory[:, :0].cpu()}
