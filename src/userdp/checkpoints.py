@@ -41,6 +41,7 @@ from userdp.data.array_files import file_digest
 from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE, new_directory
 from userdp.errors import InputError, LedgerError
 from userdp.remembered import checkpoint_places, mark
+from userdp.shard_files import load_shards
 
 FORMAT = 1
 # Each rank's rows are in a file of its own.
@@ -234,8 +235,6 @@ class Checkpoints:
                 raise LedgerError(f"{path / named}: damaged, or not written by this run.")
             tree = json.loads((path / FILES[2]).read_text(encoding="utf-8"))
             if manifest["format"] == SHARDED_FORMAT:
-                from userdp.sharding.saved import load_shards
-
                 weights, tensors = load_shards(path)
             else:
                 weights, tensors = (load_file(path / file) for file in FILES[:2])

@@ -23,6 +23,7 @@ from userdp.clipping.flat import ClippedSum
 from userdp.clipping.rules import CLIP_RULES
 from userdp.clipping.settings import StepSettings
 from userdp.errors import BudgetExhaustedError, InputError, MixedExamplesError
+from userdp.holding import Release, holding_of
 from userdp.index import Rows, UserIndex
 from userdp.ledger import Ledger
 from userdp.losses import Batch, RecordLoss, causal_lm_loss, counted
@@ -36,8 +37,7 @@ from userdp.ranks.shares import places_of, taken
 from userdp.ranks.states import of_all_ranks, of_this_rank
 from userdp.run_record import RunRecord
 from userdp.sampling import Cohort
-from userdp.sharding.holding import Release, holding_of
-from userdp.sharding.shard import check_step, passes_of
+from userdp.sharding.shard import check_step, ending, passes_of
 from userdp.sharding.whole import as_one_process
 from userdp.shared_record import begin_together, check_owner, finish_together, shared
 from userdp.statement import Statement
@@ -223,7 +223,8 @@ class PrivateStep:
         finally:
             self._drawn = None
         with self.record.step(self._drawn_at):
-            total, seen = agreed(self._ranks, partial(self._all_passes, cohort, groups))
+            own_part = partial(self._own_part, cohort, groups)
+            total, seen = agreed(self._ranks, ending(self._model_passes, own_part))
             # What one rank saw holds for all of them from here on.
             self._checked.summation.differs |= seen.differs
             if seen.keeps:
@@ -241,19 +242,6 @@ class PrivateStep:
                 self.record.halt()
         if is_check_due(self.record.steps):
             self.check_ranks()
-
-    def _all_passes(
-        self, cohort: Cohort, given: Callable[[], list[Batch]]
-    ) -> tuple[ClippedSum, Counted]:
-        """This rank's part; of a sharded model, when no rank needs another pass."""
-        try:
-            return self._own_part(cohort, given)
-        finally:
-            self._end_passes()
-
-    def _end_passes(self) -> None:
-        if self._model_passes is not None:
-            self._model_passes.finish()
 
     def _own_part(
         self, cohort: Cohort, given: Callable[[], list[Batch]]
@@ -316,10 +304,7 @@ class PrivateStep:
         like those of `example`. The example is public, so make it up. If `sequence_length` was not
         given, rows may be as long as the example's.
         """
-        try:
-            self._checked.check_model(example)
-        finally:
-            self._end_passes()
+        ending(self._model_passes, partial(self._checked.check_model, example))()
 
     def _release(self, total: ClippedSum) -> None:
         """Add noise to the sum, divide, take the step: all that leaves the private side."""

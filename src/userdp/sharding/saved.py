@@ -15,19 +15,14 @@ as it does without shards.
 from __future__ import annotations
 
 import importlib
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from userdp.checkpoints import Checkpoints, Moment, packed
 from userdp.errors import InputError
 from userdp.ranks import Ranks
-
-WEIGHTS, STATE = "weights.", "state."
+from userdp.shard_files import STATE, WEIGHTS
 
 
 def save_shards(checkpoints: Checkpoints | None, ranks: Ranks, moment: Moment) -> None:
@@ -63,27 +58,3 @@ def save_shards(checkpoints: Checkpoints | None, ranks: Ranks, moment: Moment) -
         ranks.on_first(end)
     if checkpoints is not None:
         checkpoints.after_saving(moment.step)
-
-
-def load_shards(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights, and the tensors of the state, whole and by name. No other rank takes part."""
-    checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")
-
-    reader = checkpoint.HuggingFaceStorageReader(str(path))
-    known: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    found = {
-        name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in known.items()
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        reader = checkpoint.HuggingFaceStorageReader(str(path))
-        checkpoint.load(found, storage_reader=reader, no_dist=True)
-    return _named(found, WEIGHTS), _named(found, STATE)
-
-
-def _named(found: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in found.items()
-        if name.startswith(prefix)
-    }

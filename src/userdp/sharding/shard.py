@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,7 @@ from userdp.sharded_tensors import is_shard
 if TYPE_CHECKING:
     from userdp.sharding.passes import Passes
 
+Value = TypeVar("Value")
 # Optimizers of torch that fail on shards.
 _NOT_BY_ROWS = frozenset({"Adafactor"})
 _passes: WeakKeyDictionary[nn.Module, Passes] = WeakKeyDictionary()
@@ -126,18 +127,27 @@ def passes_of(model: nn.Module, ranks: Ranks) -> Passes | None:
     return _passes[model]
 
 
+def ending(passes: Passes | None, compute: Callable[[], Value]) -> Callable[[], Value]:
+    """`compute`, which then waits until no rank needs another pass of a sharded model."""
+    if passes is None:
+        return compute
+    ended = passes
+
+    def run() -> Value:
+        try:
+            return compute()
+        finally:
+            ended.finish()
+
+    return run
+
+
 def first_runs(model: nn.Module, ranks: Ranks, make: Callable[[], object]) -> object:
     """What the first rank alone computes with the model; the others hand out their shards."""
     passes = passes_of(model, ranks)
     if passes is None:
         return ranks.on_first(make)
 
-    def run() -> object:
-        try:
-            return make()
-        finally:
-            passes.finish()
-
     if not ranks.is_first:
         passes.finish()
-    return ranks.on_first(run)
+    return ranks.on_first(ending(passes, make))

@@ -77,8 +77,8 @@ class WholeWeights:
         return self._noise.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
-        self._noise.load_state_dict(state)
+        """Go on from what `state_dict` gave, here or of sharded weights."""
+        self._noise.load_state_dict(joined(state, FlatBuffer(self._parameters, on="meta")))
 
 
 class ShardedWeights:
@@ -111,11 +111,52 @@ class ShardedWeights:
         return self._pieces.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave, on any number of ranks."""
-        self._pieces.load_state_dict(state, self._layout.views)
+        """Go on from what `state_dict` gave, on any number of ranks, or of whole weights."""
+        own = apart(state, self._layout)
+        self._pieces.load_state_dict(own, self._layout.views)
 
 
 def holding_of(parameters: Sequence[Tensor], noise: Noise, ranks: Ranks) -> Holding:
     """The holding of these parameters."""
     kind = ShardedWeights if any(map(is_shard, parameters)) else WholeWeights
     return kind(parameters, noise, ranks)
+
+
+def joined(state: dict[str, Any], layout: FlatBuffer) -> dict[str, Any]:
+    """The state of a noise on the whole buffer, from one that has each parameter's vectors."""
+    memory = state.get("memory")
+    if not isinstance(memory, list):
+        return state
+    vectors: list[Tensor | None] = memory
+    size = len(layout.values)
+    whole: Tensor | None = None
+    for view, own in zip(layout.views, vectors, strict=True):
+        if own is None:
+            continue
+        if whole is None:
+            # Gaps between parameters belong to no weight, so their noise may be anything.
+            whole = own.new_zeros((len(own), size))
+        start = int(view.storage_offset())
+        whole[:, start : start + view.numel()] = own.reshape(len(own), -1)
+    begun = state["step"] > 0
+    return {
+        **state,
+        "memory": whole,
+        "offset": 0 if begun else None,
+        "held": size if begun else None,
+    }
+
+
+def apart(state: dict[str, Any], layout: FlatBuffer) -> dict[str, Any]:
+    """The reverse of `joined`: each parameter's vectors from those of the whole buffer."""
+    memory = state.get("memory")
+    if not state or isinstance(memory, list):
+        return state
+    vectors: list[Tensor | None] = [None] * len(layout.views)
+    if isinstance(memory, Tensor):
+        for place, view in enumerate(layout.views):
+            start = int(view.storage_offset())
+            own = memory[:, start : start + view.numel()]
+            vectors[place] = own.reshape(len(memory), *view.shape)
+    common = {name: value for name, value in state.items() if name not in ("offset", "held")}
+    return {**common, "memory": vectors}
