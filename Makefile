@@ -11,7 +11,7 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 LLM   := $(VENV)/.llm
 
-.PHONY: demo demo-llm test test-all test-faults test-mutants fuzz lint format bench locked lock sbom clean
+.PHONY: demo demo-llm test test-all test-faults test-ranks test-mutants fuzz lint format bench locked lock sbom clean
 
 demo: $(READY)
 	$(BIN)/userdp quickstart --out runs/quickstart
@@ -28,6 +28,10 @@ test-all: $(LLM)
 # Kills runs, imports and boundings at many points, and sees that each ends as if nobody had.
 test-faults: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/faults/test_kills.py
+
+# Every kind of step on 1, 2 and 4 ranks, launchers, restarts and kills: about five minutes.
+test-ranks: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or not slow" tests/ranks
 
 # Plants one fault after another and sees that its test fails: the tests of the tests.
 test-mutants: $(READY)

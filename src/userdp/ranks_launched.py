@@ -28,9 +28,14 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK") or "0") if launched_ranks() > 1 else 0
 
 
+def restarts() -> int:
+    """How often the launcher started its processes again, because one of them was lost."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0")
+
+
 def is_restarted() -> bool:
-    """Whether the launcher started its processes again, because one of them was lost."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0") > 0
+    """Whether this is not the first start."""
+    return restarts() > 0
 
 
 def by_first(make: Callable[[], Value]) -> Value:

@@ -29,11 +29,12 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from userdp.errors import InputError, StoppedRunError
 from userdp.lock import Owner
 from userdp.ranks.telling import Told, retold
-from userdp.ranks_launched import launched_ranks
+from userdp.ranks_launched import launched_ranks, restarts
 
 Value = TypeVar("Value")
 
@@ -60,7 +61,6 @@ class Ranks:
         self.bytes_added_up = 0
         self._control = control
         self._turn = 0
-        self._timeout = timeout_seconds()
         self._store: Any = None
         if count > 1:
             named = "userdp ranks " + getattr(control, "group_name", "")
@@ -360,10 +360,18 @@ def _begin_group() -> None:
                 "Launch as many processes as there are GPUs."
             )
         torch.cuda.set_device(local)
+    timeout = timedelta(seconds=timeout_seconds())
     try:
+        store, rank, count = next(rendezvous("env://", timeout=timeout))
+        # torchrun keeps one store over its restarts, and addresses of processes that have ended
+        # would be found in it.
+        start = f"userdp {restarts()} {count}"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-            timeout=timedelta(seconds=timeout_seconds()),
+            store=dist.distributed_c10d.PrefixStore(start, store),
+            rank=rank,
+            world_size=count,
+            timeout=timeout,
         )
     except (RuntimeError, ValueError) as error:
         raise InputError(
