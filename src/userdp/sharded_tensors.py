@@ -25,6 +25,13 @@ def is_shard(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
+def device_of(model: nn.Module, *, sharded: bool = False) -> torch.device:
+    """Where the model computes, or will once it is `sharded`: until then it may be on the CPU."""
+    if sharded and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return next(model.parameters()).device
+
+
 def leaf_of(parameter: Tensor) -> Tensor:
     """The tensor that gradients flow to when the model runs. Its values come and go."""
     return getattr(parameter, _LEAF, parameter)
