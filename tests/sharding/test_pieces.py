@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from sharded_runs import run_ranks
 from userdp.clipping.flat import FlatBuffer
 from userdp.errors import InputError
+from userdp.models.proven import is_proven
+from userdp.noise import draw
 from userdp.noise.banded import Banded
 from userdp.noise.contract import Noise
 from userdp.noise.discrete import Discrete
@@ -142,6 +145,54 @@ def test_noise_bits_are_those_of_one_process(tmp_path: Path, name: str, ranks: i
         expected.append(torch.cat([view.flatten() for view in whole.views]).clone())
     for rank in run_ranks(ranks, noised, tmp_path, name):
         assert all(torch.equal(a, b) for a, b in zip(rank, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", noises())
+def test_parts_of_a_buffer_get_the_noise_of_their_positions(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several parts in a piece, and several pieces in a part.
+    monkeypatch.setattr(draw, "PIECE", 8)
+    size, cuts = 50, [0, 3, 6, 7, 29, 30, 50]
+    whole_noise = noises()[name].started()
+    part_noises = [noises()[name].started() for _ in cuts[1:]]
+    for step in range(STEPS):
+        whole, parts = torch.zeros(size), torch.zeros(size)
+        given: Any = {"size": size, "noise_stddev": 0.5, "step": step, "streams": STREAMS}
+        whole_noise.add_(whole, offset=0, **given)
+        with draw.pieces_drawn_once():
+            for noise, (start, stop) in zip(part_noises, itertools.pairwise(cuts), strict=True):
+                noise.add_(parts[start:stop], offset=start, **given)
+        assert torch.equal(whole, parts)
+
+
+def test_only_one_piece_of_noise_is_kept() -> None:
+    drawn: list[tuple[int, str]] = []
+
+    def number(piece: int, key: str) -> int:
+        def make() -> int:
+            drawn.append((piece, key))
+            return len(drawn)
+
+        return draw.drawn_once(piece, key, make)
+
+    with draw.pieces_drawn_once():
+        assert number(0, "a") == number(0, "a")
+        number(1, "a")
+        number(0, "a")
+    assert drawn == [(0, "a"), (1, "a"), (0, "a")]
+    number(0, "a")
+    number(0, "a")
+    assert len(drawn) == 5, "outside nothing is kept"
+
+
+def test_a_hook_of_ones_own_is_no_sharding(base_model: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    model: Any = GPT2LMHeadModel.from_pretrained(base_model)
+    assert is_proven(model)
+    model.transformer.h[0].register_forward_hook(lambda module, args, output: output)
+    assert not is_proven(model)
 
 
 @pytest.mark.statistical
