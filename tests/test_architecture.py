@@ -19,7 +19,7 @@ GROUND = {"errors", "units", "index", "history", "parts", "streams", "chain", "d
 GROUND |= {"budget_file", "interrupts", "lock", "remembered", "rows_file", "task_names"}
 GROUND |= {"chacha", "compiled", "quantisation_names", "schedules"}
 # The way to the others of a launched process, without torch.
-GROUND |= {"ranks_launched"}
+GROUND |= {"ranks_launched", "shard_files", "sharded_tensors"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses", "tasks"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the
@@ -111,6 +111,10 @@ ABOVE = {
     "same_run": GROUND | {"checkpoints", "digests", "ledger", "plan"},
     "ledger_copy": GROUND | {"ledger", "ledger_rows"},
     "ranks": GROUND | {"clipping", "digests", "losses", "plan", "sampling"},
+    # Divides a model, and whatever belongs to its weights, over the ranks.
+    "sharding": GROUND
+    | {"averaging", "checkpoints", "clipping", "losses", "models", "noise", "plan", "ranks"},
+    "holding": GROUND | {"clipping", "noise", "ranks", "sharding"},
     "shared_record": GROUND | {"ledger", "ledger_copy", "lineage", "plan", "ranks", "run_record"},
     "run_record": GROUND
     | {"ranks"}
@@ -118,13 +122,13 @@ ABOVE = {
     | {"chain", "checkpoints", "same_run"},
     "step": GROUND
     | {"checked_model", "clipping", "ledger", "losses", "models", "noise", "plan", "run_record"}
-    | {"ranks", "sampling", "shared_record", "statement"},
+    | {"holding", "ranks", "sampling", "sharding", "shared_record", "statement"},
     "continuing": GROUND
     | {"chain", "checkpoints", "ledger", "paid", "plan", "rows_file", "run_files", "run_record"}
     | {"same_run"},
     "run_state": GROUND
     | {"checkpoints", "continuing", "ledger", "losses", "models", "run_record", "step"}
-    | {"averaging", "run_files"},
+    | {"averaging", "run_files", "sharding"},
     "training_rows": GROUND | {"bounding", "data", "plan"},
     "training_choice": GROUND | {"data", "digests", "evaluation", "plan"},
     "optimizer_names": GROUND,
@@ -146,7 +150,7 @@ ABOVE = {
     | {"averaging", "bounding", "checkpoints", "clipping", "configured", "data", "defaults"}
     | {"digests", "early_end", "ledger", "losses", "models", "opening", "opening_together"}
     | {"optimizers", "paid", "plan", "public_gradient", "ranks", "run_record", "run_state"}
-    | {"shared_record", "statement", "step", "tasks", "trackers", "validation"}
+    | {"shared_record", "sharding", "statement", "step", "tasks", "trackers", "validation"}
     | {"validation_curve", "watching"},
     "configured": GROUND | {"config", "data", "models", "tasks"},
     "training_from_config": GROUND

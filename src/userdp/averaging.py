@@ -7,7 +7,7 @@ that is averaged comes after the noise, so the average is post-processing and co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from userdp.errors import InputError
 from userdp.models.checks import trainable_parameters
+from userdp.sharded_tensors import put_whole
 
 
 class WeightAverage:
@@ -45,6 +46,16 @@ class WeightAverage:
             name: torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
             for name, weight in self._weights.items()
         }
+
+    def follow(
+        self,
+        model: nn.Module,
+        divide: Callable[[Mapping[str, Any], Tensor], dict[str, Any]],
+    ) -> None:
+        """Go on with the model's weights after they were divided over ranks, as `divide` says."""
+        self._weights = trainable_parameters(model)
+        for name, weight in self._weights.items():
+            self._values |= divide({name: self._values[name]}, weight)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -85,7 +96,7 @@ class WeightAverage:
             raise InputError("the checkpoint holds an average of other weights than are trained.")
         self._updates = state["updates"]
         for name, value in self._values.items():
-            value.copy_(saved[name])
+            put_whole(value, saved[name])
 
 
 def restore_average(average: WeightAverage | None, saved: dict[str, Any] | None) -> None:

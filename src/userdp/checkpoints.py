@@ -25,7 +25,8 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -40,8 +41,11 @@ from userdp.data.array_files import file_digest
 from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE, new_directory
 from userdp.errors import InputError, LedgerError
 from userdp.remembered import checkpoint_places, mark
+from userdp.shard_files import load_shards
 
 FORMAT = 1
+# Each rank's rows are in a file of its own.
+SHARDED_FORMAT = 2
 FILES = ("weights.safetensors", "state.safetensors", "state.json")
 INITIAL = "initial"
 # What damaged files raise.
@@ -133,14 +137,32 @@ class Checkpoints:
     def _write_quietly(self, moment: Moment, tree: Any, tensors: dict[str, Tensor]) -> None:
         try:
             self._write(_name(moment.step), moment, tree, tensors)
-            self.last_step = moment.step
-            # Of saves that a kill ended, too.
-            for old in (*self._saved()[self._saving.keep :], *self.directory.glob(".*.partial")):
-                shutil.rmtree(old, ignore_errors=True)
+            self.after_saving(moment.step)
         except BaseException as error:
             self._failure = error
         finally:
             self._is_idle.set()
+
+    @contextmanager
+    def new_shards(self, step: int) -> Iterator[Path]:
+        """A directory that all ranks write their rows into (`sharding.saved`)."""
+        self.wait()
+        self._last_save = time.monotonic()
+        self.directory.mkdir(mode=OWNER_ONLY_DIRECTORY, parents=True, exist_ok=True)
+        with new_directory(self.directory / _name(step), mode=OWNER_ONLY_DIRECTORY) as partial:
+            yield partial
+
+    def end_shards(self, partial: Path, moment: Moment, tree: Any) -> None:
+        """Write what belongs to the rows in the directory: all but the tensors."""
+        (partial / FILES[2]).write_text(json.dumps(tree, sort_keys=True), encoding="utf-8")
+        names = sorted(path.name for path in partial.iterdir())
+        self._seal(partial, _name(moment.step), moment, names, SHARDED_FORMAT)
+
+    def after_saving(self, step: int) -> None:
+        """Note what was saved, and remove old checkpoints, also of saves that a kill ended."""
+        self.last_step = step
+        for old in (*self._saved()[self._saving.keep :], *self.directory.glob(".*.partial")):
+            shutil.rmtree(old, ignore_errors=True)
 
     def save_initial(self, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Keep what the run begins with, where a new process could not make it again."""
@@ -152,18 +174,23 @@ class Checkpoints:
             for file, values in zip(FILES[:2], (moment.weights, tensors), strict=True):
                 save_file({key: _plain(value) for key, value in values.items()}, partial / file)
             (partial / FILES[2]).write_text(json.dumps(tree, sort_keys=True), encoding="utf-8")
-            manifest = {
-                "format": FORMAT,
-                "name": name,
-                "step": moment.step,
-                "head": moment.head,
-                "sha256": {file: file_digest(partial / file) for file in FILES},
-            }
-            manifest["mark"] = self._mark(manifest)
-            # The manifest comes last: a directory without one was never finished.
-            (partial / "manifest.json").write_text(canonical(manifest) + "\n", encoding="utf-8")
-            for path in partial.iterdir():
-                path.chmod(OWNER_ONLY_FILE)
+            self._seal(partial, name, moment, FILES, FORMAT)
+
+    def _seal(
+        self, partial: Path, name: str, moment: Moment, files: Sequence[str], kind: int
+    ) -> None:
+        manifest = {
+            "format": kind,
+            "name": name,
+            "step": moment.step,
+            "head": moment.head,
+            "sha256": {file: file_digest(partial / file) for file in files},
+        }
+        manifest["mark"] = self._mark(manifest)
+        # The manifest comes last: a directory without one was never finished.
+        (partial / "manifest.json").write_text(canonical(manifest) + "\n", encoding="utf-8")
+        for path in partial.iterdir():
+            path.chmod(OWNER_ONLY_FILE)
 
     def _mark(self, manifest: Mapping[str, Any]) -> str:
         return mark(self._key, manifest)
@@ -199,24 +226,36 @@ class Checkpoints:
             manifest = cast("dict[str, Any]", json.loads(written))
             exact = canonical(manifest) + "\n" == written
             sound = exact and hmac.compare_digest(str(manifest["mark"]), self._mark(manifest))
-            sound = sound and manifest["format"] == FORMAT and manifest["name"] == path.name
+            sound = sound and manifest["name"] == path.name
             sums: dict[str, str] = manifest["sha256"] if sound else {}
-            sound = sound and sorted(sums) == sorted(FILES)
+            sound = sound and _are_known(sums, manifest["format"], path)
             broken = [name for name in sums if file_digest(path / name) != sums[name]]
             if not sound or broken:
                 named = broken[0] if broken else "manifest.json"
                 raise LedgerError(f"{path / named}: damaged, or not written by this run.")
             tree = json.loads((path / FILES[2]).read_text(encoding="utf-8"))
+            if manifest["format"] == SHARDED_FORMAT:
+                weights, tensors = load_shards(path)
+            else:
+                weights, tensors = (load_file(path / file) for file in FILES[:2])
             return Moment(
                 step=manifest["step"],
                 head=manifest["head"],
-                weights=load_file(path / FILES[0]),
-                state=unpacked(tree, load_file(path / FILES[1])),
+                weights=weights,
+                state=unpacked(tree, tensors),
             )
         except LedgerError:
             raise
         except UNREADABLE:
             raise LedgerError(f"{path}: this checkpoint cannot be read.") from None
+
+
+def _are_known(sums: Mapping[str, str], kind: Any, path: Path) -> bool:
+    """Whether the files of a manifest are those of its kind, and there are no others."""
+    if kind == FORMAT:
+        return sorted(sums) == sorted(FILES)
+    shards = sorted(file.name for file in path.glob("*.safetensors"))
+    return kind == SHARDED_FORMAT and sorted(sums) == sorted([*shards, FILES[2]])
 
 
 def hardware_of(device: torch.device) -> str:

@@ -234,6 +234,9 @@ class TrainingSettings(WithParts):
     checkpoint_blocks: bool = Field(
         False, description="Run blocks again in the backward pass: less memory, slower (fast)."
     )
+    shard: bool = Field(
+        False, description="Divide the model over the ranks of torchrun, for memory (FSDP2)."
+    )
     join_records: bool | None = Field(
         None,
         description="Several short records in one row (fast); default: for users it saves much.",

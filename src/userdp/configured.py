@@ -24,7 +24,8 @@ def load_configured_model(config: Config) -> tuple[nn.Module, Any]:
         gguf_file=config.model.gguf_file,
         dtype=getattr(torch, config.model.dtype),
         quantize=config.model.quantize,
-        device=config.training.device,
+        # Each rank's rows move to its device when the model is divided.
+        device="cpu" if config.training.shard else config.training.device,
     )
     return model, load_configured_tokenizer(config)
 

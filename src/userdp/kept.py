@@ -9,6 +9,7 @@ from userdp.clipping.checks.made_up import MadeUp
 from userdp.clipping.module_state import ModuleState
 from userdp.losses import RecordLoss
 from userdp.models.checks import BufferGuard, trainable_parameters
+from userdp.sharded_tensors import leaf_of
 
 
 def what_it_keeps(
@@ -21,7 +22,7 @@ def what_it_keeps(
     """
     guard, note = BufferGuard(model), ModuleState(model)
     device = next(model.parameters()).device
-    parameters = list(trainable_parameters(model).values())
+    leaves = [leaf_of(parameter) for parameter in trainable_parameters(model).values()]
     names: list[str] = []
     for length in (sequence_length, min(3, sequence_length)):
         group = made_up.group(1, length if made_up.has_tokens else 1, seed=107)
@@ -31,7 +32,7 @@ def what_it_keeps(
         names += note.changed()
     guard.check()
     # The last rows are short. That is enough here: every probe runs a backward pass of long rows.
-    torch.autograd.grad(record_loss(model, own).sum(), parameters, allow_unused=True)
+    torch.autograd.grad(record_loss(model, own).sum(), leaves, allow_unused=True)
     names += note.changed()
     guard.check("the backward pass, or while gradients are on")
     note.restore()

@@ -43,6 +43,7 @@ from userdp.run_files import overlap, write_training_users
 from userdp.run_record import OnStep, RunRecord, checkpoints_of
 from userdp.run_state import restore_beginning, restore_finished
 from userdp.same_run import check_same_config, write_ranks
+from userdp.sharded_tensors import device_of
 from userdp.streams import RunSecret
 from userdp.tasks import Task
 from userdp.training_choice import RowChoice
@@ -225,6 +226,7 @@ def open_run(given: Given) -> Opened:
             saving=given.saving,
             on_step=given.on_step,
             num_ranks=given.ranks.count,
+            sharded=given.settings.shard and given.ranks.count > 1,
         )
     else:
         if path is not None and beginning.parent is not None:
@@ -243,7 +245,7 @@ def open_run(given: Given) -> Opened:
             on_step=given.on_step,
         )
     if path is not None:
-        write_ranks(path, given.ranks.count)
+        write_ranks(path, given.ranks.count, sharded=given.settings.shard)
     return Opened(
         beginning=beginning,
         goes_on=started.goes_on,
@@ -281,7 +283,7 @@ def rows_and_names(given: Given, plan: Plan) -> tuple[RowChoice, dict[str, str]]
         sequence_length=given.sequence_length,
         encoding=task.encoding,
     )
-    device = next(model.parameters()).device
+    device = device_of(model, sharded=given.settings.shard and given.ranks.count > 1)
     bound_to = {
         "data": store.fingerprint,
         "selection": selection_name(store, given.selection),

@@ -50,6 +50,7 @@ from userdp.same_run import (
     stored_secret,
     unnamed_digests,
 )
+from userdp.sharded_tensors import device_of
 from userdp.statement import Statement
 from userdp.streams import RunSecret, Streams
 
@@ -59,8 +60,7 @@ OnStep = Callable[[int], None]
 class RunRecord:
     """The record of one run while it runs.
 
-    `on_step` is told how many steps are done, and nothing else: losses, norms and cohorts are
-    secret.
+    `on_step` is told how many steps are done, and nothing else. All the rest is secret.
     """
 
     def __init__(
@@ -156,13 +156,13 @@ class RunRecord:
         saving: Saving | None = None,
         on_step: OnStep | None = None,
         num_ranks: int = 1,
+        sharded: bool = False,
     ) -> RunRecord:
         """The record of the unfinished run in `path`, to go on with.
 
         The model and the optimizer are as they were before the first step. `moment` is the
-        checkpoint to go on from; None goes on from the beginning. Anything that changes what the
-        run releases must be as it was: the same noise on other values would show the difference of
-        the two. A `secret` is given only for a fixed seed.
+        checkpoint to go on from, or None for the beginning. Whatever changes what is released must
+        be as before: the same noise on other values shows their difference. `secret`: a fixed one.
         """
         remembered = None if moment is None else (moment.step, moment.head)
         ledger = Ledger.open(path / "ledger.jsonl", remembered=remembered)
@@ -172,8 +172,8 @@ class RunRecord:
                 secret = stored_secret(path, ledger.bound_to.get("noise_key"))
             if secret.fixed_seed != ledger.fixed_seed:
                 raise InputError(f"{path} was begun with another kind of seed: put it back.")
-            check_hardware(ledger, moment, next(model.parameters()).device)
-            check_ranks(ledger, moment, path, num_ranks)
+            check_hardware(ledger, moment, device_of(model, sharded=sharded))
+            check_ranks(ledger, moment, path, num_ranks, sharded=sharded)
             check_noise(ledger, moment, plan)
         except BaseException:
             ledger.close()

@@ -20,6 +20,9 @@ from userdp.losses import Batch
 from userdp.models.checks import trainable_parameters
 from userdp.run_files import write_statement
 from userdp.run_record import RunRecord, checkpoints_of
+from userdp.sharded_tensors import is_shard, put_whole
+from userdp.sharding.dividing import divided_optimizer
+from userdp.sharding.saved import save_shards
 from userdp.step import PrivateStep
 
 
@@ -64,7 +67,8 @@ def restore(
     """Put everything where it was when the checkpoint was saved."""
     restore_weights(model, moment)
     restore_average(average, moment.state.get("average"))
-    optimizer.load_state_dict(moment.state["optimizer"]["values"])
+    values = moment.state["optimizer"]["values"]
+    optimizer.load_state_dict(divided_optimizer(values, optimizer))
     if scheduler is not None:
         scheduler.load_state_dict(moment.state["schedule"])
     step.load_state_dict(moment.state["step"], example)
@@ -120,10 +124,12 @@ class Checkpoint:
         """Save what all ranks have now; the first writes it while the run goes on."""
         # Other weights on another rank would be found too late otherwise.
         self._step.check_ranks()
-        state = self._state()
-        if self._record.checkpoints is not None:
-            weights = trainable_parameters(self._model)
-            self._record.checkpoints.save(self._record.moment(weights, state))
+        state, weights = self._state(), trainable_parameters(self._model)
+        moment = self._record.moment(weights, state)
+        if any(is_shard(weight) for weight in weights.values()):
+            save_shards(self._record.checkpoints, self._record.ranks, moment)
+        elif self._record.checkpoints is not None:
+            self._record.checkpoints.save(moment)
 
     def save(self) -> None:
         """Save now, unless that has been done; return when it is on disk."""
@@ -174,9 +180,8 @@ def restore_weights(model: nn.Module, moment: Moment) -> None:
             "the checkpoint holds other weights than the model trains: another model, or another "
             "choice of what is trained. Put that back."
         )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(moment.weights[name])
+    for name, parameter in own.items():
+        put_whole(parameter, moment.weights[name])
 
 
 def restore_finished(run: Path, ledger: Ledger, model: nn.Module) -> None:

@@ -182,26 +182,34 @@ def check_hardware(ledger: Ledger, moment: Moment | None, device: torch.device) 
         )
 
 
-def check_ranks(ledger: Ledger, moment: Moment | None, path: Path, num_ranks: int) -> None:
+def check_ranks(
+    ledger: Ledger, moment: Moment | None, path: Path, num_ranks: int, *, sharded: bool = False
+) -> None:
     """Refuse to repeat steps on another number of ranks: sums would be rounded in another way."""
     repeated = ledger.steps - (0 if moment is None else moment.step)
     place = path / RANKS
-    before = int(place.read_text(encoding="ascii")) if place.is_file() else 1
-    if repeated and before != num_ranks:
+    before = place.read_text(encoding="ascii").strip() if place.is_file() else "1"
+    now = _ranks_in_words(num_ranks, sharded)
+    if repeated and before != now:
         raise InputError(
             f"{repeated:,} steps since the last checkpoint must be taken again exactly as they "
-            f"were, by {before} ranks, and here are {num_ranks}. Start {before} ranks until the "
+            f"were, by {before} ranks, and here are {now}. Start {before} ranks until the "
             "next checkpoint, or say --fork to take them with new noise at a new charge."
         )
 
 
-def write_ranks(path: Path, num_ranks: int) -> None:
+def _ranks_in_words(num_ranks: int, sharded: bool) -> str:
+    return f"{num_ranks} sharded" if sharded and num_ranks > 1 else str(num_ranks)
+
+
+def write_ranks(path: Path, num_ranks: int, *, sharded: bool = False) -> None:
     """Note how many ranks take the next steps. One process leaves no note unless there is one.
 
     The ledger does not name it: neither the cohorts nor the noise depend on it.
     """
     if num_ranks > 1 or (path / RANKS).is_file():
-        write_file(path / RANKS, f"{num_ranks}\n".encode(), mode=OWNER_ONLY_FILE)
+        words = _ranks_in_words(num_ranks, sharded)
+        write_file(path / RANKS, f"{words}\n".encode(), mode=OWNER_ONLY_FILE)
 
 
 def check_noise(ledger: Ledger, moment: Moment | None, plan: Plan) -> None:

@@ -23,6 +23,7 @@ from userdp.clipping.flat import ClippedSum
 from userdp.clipping.rules import CLIP_RULES
 from userdp.clipping.settings import StepSettings
 from userdp.errors import BudgetExhaustedError, InputError, MixedExamplesError
+from userdp.holding import Release, holding_of
 from userdp.index import Rows, UserIndex
 from userdp.ledger import Ledger
 from userdp.losses import Batch, RecordLoss, causal_lm_loss, counted
@@ -36,6 +37,8 @@ from userdp.ranks.shares import places_of, taken
 from userdp.ranks.states import of_all_ranks, of_this_rank
 from userdp.run_record import RunRecord
 from userdp.sampling import Cohort
+from userdp.sharding.shard import check_step, ending, passes_of
+from userdp.sharding.whole import as_one_process
 from userdp.shared_record import begin_together, check_owner, finish_together, shared
 from userdp.statement import Statement
 from userdp.streams import RunSecret
@@ -100,15 +103,21 @@ class PrivateStep:
         settings = settings or StepSettings()
         self._model = model
         self._optimizer = optimizer
-        # Adapters are drawn at random: every rank begins with those of the first.
-        self._ranks.copy_from_first_(self._parameters)
+        # A sharded model runs on all ranks together; None for any other.
+        self._model_passes = passes_of(model, self._ranks)
+        if self._model_passes is None:
+            # Adapters are drawn at random: every rank begins with those of the first.
+            self._ranks.copy_from_first_(self._parameters)
+        else:
+            check_step(plan, record_loss, settings, optimizer)
         check_alike(self._ranks, plan, model, optimizer, index, settings)
         make = partial(RunRecord.create, plan, model, optimizer, settings=settings, secret=secret)
-        self._record = shared(self._ranks, make) if record is None else record
-        check_owner(self._record, self._ranks)
-        # Earlier spending on these weights is composed with this run, or refused, before the first
-        # step.
-        begin_together(self._record, plan, model, optimizer, index)
+        with as_one_process(model, self._ranks):
+            self._record = shared(self._ranks, make) if record is None else record
+            check_owner(self._record, self._ranks)
+            # Earlier spending on these weights is composed with this run, or refused, before the
+            # first step.
+            begin_together(self._record, plan, model, optimizer, index)
         self._checked = CheckedModel(
             model,
             self._parameters,
@@ -119,7 +128,7 @@ class PrivateStep:
             is_shared=self._ranks.count > 1,
         )
         self._clip = plan.clip
-        self._noise = plan.noise.started()
+        self._holding = holding_of(self._parameters, plan.noise, self._ranks)
         self._index = plan.sampler.limit_contributions(
             index, self.record.streams("limit contributions")
         )
@@ -214,7 +223,8 @@ class PrivateStep:
         finally:
             self._drawn = None
         with self.record.step(self._drawn_at):
-            total, seen = agreed(self._ranks, partial(self._own_part, cohort, groups))
+            own_part = partial(self._own_part, cohort, groups)
+            total, seen = agreed(self._ranks, ending(self._model_passes, own_part))
             # What one rank saw holds for all of them from here on.
             self._checked.summation.differs |= seen.differs
             if seen.keeps:
@@ -294,34 +304,25 @@ class PrivateStep:
         like those of `example`. The example is public, so make it up. If `sequence_length` was not
         given, rows may be as long as the example's.
         """
-        self._checked.check_model(example)
+        ending(self._model_passes, partial(self._checked.check_model, example))()
 
     def _release(self, total: ClippedSum) -> None:
         """Add noise to the sum, divide, take the step: all that leaves the private side."""
         step = self.record.steps
-        values = total.total.values
         # The charge is on disk before anyone can see a weight of this step. Other ranks cannot have
         # one before: their sum needs what the first rank adds after its charge.
         self.record.charge_step()
-        if total.concentration is None:
-            # Where a test decides, every rank has the sum of all of them.
-            self._ranks.add_up_(values)
-        scale = self.plan.averaging.scale(total.total_weight)
-        if scale != 1:
-            values *= scale
-        # Every rank adds the same noise to the same sum, so it is in the weights once.
-        self._noise.add_(
-            values,
-            offset=0,
-            size=len(values),
-            noise_stddev=self.plan.noise_stddev_of(self._clip),
-            step=step,
-            streams=self.record.streams(PURPOSE),
+        self._holding.set_gradients(
+            total,
+            Release(
+                scale=self.plan.averaging.scale(total.total_weight),
+                noise_stddev=self.plan.noise_stddev_of(self._clip),
+                # Divide by E|U|, not |U|: the realised cohort size is secret (C24 Alg. 2).
+                divisor=self.plan.divisor,
+                step=step,
+                streams=self.record.streams(PURPOSE),
+            ),
         )
-        # Divide by E|U|, not |U|: the realised cohort size is secret (C24 Alg. 2).
-        values /= self.plan.divisor
-        for parameter, value in zip(self._parameters, total.total.views, strict=True):
-            parameter.grad = value.to(parameter.dtype)
         self.optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
@@ -358,7 +359,7 @@ class PrivateStep:
         return {
             "step": self.record.steps,
             "clip": CLIP_RULES.to_json(self._clip),
-            "noise": self._noise.state_dict(),
+            "noise": self._holding.state_dict(),
             "model": of_all_ranks(self._ranks, self._checked.state_dict()),
             "doubted": self._is_doubted,
         }
@@ -377,7 +378,7 @@ class PrivateStep:
         if clip.at(self._clip.clip_norm) != self._clip:
             raise InputError("the state is that of a step with another clip rule.")
         self._clip = clip
-        self._noise.load_state_dict(state["noise"])
+        self._holding.load_state_dict(state["noise"])
         own = of_this_rank(self._ranks, state["model"])
         self._checked.load_state_dict(own, example)
         self._is_doubted = state["doubted"]
@@ -392,4 +393,5 @@ class PrivateStep:
     def finish(self) -> None:
         """Close the ledger with the digest of the current weights. No step can follow."""
         self.check_ranks()
-        finish_together(self.record, self.model)
+        with as_one_process(self.model, self._ranks):
+            finish_together(self.record, self.model)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ from userdp.ranks.wishes import Wishes
 from userdp.ranks_launched import is_restarted
 from userdp.run_record import OnStep, RunRecord
 from userdp.run_state import Checkpoint, restore
+from userdp.sharding.dividing import divide, refuse_with_shards
+from userdp.sharding.shard import first_runs
+from userdp.sharding.whole import as_one_process
 from userdp.shared_record import finish_together, ledger_of_first
 from userdp.statement import Statement
 from userdp.step import PrivateStep
@@ -155,6 +159,10 @@ def train(
     """
     ranks = Ranks.found()
     refuse_mixing(model)
+    if settings is not None and settings.shard:
+        refuse_with_shards(
+            public=public is not None, average=ema is not None and validation is not None
+        )
     if ranks.is_first and is_restarted() and fork:
         raise InputError(
             "the launcher restarted a fork, which would fork again at a new charge: start again "
@@ -232,6 +240,8 @@ def train(
         # Dropout is off: the noise regularises enough, and a group's update then depends only on
         # its rows.
         model.eval()
+        if settings.shard:
+            divide(model, optimizer, average, ranks)
         row_choice = opened.rows
         chosen = row_choice.contributions(record.streams("choose rows"))
         step = PrivateStep(
@@ -255,7 +265,7 @@ def train(
         during.enter_context(mixed_in(public, step, tokenizer, task, sequence_length))
         watch = Watch(record, step, model, optimizer, opened.validator, tracked or [], average)
         # Measuring takes the first rank a while, and the others wait for it there.
-        measure = _call if validation is None else ranks.on_first
+        measure = _call if validation is None else partial(first_runs, model, ranks)
         measure(watch.begin)
         early_end = EarlyEnd(record, stop_early)
         is_settled = False
@@ -292,12 +302,13 @@ def train(
         if average is not None:
             # The last checkpoint has the weights themselves: a longer run goes on from those.
             average.put_into_model()
-        finish_together(
-            record,
-            model,
-            tokenizer,
-            people=lambda: early_end.told(opened.released(record.ledger)),
-        )
+        with as_one_process(model, ranks):
+            finish_together(
+                record,
+                model,
+                tokenizer,
+                people=lambda: early_end.told(opened.released(record.ledger)),
+            )
     points = opened.validator.points
     return Run(model=model, ledger=record.ledger, path=given.path, validation=points)
 

@@ -43,6 +43,7 @@ from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError, MixedExamplesError
 from userdp.losses import Batch, RecordLoss, Update, joined_lm_loss
+from userdp.sharded_tensors import at_rest, is_shard
 
 # Adds what one batch of users contributes.
 AddBatch = Callable[[Users], Any]
@@ -93,7 +94,9 @@ class FastClipping:
         self._record_loss = record_loss
         self._device = self._parameters[0].device
         on_cuda = self._device.type == "cuda"
-        self._compile = on_cuda if settings.compile_blocks is None else settings.compile_blocks
+        # Weights of a sharded model are gathered while it runs, which cannot be captured.
+        may_compile = on_cuda and not any(is_shard(parameter) for parameter in model.parameters())
+        self._compile = may_compile if settings.compile_blocks is None else settings.compile_blocks
         self._graphs = self._compile and on_cuda
         self._settings = settings
         self._dtype = settings.compute_dtype
@@ -235,6 +238,7 @@ class FastClipping:
         except Exception:
             if not self.skip_failing:
                 raise
+            at_rest(self._model)
             self._add_one_by_one(users, rule, failures)
 
     def _add_one_by_one(self, users: Users, rule: ClipRule, failures: Failures) -> None:

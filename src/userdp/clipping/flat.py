@@ -24,11 +24,16 @@ class FlatBuffer:
 
     A view in `roomy` has extra rows, as many as `spare_rows` gives for its parameter. Products of a
     padded head are added there as they come. The extra rows, and the gaps between parameters,
-    belong to no parameter and may hold anything.
+    belong to no parameter and may hold anything. The values lie where the first parameter does,
+    unless `on` names another device.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], spare_rows: Mapping[Tensor, int] | None = None
+        self,
+        parameters: Sequence[Tensor],
+        spare_rows: Mapping[Tensor, int] | None = None,
+        *,
+        on: torch.device | str | None = None,
     ) -> None:
         rows = [
             len(parameter) + (spare_rows or {}).get(parameter, 0) if parameter.dim() else 1
@@ -42,7 +47,8 @@ class FlatBuffer:
         for shape in shapes:
             starts.append(starts[-1] + -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT)
         first = parameters[0]
-        self.values = torch.zeros(starts[-1], dtype=wide_dtype(first.dtype), device=first.device)
+        device = first.device if on is None else on
+        self.values = torch.zeros(starts[-1], dtype=wide_dtype(first.dtype), device=device)
         self.roomy = [
             self.values[start : start + math.prod(shape)].view(shape)
             for start, shape in zip(starts, shapes, strict=False)

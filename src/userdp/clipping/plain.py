@@ -26,7 +26,8 @@ from userdp.clipping.flat import ClippedSum, FlatBuffer
 from userdp.clipping.layer_groups import Layers
 from userdp.clipping.module_state import ModuleState
 from userdp.clipping.rules import ClipRule
-from userdp.losses import Batch, RecordLoss, Update, at_least_float32
+from userdp.losses import Batch, RecordLoss, Update, at_least_float32, wide_dtype
+from userdp.sharded_tensors import leaf_of
 from userdp.updates.contract import UpdateRule
 from userdp.updates.mean_gradient import MEAN_GRADIENT
 
@@ -81,7 +82,7 @@ def clipped_sum(
 
     Guarantee: adding or removing one update moves the sum by at most `rule.bound`.
     """
-    total = [torch.zeros_like(at_least_float32(tensor)) for tensor in like]
+    total = [torch.zeros_like(leaf_of(t), dtype=wide_dtype(t.dtype)) for t in like]
     for update in updates:
         clipped = clip_update(update, rule, layers=layers)
         for running, tensor in zip(total, clipped, strict=True):
@@ -176,7 +177,7 @@ class PlainClipping:
             ):
                 return self._rule.of_group(
                     self._model,
-                    self._parameters,
+                    [leaf_of(parameter) for parameter in self._parameters],
                     {name: tensor.to(device) for name, tensor in group.items()},
                     record_loss=self._record_loss,
                     clip=list

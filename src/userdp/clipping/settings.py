@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -29,6 +29,8 @@ class StepSettings:
     `join_records`: put several records of a user into one row; None does so only for users for whom
     it saves much (fast).
     `deterministic`: on CUDA, sums that come out the same every time, to the last bit; slower.
+    `shard`: divide the model over the ranks (`train` alone; docs/sharding.md). Not in the words of
+    the settings, which noise is bound to: the noise is the same with and without.
     `check`: compare the fast path with the plain loop on made-up values before its sums count.
     """
 
@@ -43,6 +45,7 @@ class StepSettings:
     join_records: bool | None = None
     deterministic: bool = False
     check: bool = True
+    shard: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("microbatch_tokens", "microbatch_records"):

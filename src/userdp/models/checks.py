@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from userdp.errors import InputError, MixedExamplesError
 from userdp.models.quantised import quantisation_of, refuse_shared_outliers
+from userdp.sharded_tensors import local_of
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
@@ -181,8 +182,8 @@ def _summary(tensor: Tensor) -> tuple[int, ...]:
 
     They are computed from the bytes, so any dtype will do.
     """
-    if not tensor.numel():
+    if not local_of(tensor).numel():
         return ()
-    values = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    values = local_of(tensor.detach()).contiguous().view(-1).view(torch.uint8)
     words = values.view(torch.int32) if len(values) % 4 == 0 else values
     return int(words.sum(dtype=torch.int64)), int(words[::3].sum(dtype=torch.int64))

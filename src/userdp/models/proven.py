@@ -29,6 +29,12 @@ FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn", "proportiona
 # Ways to compute attention for which the library has its own function.
 ATTENTION = frozenset({"eager", "sdpa", "flash_attention_2"})
 _LIBRARIES = frozenset({"torch", "transformers", "peft"})
+_SHARDING = frozenset(
+    {
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+        "userdp.sharding.passes.Passes",
+    }
+)
 
 
 def is_proven(model: nn.Module) -> bool:
@@ -58,7 +64,7 @@ def _is_fixed(settings: Any) -> bool:
 
 def _is_as_it_comes(module: nn.Module) -> bool:
     """Whether the module is a library's own, without hooks or a replaced `forward`."""
-    if any(hooks_of(module)) or "forward" in module.__dict__:
+    if _has_foreign_hooks(module) or "forward" in module.__dict__:
         return False
     kinds: Any = getattr(module, "rope_type", None) or "default"
     if not set(kinds.values() if isinstance(kinds, dict) else [kinds]) <= FIXED_ROTATIONS:
@@ -67,6 +73,20 @@ def _is_as_it_comes(module: nn.Module) -> bool:
         return False
     # A method that somebody put into a library's class still names the module it comes from.
     return _is_library(type(module)) and _is_library(type(module).forward)
+
+
+def _has_foreign_hooks(module: nn.Module) -> bool:
+    """Whether anything but torch's sharding, or what runs it, hangs on the module."""
+    if module._backward_hooks or module._backward_pre_hooks:
+        return True
+    hooks: list[Any] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not _shards(getattr(hook, "__self__", None)) for hook in hooks)
+
+
+def _shards(owner: Any) -> bool:
+    """Whether a hook's owner gathers and frees weights, and changes nothing else."""
+    kind = type(owner)
+    return f"{kind.__module__}.{kind.__name__}" in _SHARDING
 
 
 def _has_own_attention(config: Any) -> bool:

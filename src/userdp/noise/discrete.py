@@ -18,12 +18,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from userdp.noise.contract import NOISES, Noise
 from userdp.streams import Streams
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 # Rounding may add this share of the clip norm to the sensitivity.
@@ -65,7 +68,6 @@ class Discrete(Noise):
         import torch
 
         from userdp.noise import draw
-        from userdp.noise.discrete_draw import discrete_gaussian
 
         grid, variance = lattice(
             noise_stddev / self.noise_multiplier, size, noise_multiplier=self.noise_multiplier
@@ -74,8 +76,10 @@ class Discrete(Noise):
         for piece in range(offset // length, -(-(offset + len(flat)) // length)):
             start = piece * length
             # A piece is always drawn whole: a number depends on those that are drawn before it.
-            noise = discrete_gaussian(
-                min(length, size - start), variance=variance, rng=streams.rng(step, piece)
+            noise = draw.drawn_once(
+                piece,
+                (streams.key(step, piece), variance, size),
+                partial(_drawn, min(length, size - start), variance, streams, step, piece),
             )
             first, last = max(start, offset), min(start + len(noise), offset + len(flat))
             part = flat[first - offset : last - offset]
@@ -89,6 +93,12 @@ class Discrete(Noise):
     def words(self) -> str:
         """The multiplier, and what it is about."""
         return f"noise_multiplier={self.noise_multiplier:.4g}, whole numbers on a grid"
+
+
+def _drawn(count: int, variance: int, streams: Streams, step: int, piece: int) -> NDArray[np.int64]:
+    from userdp.noise.discrete_draw import discrete_gaussian
+
+    return discrete_gaussian(count, variance=variance, rng=streams.rng(step, piece))
 
 
 def lattice(sensitivity: float, size: int, *, noise_multiplier: float) -> tuple[float, int]:

@@ -17,8 +17,10 @@ buffers; for the others its numbers come from the CPU.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +33,7 @@ NUMBER_PURPOSE = "noise on a number"
 # The flat buffer is cut into pieces of this many numbers, and on the CPU each has a stream of its
 # own. So noise for all weights at once need not be held.
 PIECE = 2**23
+Drawn = TypeVar("Drawn")
 
 
 def add_normal_(
@@ -72,6 +75,43 @@ def normal_pieces(
         yield slice(first - offset, last - offset), noise[first - start : last - start]
 
 
+@contextlib.contextmanager
+def pieces_drawn_once() -> Iterator[None]:
+    """Inside, a piece is drawn once, though many parts of a buffer lie in it.
+
+    Whoever holds a buffer in parts takes them in their order, so one piece at a time is kept. At
+    the end nothing is: all of it is secret.
+    """
+    global _kept
+    _kept = _Kept()
+    try:
+        yield
+    finally:
+        _kept = None
+
+
+class _Kept:
+    """The numbers of one piece, by what they were drawn for."""
+
+    def __init__(self) -> None:
+        self.piece = -1
+        self.numbers: dict[Any, Any] = {}
+
+
+_kept: _Kept | None = None
+
+
+def drawn_once(piece: int, key: Any, draw: Callable[[], Drawn]) -> Drawn:
+    """What `draw` gives, kept for the next part inside `pieces_drawn_once`. Nobody writes to it."""
+    if _kept is None:
+        return draw()
+    if _kept.piece != piece:
+        _kept.piece, _kept.numbers = piece, {}
+    if key not in _kept.numbers:
+        _kept.numbers[key] = draw()
+    return _kept.numbers[key]
+
+
 def has_kernels(values: Tensor) -> bool:
     """Whether the kernels of `kernels` draw for this tensor: Triton comes with torch for CUDA."""
     on_cuda = values.is_cuda and values.dtype == torch.float32
@@ -98,6 +138,10 @@ def noisy_number(value: float, *, noise_stddev: float, streams: Streams, step: i
 def _piece(like: Tensor, count: int, streams: Streams, step: int, piece: int) -> Tensor:
     # numpy's float32 normals end early, so float64 ones are rounded. torch's own CPU generator uses
     # 32 bits of its seed, few enough to try them all.
-    noise = streams.rng(step, piece).standard_normal(count)
     kind = np.float64 if like.dtype == torch.float64 else np.float32
-    return torch.from_numpy(noise.astype(kind, copy=False)).to(like.device)
+
+    def draw() -> Tensor:
+        noise = streams.rng(step, piece).standard_normal(count)
+        return torch.from_numpy(noise.astype(kind, copy=False))
+
+    return drawn_once(piece, (streams.key(step, piece), kind, count), draw).to(like.device)

@@ -108,6 +108,11 @@ class Ranks:
             dist.destroy_process_group()
 
     @property
+    def control(self) -> Any:
+        """The process group for everything that lies in main memory."""
+        return self._control
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank writes the files and prints."""
         return self.rank == 0

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from userdp.losses import Batch, RecordLoss, Update, wide_dtype
+from userdp.sharded_tensors import is_shard, leaf_of
 
 
 def wide_gradient(
@@ -24,9 +25,16 @@ def wide_gradient(
 ) -> Update:
     """The gradient of the mean of the records' losses, every product in float32 or wider."""
     device = parameters[0].device.type
-    leaves = {id(p): p.detach().to(wide_dtype(p.dtype)).requires_grad_() for p in parameters}
+    # The values of a sharded weight are there only while its layer runs: its wide copy is made then
+    # and holds no value before.
+    leaves = {
+        id(leaf_of(p)): torch.zeros_like(leaf_of(p), dtype=wide_dtype(p.dtype)).requires_grad_()
+        if is_shard(p)
+        else p.detach().to(wide_dtype(p.dtype)).requires_grad_()
+        for p in parameters
+    }
     with torch.enable_grad(), torch.autocast(device, enabled=False), _widened(model, leaves):
-        wide = [leaves[id(parameter)] for parameter in parameters]
+        wide = [leaves[id(leaf_of(parameter))] for parameter in parameters]
         loss = record_loss(model, group).mean()
         found = torch.autograd.grad(loss, wide, allow_unused=True)
     return [
@@ -48,6 +56,12 @@ def _widened(model: nn.Module, leaves: dict[int, Tensor]) -> Iterator[None]:
         held[module] = dict(module._parameters)
         for name, weight in held[module].items():
             if weight is None or not weight.is_floating_point():
+                continue
+            leaf = leaves.get(id(weight))
+            if leaf is not None:
+                # Only a sharded weight is still in its place.
+                leaf.data.copy_(weight.detach())
+                module._parameters[name] = leaf  # type: ignore[assignment]
                 continue
             if wide_dtype(weight.dtype) == weight.dtype:
                 continue

@@ -26,6 +26,7 @@ from userdp.clipping.execute.layer_swap import Tape, only
 from userdp.clipping.gradients.forms import EmbeddingRows, Form, Pair, Stored
 from userdp.clipping.kernels.products import products_with_squares, users_products
 from userdp.losses import wide_dtype
+from userdp.sharded_tensors import is_shard
 
 # A device is busy with this many sums at a time, each a few hundred numbers wide.
 _AT_ONCE = 16
@@ -235,7 +236,12 @@ class RmsNorm(StoredForms):
         trial = torch.linspace(-2, 3, 2 * 3 * weight.numel(), device=weight.device)
         x = trial.view(2, 3, -1).to(weight.dtype)
         with torch.no_grad():
-            return torch.equal(module(x), weight * rms_normalised(module, x))
+            if not is_shard(weight):
+                return torch.equal(module(x), weight * rms_normalised(module, x))
+            # This rank holds a part of the weight, so any other weight is tried.
+            other = trial[: weight.numel()].to(weight.dtype)
+            output = torch.func.functional_call(module, {"weight": other}, (x,))
+            return torch.equal(output, other * rms_normalised(module, x))
 
 
 def rms_normalised(module: Any, x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from userdp.clipping.kernels import running
 from userdp.clipping.layer_groups import Layers
 from userdp.clipping.rules import ClipRule
 from userdp.losses import Update, at_least_float32
+from userdp.sharded_tensors import leaf_of
 
 
 class OneUser:
@@ -40,10 +41,11 @@ class OneUser:
         with execution.prepared(self._model):
             losses = execution.losses(self._model, rows.batch)
             loss = (losses * rows.weights.to(losses.dtype)).sum()
-            gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            leaves = [leaf_of(parameter) for parameter in self._parameters]
+            gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
         return [
-            torch.zeros_like(parameter) if gradient is None else gradient
-            for parameter, gradient in zip(self._parameters, gradients, strict=True)
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(leaves, gradients, strict=True)
         ]
 
     def add_clipped(

@@ -22,6 +22,7 @@ from userdp.clipping.gradients.lstm import Lstm
 from userdp.clipping.gradients.merged_lora import MergedLora
 from userdp.clipping.gradients.word_lstm import WordLstm
 from userdp.errors import MixedExamplesError
+from userdp.sharded_tensors import leaf_of
 
 LayerRule = type[
     Product | LayerNorm | RmsNorm | Embedding | Lstm | MergedLora | WordLstm | AnyLayer
@@ -107,7 +108,8 @@ def _refuse_weights_read_past_their_layer(
         return
     with torch.enable_grad():
         losses = forward()
-        gradients = torch.autograd.grad(losses.sum(), list(weights.values()), allow_unused=True)
+        leaves = [leaf_of(weight) for weight in weights.values()]
+        gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
     for name, gradient in zip(weights, gradients, strict=True):
         if gradient is not None:
             raise MixedExamplesError(

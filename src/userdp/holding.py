@@ -1,0 +1,162 @@
+"""How a sum becomes the gradients of the weights that this rank holds: all of them, or its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from userdp.clipping.flat import ClippedSum, FlatBuffer
+from userdp.noise.contract import Noise
+from userdp.ranks import Ranks
+from userdp.sharded_tensors import is_shard
+from userdp.sharding.pieces import Pieces
+from userdp.streams import Streams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """What one step does to its sum: times `scale`, plus noise, over the `divisor`."""
+
+    scale: float
+    noise_stddev: float
+    divisor: float
+    step: int
+    streams: Streams
+
+
+class Holding(Protocol):
+    """The trained weights that this rank holds, and the noise on their sums."""
+
+    def set_gradients(self, total: ClippedSum, release: Release) -> None:
+        """Add up the ranks' sums, noise and divide them, and set `.grad`. All ranks together."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the noise remembers. Secret."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        ...
+
+
+class WholeWeights:
+    """Every rank holds all weights, adds up the same sum and adds the same noise to it."""
+
+    def __init__(self, parameters: Sequence[Tensor], noise: Noise, ranks: Ranks) -> None:
+        self._parameters = list(parameters)
+        self._noise = noise.started()
+        self._ranks = ranks
+
+    def set_gradients(self, total: ClippedSum, release: Release) -> None:
+        """Add up, noise and divide the one flat buffer."""
+        values = total.total.values
+        if total.concentration is None:
+            # Where a test decides, every rank has the sum of all of them.
+            self._ranks.add_up_(values)
+        if release.scale != 1:
+            values *= release.scale
+        # Every rank adds the same noise to the same sum, so it is in the weights once.
+        self._noise.add_(
+            values,
+            offset=0,
+            size=len(values),
+            noise_stddev=release.noise_stddev,
+            step=release.step,
+            streams=release.streams,
+        )
+        values /= release.divisor
+        for parameter, value in zip(self._parameters, total.total.views, strict=True):
+            parameter.grad = value.to(parameter.dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the noise remembers. Secret."""
+        return self._noise.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave, here or of sharded weights."""
+        self._noise.load_state_dict(joined(state, FlatBuffer(self._parameters, on="meta")))
+
+
+class ShardedWeights:
+    """Each rank holds some rows of the weights; it gets their sums and adds their noise alone."""
+
+    def __init__(self, parameters: Sequence[Tensor], noise: Noise, ranks: Ranks) -> None:
+        self._pieces = Pieces(parameters, noise, ranks=ranks)
+        self._layout = FlatBuffer(parameters, on="meta")
+
+    def set_gradients(self, total: ClippedSum, release: Release) -> None:
+        """Divide the sum over the ranks; noise this rank's rows."""
+        assert total.concentration is None
+        values = self._pieces.summed(total.total)
+        for own in values:
+            if release.scale != 1:
+                own *= release.scale
+        self._pieces.add_noise_(
+            values,
+            total.total,
+            noise_stddev=release.noise_stddev,
+            step=release.step,
+            streams=release.streams,
+        )
+        for piece, own in zip(self._pieces.pieces, values, strict=True):
+            own /= release.divisor
+            piece.parameter.grad = piece.gradient(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the noise remembers, of all ranks. Secret."""
+        return self._pieces.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave, on any number of ranks, or of whole weights."""
+        own = apart(state, self._layout)
+        self._pieces.load_state_dict(own, self._layout.views)
+
+
+def holding_of(parameters: Sequence[Tensor], noise: Noise, ranks: Ranks) -> Holding:
+    """The holding of these parameters."""
+    kind = ShardedWeights if any(map(is_shard, parameters)) else WholeWeights
+    return kind(parameters, noise, ranks)
+
+
+def joined(state: dict[str, Any], layout: FlatBuffer) -> dict[str, Any]:
+    """The state of a noise on the whole buffer, from one that has each parameter's vectors."""
+    memory = state.get("memory")
+    if not isinstance(memory, list):
+        return state
+    vectors: list[Tensor | None] = memory
+    size = len(layout.values)
+    whole: Tensor | None = None
+    for view, own in zip(layout.views, vectors, strict=True):
+        if own is None:
+            continue
+        if whole is None:
+            # Gaps between parameters belong to no weight, so their noise may be anything.
+            whole = own.new_zeros((len(own), size))
+        start = int(view.storage_offset())
+        whole[:, start : start + view.numel()] = own.reshape(len(own), -1)
+    begun = state["step"] > 0
+    return {
+        **state,
+        "memory": whole,
+        "offset": 0 if begun else None,
+        "held": size if begun else None,
+    }
+
+
+def apart(state: dict[str, Any], layout: FlatBuffer) -> dict[str, Any]:
+    """The reverse of `joined`: each parameter's vectors from those of the whole buffer."""
+    memory = state.get("memory")
+    if not state or isinstance(memory, list):
+        return state
+    vectors: list[Tensor | None] = [None] * len(layout.views)
+    if isinstance(memory, Tensor):
+        for place, view in enumerate(layout.views):
+            start = int(view.storage_offset())
+            own = memory[:, start : start + view.numel()]
+            vectors[place] = own.reshape(len(memory), *view.shape)
+    common = {name: value for name, value in state.items() if name not in ("offset", "held")}
+    return {**common, "memory": vectors}

@@ -1,0 +1,1 @@
+"""Models that are divided over the ranks with FSDP2 (`fully_shard`): docs/sharding.md."""

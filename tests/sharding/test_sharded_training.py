@@ -1,0 +1,127 @@
+"""`train` with shards: the run of one process, checkpoints by shards, resumed on other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import tiny
+from sharded_runs import furthest, run_ranks
+from userdp import Plan, StepSettings, train
+from userdp.checkpoints import Saving
+from userdp.interrupts import InterruptedRunError
+from userdp.streams import RunSecret
+
+SAME = 1e-6
+STEPS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run of `train`; `stop` ends it by an interrupt after so many steps."""
+
+    data: Path
+    out: Path
+    shard: bool = True
+    resume: bool = False
+    stop: int | None = None
+    ema: float | None = None
+
+
+def run(given: Run) -> dict[str, Tensor]:
+    """Train on this rank; the model's trained weights as the run leaves them on disk."""
+    import os
+    import signal
+
+    from transformers import AutoTokenizer, GPT2LMHeadModel
+
+    from userdp.data.store import UserStore
+
+    model: Any = GPT2LMHeadModel.from_pretrained(given.data / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(given.data / "model")
+    store = UserStore.open(given.data / "store")
+
+    def on_step(steps: int) -> None:
+        if steps == given.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    plan = Plan.sample_users(
+        num_users=8,
+        expected_cohort_size=4,
+        group_size=2,
+        steps=STEPS,
+        clip_norm=0.5,
+        epsilon=20.0,
+        delta=1e-2,
+    )
+    with contextlib.suppress(InterruptedRunError):
+        train(
+            model,
+            tokenizer,
+            store,
+            plan,
+            learning_rate=1e-2,
+            sequence_length=12,
+            settings=StepSettings(shard=given.shard, check=False),
+            out=given.out,
+            saving=Saving(every_steps=2),
+            resume=given.resume,
+            ema=given.ema,
+            secret=RunSecret.fixed_for_tests(9),
+            on_step=on_step,
+        )
+    return {}
+
+
+def left_by(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(path / "model" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("sharded")
+    tiny.make_store(place / "store", [2, 1, 3, 2, 1, 2, 3, 1])
+    tiny.make_model(place / "model", width=8)
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sharded_run_leaves_the_model_of_one_process(
+    data: Path, tmp_path: Path, ranks: int
+) -> None:
+    one = Run(data=data, out=tmp_path / "one", shard=False, ema=0.9)
+    run(one)
+    sharded = replace(one, out=tmp_path / "sharded", shard=True)
+    run_ranks(ranks, run, tmp_path / "ranks", sharded)
+    assert furthest(left_by(sharded.out), left_by(one.out)) <= SAME
+    newest = max((sharded.out / "checkpoints").glob("step-*"))
+    assert len(list(newest.glob("shard-*.safetensors"))) == ranks
+    assert not list(newest.glob("*.distcp")), "nothing is pickled"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"), [(2, 2), (4, 2), (2, 4), (2, 1), (1, 2)], ids=lambda n: str(n)
+)
+def test_a_sharded_run_goes_on_with_another_number_of_ranks(
+    data: Path, tmp_path: Path, first: int, then: int
+) -> None:
+    whole = Run(data=data, out=tmp_path / "whole", shard=False)
+    run(whole)
+    stopped = replace(whole, out=tmp_path / "run", shard=True, stop=4)
+    for number, (ranks, part) in enumerate(
+        [(first, stopped), (then, replace(stopped, resume=True, stop=None))]
+    ):
+        if ranks == 1:
+            run(part)
+        else:
+            run_ranks(ranks, run, tmp_path / f"ranks{number}", part)
+    assert furthest(left_by(stopped.out), left_by(whole.out)) <= SAME
