@@ -16,11 +16,12 @@ import models_zoo
 from userdp.checkpoints import Saving
 from userdp.clipping.batches.equal import pack_equal
 from userdp.clipping.batches.ragged import Sizes, pack_ragged
+from userdp.clipping.execute import chunked_head
 from userdp.clipping.execute.execution import Execution
 from userdp.clipping.factors import clip_factors
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.flat import ClippedSum, FlatBuffer
-from userdp.clipping.gradients import many_users, probes
+from userdp.clipping.gradients import chunk_choice, many_users, probes
 from userdp.clipping.kernels import reference
 from userdp.clipping.kernels.running import same_every_time
 from userdp.clipping.plain import PlainClipping
@@ -191,10 +192,13 @@ def _exact_and_coarse(
     return exact, float((coarse - exact).norm())
 
 
-@pytest.mark.parametrize("option", [None, "checkpoint_blocks", "join_records"])
+@pytest.mark.parametrize("option", [None, "checkpoint_blocks", "join_records", "chunk_logits"])
 def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloat16(
-    option: str | None,
+    option: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Several pieces, also for short users.
+    monkeypatch.setattr(chunked_head, "LOGITS_AT_ONCE", 2**20)
+    monkeypatch.setattr(chunk_choice, "pair_is_cheaper", lambda *sizes: False)
     model = _model("gpt2")
     parameters = list(model.parameters())
     groups = _ragged_groups(5003)
@@ -209,6 +213,7 @@ def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloa
             compute_dtype=torch.bfloat16,
             checkpoint_blocks=option == "checkpoint_blocks",
             join_records=option == "join_records",
+            chunk_logits=option == "chunk_logits",
         ),
     )
     # The second sum replays what the first captured; the third has another clip norm.

@@ -9,7 +9,7 @@ the wrong user would still add up to the same sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from userdp.clipping.batches.users import Users
+from userdp.clipping.checks.distance import norm_of
 from userdp.clipping.checks.made_up import own_groups
 from userdp.clipping.checks.wide_reference import wide_gradient
 from userdp.clipping.gradients.survey import find_layers
@@ -48,6 +49,11 @@ _FAR = 0.5
 _COARSE_TOLERANCE = 0.3
 # In half precision, clip norms of these shares of the chosen one are tried until the paths agree.
 _CLIP_SHARES = (1.0, 0.83, 0.69)
+# Updates of more bytes than this are not kept.
+_LARGE = 2**30
+# For models of at least so many weights, an oracle's pass has so many tokens, or one record.
+_LARGE_MODEL = 10**9
+_TOKENS_OF_LARGE = 1_024
 
 
 class FastPathError(MixedExamplesError):
@@ -177,24 +183,43 @@ class _Oracle:
         compute_dtype: torch.dtype | None,
     ) -> None:
         self._model, self._parameters = model, parameters
+        # A pass of the oracle keeps more of every token than a pass of the fast path. It must not
+        # be what decides how much memory a large model needs.
+        self._records = _records_at_a_time(model, groups)
         plain = PlainClipping(
-            model, parameters, record_loss=record_loss, compute_dtype=compute_dtype
+            model,
+            parameters,
+            record_loss=record_loss,
+            microbatch_records=self._records,
+            compute_dtype=compute_dtype,
         )
         taking_part = [
             (group, factor)
             for group, factor in zip(groups, times, strict=True)
             if len(next(iter(group.values())))
         ]
-        with without_plans():
-            self._updates = [
-                [tensor * factor for tensor in plain.update(group)] for group, factor in taking_part
-            ]
-        self.middle_norm = _middle_norm(self._updates)
+        self._plain = plain
+        self._taking_part, self._record_loss = taking_part, record_loss
+        size = sum(p.numel() * p.element_size() for p in parameters)
+        self._known = list(self._computed()) if size <= _LARGE else None
+        self.middle_norm = _middle_norm(self._updates())
         self._layers = Layers(model, parameters)
         self._names = {id(p): name for name, p in model.named_parameters()}
         # Frozen weights count too: adapters may be wider than what they adapt.
         self._dtype = compute_dtype or coarsest_dtype(model.parameters())
-        self._taking_part, self._record_loss = taking_part, record_loss
+
+    def _updates(self) -> Iterable[Update]:
+        """Every user's update. Large ones are computed anew each time: one is held at a time."""
+        return self._computed() if self._known is None else self._known
+
+    def _computed(self) -> Iterator[Update]:
+        for group, factor in self._taking_part:
+            with without_plans():
+                update = self._plain.update(group)
+            for tensor in update:
+                tensor *= factor
+            yield update
+            del update
 
     @property
     def is_half(self) -> bool:
@@ -203,7 +228,7 @@ class _Oracle:
 
     def judge(self, found: Update, rule: ClipRule) -> Verification:
         """How far the sum that was found is from what it must be."""
-        expected = self._sum(self._updates, rule)
+        expected = self._sum(self._updates(), rule)
         rules = {layer.name: layer.rule.__name__ for layer in find_layers(self._model)}
         errors = self._errors(found, expected)
         is_close = all(error <= _CLOSE for error in errors.values())
@@ -229,9 +254,11 @@ class _Oracle:
     @cached_property
     def _wide(self) -> list[Update] | None:
         """The updates in float32; None where the device has no room for them."""
-        return _wide_updates(self._model, self._parameters, self._taking_part, self._record_loss)
+        return _wide_updates(
+            self._model, self._parameters, self._taking_part, self._record_loss, self._records
+        )
 
-    def _sum(self, updates: Sequence[Update], rule: ClipRule) -> Update:
+    def _sum(self, updates: Iterable[Update], rule: ClipRule) -> Update:
         return clipped_sum(updates, rule, like=self._parameters, layers=self._layers.by(rule))
 
     def _errors(self, found: Update, expected: Update) -> dict[str, float]:
@@ -248,13 +275,20 @@ def _wide_updates(
     parameters: Sequence[nn.Parameter],
     groups: Sequence[tuple[Batch, float]],
     record_loss: RecordLoss,
+    records: int | None,
 ) -> list[Update] | None:
     """The updates in float32; None where the device has no room for them."""
     try:
         return [
             [
                 tensor * factor
-                for tensor in wide_gradient(model, parameters, group, record_loss=record_loss)
+                for tensor in wide_gradient(
+                    model,
+                    parameters,
+                    group,
+                    record_loss=record_loss,
+                    microbatch_records=records,
+                )
             ]
             for group, factor in groups
         ]
@@ -262,12 +296,17 @@ def _wide_updates(
         return None
 
 
-def _middle_norm(updates: Sequence[Update]) -> float:
+def _records_at_a_time(model: nn.Module, groups: Sequence[Batch]) -> int | None:
+    """Records in one pass of the oracle; None for all of a user's, unless the model is large."""
+    if sum(p.numel() for p in model.parameters()) < _LARGE_MODEL:
+        return None
+    lengths = [t.shape[1] for group in groups for t in group.values() if t.dim() > 1]
+    return max(1, _TOKENS_OF_LARGE // max(lengths, default=1))
+
+
+def _middle_norm(updates: Iterable[Update]) -> float:
     """A clip norm at which some of the updates are clipped and some are not."""
-    norms = [
-        float(torch.stack([t.double().square().sum() for t in update]).sum().sqrt())
-        for update in updates
-    ]
+    norms = list(map(norm_of, updates))
     finite = sorted(norm for norm in norms if math.isfinite(norm))
     if norms and not finite:
         raise NothingFiniteError(
