@@ -428,17 +428,29 @@ def _has_products_with_squares() -> bool:
 
 
 @pytest.mark.parametrize("programs", [None, 1, 7])
-@pytest.mark.parametrize("ends", [None, [0, 64, 64, 960, 3520, 3584, 3584]])
+@pytest.mark.parametrize(
+    ("ends", "depth"),
+    [
+        (None, 64),
+        (None, 32),
+        ([0, 64, 64, 960, 3520, 3584, 3584], 64),
+        ([0, 32, 64, 992, 3520, 3584, 3584, 3584, 3584, 3584], 32),
+    ],
+)
 @pytest.mark.parametrize("shape", [(128, 128), (136, 384), (1000, 264), (2304, 768)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_are_the_librarys_and_their_squares_those_of_their_values(
-    dtype: torch.dtype, shape: tuple[int, int], ends: list[int] | None, programs: int | None
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    ends: list[int] | None,
+    depth: int,
+    programs: int | None,
 ) -> None:
     from userdp.clipping.kernels.products import can_square
 
     if not _has_products_with_squares():
         pytest.skip("the kernel is for GPUs of the Hopper kind")
-    assert can_square(768, 3072, tokens=64, dtype=dtype, device=torch.device("cuda", 0))
+    assert can_square(768, 3072, tokens=depth, dtype=dtype, device=torch.device("cuda", 0))
     from userdp.clipping.kernels.hopper import products_with_squares
 
     torch.manual_seed(0)
@@ -457,7 +469,7 @@ def test_products_are_the_librarys_and_their_squares_those_of_their_values(
     each = [a[i:j].t() @ b[i:j] for i, j in itertools.pairwise([0, *lasts])]
     wanted = torch.stack(each)[finite].double()
     for _ in range(3):
-        found, squares = products_with_squares(a, b, users, places, programs=programs)
+        found, squares = products_with_squares(a, b, users, places, depth=depth, programs=programs)
         assert not squares[:, ~used].any()
         assert not torch.isfinite(squares.sum(0))[used & ~finite].any()
         own = found[finite].double()
@@ -468,6 +480,37 @@ def test_products_are_the_librarys_and_their_squares_those_of_their_values(
         above = squares.double().sum(0)[finite] / norms - 1
         assert (above >= 0).all()
         assert (above <= 8e-6).all()
+
+
+@pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_in_attention_a_user_that_is_not_finite_reaches_nobody(value: float, width: int) -> None:
+    from userdp.clipping.batches.joined_records import ROW
+    from userdp.clipping.kernels import record_attention
+
+    # Five users of one record each, of 3, 2, 1, 1 and 4 rows; tiles hold tokens of two of them.
+    row, rows = ROW["cuda"], [3, 2, 1, 1, 4]
+    position = torch.cat([torch.arange(count * row) for count in rows]).int().cuda()
+    left = torch.cat([torch.arange(count * row - 1, -1, -1) for count in rows]).int().cuda()
+    torch.manual_seed(0)
+    shape = (sum(rows), 2, row, width)
+    q, k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in range(3))
+    d_out = torch.randn(shape, device="cuda").bfloat16().transpose(1, 2).contiguous()
+
+    def run() -> list[torch.Tensor]:
+        out, sums = record_attention.forward(q, k, v, position, 0.1)
+        given = (d_out, q, k, v, position, left, out, sums, 0.1)
+        return [out, *record_attention.backward(*given)]
+
+    before = run()
+    own = slice(3, 5)
+    for tensor in (q, k, v, d_out):
+        tensor[own] = value
+    others = torch.ones(sum(rows), dtype=torch.bool)
+    others[own] = False
+    for old, new in zip(before, run(), strict=True):
+        assert torch.equal(old[others], new[others])
+        assert not new[own].isfinite().all()
 
 
 def test_gram_norms_of_long_sums_of_like_terms_are_not_read_too_small() -> None:

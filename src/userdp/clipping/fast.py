@@ -31,7 +31,7 @@ from userdp.clipping.checks.made_up import disguised, own_groups
 from userdp.clipping.checks.verify import NothingFiniteError, compare_with_plain, refuse_dropout
 from userdp.clipping.execute.capture import Graph, put_back
 from userdp.clipping.execute.checkpoint import blocks_of
-from userdp.clipping.execute.execution import Execution
+from userdp.clipping.execute.execution import CompiledCalls, Execution
 from userdp.clipping.execute.models import has_aligned_head, most_positions, padded_rows
 from userdp.clipping.execute.record_attention import KERNEL_DTYPES
 from userdp.clipping.flat import ClippedSum, FlatBuffer, HalfAddedError
@@ -39,6 +39,7 @@ from userdp.clipping.gradients.chunk_choice import chunks_logits, keeps_logits
 from userdp.clipping.gradients.many_users import ManyUsers, look_at
 from userdp.clipping.gradients.one_user import OneUser
 from userdp.clipping.gradients.survey import Survey, stores_little_by_row
+from userdp.clipping.kernels import preload
 from userdp.clipping.module_state import ModuleState
 from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.rules import ClipRule
@@ -94,6 +95,8 @@ class FastClipping:
         may_compile = on_cuda and not any(is_shard(parameter) for parameter in model.parameters())
         self._compile = may_compile if settings.compile_blocks is None else settings.compile_blocks
         self._graphs = self._compile and on_cuda
+        if self._compile:
+            preload.begin()
         self._settings = settings
         self._dtype = settings.compute_dtype
         if settings.checkpoint_blocks:
@@ -119,6 +122,7 @@ class FastClipping:
         self._large_total: FlatBuffer | None = None
         self._large = OneUser(model, parameters, rule)
         self._surveys: dict[Any, Survey] = {}
+        self._compiled_calls: CompiledCalls = {}
         self._add_by_shape: dict[Any, AddBatch] = {}
         self._pool: Any = None
 
@@ -288,6 +292,7 @@ class FastClipping:
             merge_lora=self._settings.merge_lora,
             checkpoint_blocks=self._settings.checkpoint_blocks,
             chunk_logits=self._chunks and not keeps_logits(self._model, users),
+            calls=self._compiled_calls,
         )
 
     def _together(self, example: Users) -> AddBatch:
