@@ -235,7 +235,9 @@ class FastClipping:
     def _add_batch(self, users: Users, rule: ClipRule, failures: Failures) -> None:
         """Add a batch of users; if it cannot be run, each of them alone."""
         try:
-            self._add_users(self._sent(users), self._alone if users.count == 1 else self._together)
+            self._add_users(
+                users.sent_to(self._device), self._alone if users.count == 1 else self._together
+            )
         except (torch.OutOfMemoryError, MemoryError, MixedExamplesError, HalfAddedError):
             raise
         except Exception:
@@ -262,21 +264,13 @@ class FastClipping:
         plain.skip_failing = self.skip_failing
         return plain
 
-    def _sent(self, users: Users) -> Users:
-        def send(tensor: Tensor) -> Tensor:
-            if self._device.type == "cuda" and not tensor.is_cuda:
-                return tensor.pin_memory().to(self._device, non_blocking=True)
-            return tensor.to(self._device)
-
-        return users.with_tensors([send(tensor) for tensor in users.tensors])
-
     def _add_large(self, group: Batch) -> None:
         """Add a user larger than a batch: its pieces add up before the one clipping."""
         if self._large_total is None:
             self._large_total = FlatBuffer(self._parameters)
         self._large_total.zero_()
         for piece in self._packing.pieces(group):
-            self._add_users(self._sent(piece), self._piece)
+            self._add_users(piece.sent_to(self._device), self._piece)
         norm = self._large.add_clipped(self._large_total.views, self._total.views, self._clip_norm)
         self._num_within += norm <= self._clip_norm
 

@@ -124,6 +124,16 @@ class Users:
             ranges = replace(ranges, starts=starts, user_of_row=user_of_row)
         return replace(self, batch=batch, weights=weights, ranges=ranges)
 
+    def sent_to(self, device: torch.device) -> Users:
+        """The same users on a device. Nobody waits for copies to a GPU."""
+
+        def send(tensor: Tensor) -> Tensor:
+            if device.type == "cuda" and not tensor.is_cuda:
+                return tensor.pin_memory().to(device, non_blocking=True)
+            return tensor.to(device)
+
+        return self.with_tensors([send(tensor) for tensor in self.tensors])
+
 
 # Names and shapes of the tensors that cannot be padded.
 Rest = tuple[tuple[str, tuple[int, ...]], ...]
