@@ -1,6 +1,7 @@
 """The private step in a training loop of your own: your model, optimizer and data.
 
 Run: python examples/own_loop.py
+On two processes: torchrun --nproc-per-node 2 examples/own_loop.py
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def main(steps: int = 200) -> None:
         UserIndex.from_owners(owners),
         record_loss=lambda model, batch: (model(batch["x"])[:, 0] - batch["y"]) ** 2,
     )
+    # A made-up example. On one process it may be left out (docs/distributed.md).
+    step.check_model({"x": torch.randn(2, 10), "y": torch.randn(2)})
     for cohort in step.cohorts():
         step.apply({"x": inputs[rows], "y": targets[rows]} for rows in cohort)
 

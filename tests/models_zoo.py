@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from userdp.losses import RecordLoss, causal_lm_loss, masked_lm_loss
 from userdp.models.load import Lora, add_lora
+from userdp.models.word_lstm import WordLSTM, WordLSTMConfig
 
 VOCABULARY = 23
 WORDS = tuple(f"w{number}" for number in range(VOCABULARY - 1))
@@ -188,6 +189,11 @@ def _opt() -> nn.Module:
     return of_family("OPT", ffn_dim=24, word_embed_proj_dim=16, dropout=0.0)
 
 
+def _word_lstm() -> nn.Module:
+    """Reads its table twice, brought to length 1, and the weights of its gates by itself."""
+    return WordLSTM(WordLSTMConfig(vocab_size=VOCABULARY, embedding_size=6, state_size=10))
+
+
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "gpt2 tied": gpt2,
     "llama": lambda: llama(tied=False),
@@ -216,6 +222,7 @@ MORE_BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "lstm without bias": lambda: UntiedLSTM(bias=False),
     "own parameter": OwnParameterModel,
     "used twice": UsedTwice,
+    "word lstm": _word_lstm,
 }
 MASKED = {"bert", "albert"}
 

@@ -29,6 +29,7 @@ QUESTIONS = [
     ("M18 App. B", "the LSTM", "models/word_lstm.py", "WordLSTM"),
     ("M18 Eq. 1, FlatClip", "min(1, S/", "clipping/rules.py", "FlatClip"),
     ("M18 Sec. 2.3, PerLayerClip", "m layers", "clipping/rules.py", "PerLayerClip"),
+    ("M18 Sec. 2.3, S² = Σ S_j²", "parameter vectors", "clipping/rules.py", "PerVectorClip"),
     ("M18 Tables 1 and 2", "moments accountant", "accounting/renyi.py", "moments_epsilon"),
     ("C24 Alg. 1 (ELS)", "sample records", "sampling/poisson_records.py", "PoissonRecords"),
     ("C24 Alg. 2 (ULS)", "sample users", "sampling/poisson_users.py", "PoissonUsers"),

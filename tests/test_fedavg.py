@@ -14,12 +14,13 @@ from torch import Tensor, nn
 import models_zoo
 from userdp import Plan, PrivateStep, UserIndex, verify
 from userdp.clipping.plain import clip_update
-from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip, PerLayerClip
+from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip, PerLayerClip, PerVectorClip
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.summation import summation
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.losses import Batch, causal_lm_loss
 from userdp.models.checks import trainable_parameters
+from userdp.models.load import Lora, add_lora
 from userdp.updates.estimators import ClippedDenominator, FixedDenominator
 from userdp.updates.fedavg import FedAvg
 
@@ -121,7 +122,15 @@ def test_one_epoch_of_one_batch_is_the_gradient_times_the_rate() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-@pytest.mark.parametrize("rule", [FlatClip(clip_norm=0.3), PerLayerClip(clip_norm=0.3), INFINITE])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        FlatClip(clip_norm=0.3),
+        PerLayerClip(clip_norm=0.3),
+        PerVectorClip(norms=(0.2, 0.1), groups=("*attn*", "*")),
+        INFINITE,
+    ],
+)
 @pytest.mark.parametrize("architecture", ["gpt2 tied", "llama", "llama tied + lora"])
 def test_many_users_at_once_are_the_users_one_by_one(
     architecture: str, rule: ClipRule, dtype: torch.dtype, most: float
@@ -135,6 +144,19 @@ def test_many_users_at_once_are_the_users_one_by_one(
     at_once, same_weight = summed(model, update, rule, "fast", groups())
     assert float((at_once - one_by_one).norm()) <= most * float(one_by_one.norm())
     assert weight == pytest.approx(same_weight) == pytest.approx(1 + 1 / 3 + 1 + 2 / 3 + 1)
+
+
+def test_a_frozen_factor_stays_and_the_other_is_trained_by_many_users_at_once() -> None:
+    model = add_lora(models_zoo.BUILDERS["llama"](), Lora(rank=2, freeze_a=True)).eval()
+    update = FedAvg(local_learning_rate=0.5, local_batch_size=2)
+    rule = FlatClip(clip_norm=0.3)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    one_by_one, _ = summed(model, update, rule, "plain", groups())
+    at_once, _ = summed(model, update, rule, "fast", groups())
+    assert float(one_by_one.norm()) > 0
+    assert float((at_once - one_by_one).norm()) <= 1e-5 * float(one_by_one.norm())
+    assert len(one_by_one) < sum(p.numel() for n, p in model.named_parameters() if "lora" in n)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("path", ["plain", "fast"])

@@ -209,6 +209,33 @@ def test_lora_starts_as_the_base_model(base_model: Path, targets: str | list[str
     assert 0 < sum(p.requires_grad for p in adapted.parameters()) < len(list(adapted.parameters()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_factor_is_the_same_whenever_it_is_drawn(
+    base_model: Path, dtype: torch.dtype
+) -> None:
+    found: list[dict[str, torch.Tensor]] = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model, _ = load_model(base_model, lora=Lora(rank=3, freeze_a=True), dtype=dtype)
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert trained
+        assert all("lora_B" in name for name in trained)
+        found.append({n: p.detach() for n, p in model.named_parameters() if "lora_A" in n})
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(a, found[1][name]) for name, a in found[0].items())
+    # Every layer has its own, of the size that peft draws.
+    assert len({a.double().sum().item() for a in found[0].values()}) == len(found[0])
+    for a in found[0].values():
+        assert float(a.abs().max()) <= a.shape[1] ** -0.5 * 1.01
+        assert float(a.float().std()) == pytest.approx((3 * a.shape[1]) ** -0.5, rel=0.4)
+
+
+def test_a_frozen_factor_of_an_embedding_is_refused() -> None:
+    lora = Lora(rank=2, freeze_a=True, targets=["embed_tokens", "q_proj"])
+    with pytest.raises(InputError, match="begins with A = 0"):
+        add_lora(models_zoo.build("llama"), lora)
+
+
 def test_full_model_survives_the_round_trip_and_still_generates(
     base_model: Path, tmp_path: Path
 ) -> None:

@@ -249,8 +249,11 @@ def test_a_longer_run_goes_on_from_the_weights_and_not_from_their_average(
     assert_same(*ended)
 
 
-def test_adapters_that_were_drawn_at_random_go_on(root: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"lora": Lora(rank=2), "every": None}
+@pytest.mark.parametrize("freeze_a", [False, True])
+def test_adapters_that_were_drawn_at_random_go_on(
+    freeze_a: bool, root: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"lora": Lora(rank=2, freeze_a=freeze_a), "every": None}
     with pytest.raises(Stopped):
         run(root, tmp_path / "one", stop_after=4, **options)
     shutil.copytree(tmp_path / "one", tmp_path / "two")

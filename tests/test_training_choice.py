@@ -27,6 +27,7 @@ from userdp.data.tokens import tokenise
 from userdp.errors import InputError
 from userdp.evaluation import mean_losses, record_losses
 from userdp.losses import causal_lm_loss
+from userdp.marks import RecordLevel
 from userdp.sampling import PoissonUsers
 from userdp.streams import RunSecret
 from userdp.tasks import CausalTask, cohort_batches
@@ -220,6 +221,7 @@ def test_a_stopped_run_goes_on_with_the_same_choice_and_with_no_other(
     with pytest.raises(KeyboardInterrupt):
         train(root, tmp_path / "run", stop=True, **choice)
     others: list[dict[str, Any]] = [{"select": "longest", "resample": True}, {"select": select}]
+    others.append(choice | {"tokens_per_user": 9})
     for other in others:
         with pytest.raises(InputError, match="begun with another choice of each user's rows"):
             train(root, tmp_path / "run", resume=True, **other)
@@ -227,6 +229,70 @@ def test_a_stopped_run_goes_on_with_the_same_choice_and_with_no_other(
     for one, two in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, two)
     assert resumed.ledger.bound_to["select"].startswith(f"{select}, resampled")
+
+
+def test_a_step_on_equally_long_users_is_the_mean_gradient_of_their_first_tokens(
+    root: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(root / "store", tmp_path / "store")
+    store = UserStore.open(tmp_path / "store")
+    model, tokenizer = load_model(root / "base")
+    before = [p.detach().clone() for p in model.parameters()]
+    expected = [torch.zeros_like(p) for p in model.parameters()]
+    counts: list[int] = []
+    for user in range(store.num_users):
+        records = store.records_of(user).tolist()
+        rows = [row for r in records for row in rows_by_hand(store, tokenizer, r)]
+        counts.append(sum(map(len, rows)))
+        kept: list[list[int]] = []
+        for row in rows:
+            row = row[: 18 - sum(map(len, kept))]
+            kept += [row] if len(row) > 1 else []
+        if counts[-1] >= 18:
+            for total, part in zip(expected, gradient(model, kept), strict=True):
+                total += part
+    assert min(counts) < 18 < max(counts)
+    chosen = plan("user", group_size=9)
+    userdp.train(
+        model,
+        tokenizer,
+        store,
+        chosen,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        sequence_length=LENGTH,
+        tokens_per_user=18,
+    )
+    for start, parameter, total in zip(before, model.parameters(), expected, strict=True):
+        torch.testing.assert_close(
+            start - parameter.detach(), total / chosen.divisor, rtol=1e-4, atol=1e-6
+        )
+
+
+def test_equally_long_users_are_refused_where_records_are_priced_alone(
+    root: Path, tmp_path: Path
+) -> None:
+    # One record more may bring all others of its user in.
+    shutil.copytree(root / "store", tmp_path / "store")
+    model, tokenizer = load_model(root / "base")
+    chosen = Plan.sample_records(
+        num_users=4,
+        expected_batch_size=4,
+        group_size=K,
+        steps=1,
+        clip_norm=0.5,
+        noise_multiplier=1.0,
+        delta=1e-2,
+        mark=RecordLevel(),
+    )
+    with pytest.raises(InputError, match="tokens_per_user"):
+        userdp.train(
+            model,
+            tokenizer,
+            UserStore.open(tmp_path / "store"),
+            chosen,
+            sequence_length=LENGTH,
+            tokens_per_user=18,
+        )
 
 
 def test_a_run_is_held_to_the_rows_that_its_losses_chose(

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from reproductions.mcmahan2018.words_of_users import WordsOfUsers, load
-from userdp.clipping.rules import FlatClip, PerLayerClip
+from userdp.clipping.rules import FlatClip, PerVectorClip
 from userdp.clipping.settings import StepSettings
 from userdp.evaluation import evaluate, unknown_word
 from userdp.models.word_lstm import WordLSTM, WordLSTMConfig
@@ -116,7 +116,7 @@ def run(
     update: UpdateRule = FedAvg(
         local_learning_rate=ETA, local_batch_size=setting.local_batch, **setting.options
     )
-    rule = (PerLayerClip if setting.by_layer else FlatClip)(clip_norm=setting.clip_norm)
+    rule = (PerVectorClip if setting.by_layer else FlatClip)(clip_norm=setting.clip_norm)
     plan = Plan.sample_users(
         num_users=users,
         expected_cohort_size=min(size.cohort, users),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from userdp.clipping.rules import FlatClip as FlatClip
     from userdp.clipping.rules import NormalisedClip as NormalisedClip
     from userdp.clipping.rules import PerLayerClip as PerLayerClip
+    from userdp.clipping.rules import PerVectorClip as PerVectorClip
     from userdp.clipping.settings import StepSettings as StepSettings
     from userdp.data.store import UserStore as UserStore
     from userdp.errors import BudgetExhaustedError as BudgetExhaustedError
@@ -73,6 +74,7 @@ _HOME = {
     "MixedExamplesError": "userdp.errors",
     "NormalisedClip": "userdp.clipping.rules",
     "PerLayerClip": "userdp.clipping.rules",
+    "PerVectorClip": "userdp.clipping.rules",
     "Plan": "userdp.plan",
     "Population": "userdp.population",
     "PrivateStep": "userdp.step",

@@ -82,6 +82,11 @@ class DataSettings(Section):
     resample: bool = Field(
         False, description="A user of fewer rows than group_size gives so many, drawn again."
     )
+    tokens_per_user: int | None = Field(
+        None,
+        ge=2,
+        description="Users of fewer tokens give nothing, the others their first so many.",
+    )
 
 
 class LoraSettings(Section):
@@ -90,6 +95,9 @@ class LoraSettings(Section):
     rank: int = Field(8, ge=1)
     alpha: float = Field(16.0, gt=0)
     targets: str | list[str] = Field("all-linear", description="Modules that get an adapter.")
+    freeze_a: bool = Field(
+        False, description="Train B alone: noise on both factors of B A would multiply."
+    )
 
 
 class ModelSettings(Section):
@@ -144,7 +152,7 @@ class PrivacySettings(WithParts):
     clipping: str = Field(
         "automatic",
         description="How updates are scaled to their bound: flat (the default where a clip_norm "
-        "is given), per-layer, normalised, automatic (otherwise) or adaptive.",
+        "is given), per-layer, per-vector, normalised, automatic (otherwise) or adaptive.",
     )
     clip_count_noise: float | None = Field(
         None, description="clipping = adaptive: noise on the count of unclipped updates."
@@ -160,7 +168,7 @@ class PrivacySettings(WithParts):
     adjacency: Adjacency = Adjacency.ADD_REMOVE
     paid: list[Path] = Field(
         default_factory=list[Path],
-        description="Files of `userdp quantile --out`: part of what epsilon is the target of.",
+        description="Files of `userdp quantile` and `dictionary`: part of epsilon's target.",
     )
     other_people: bool = Field(
         False, description="Declares that nobody here was in the runs behind the model."

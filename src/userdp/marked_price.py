@@ -90,7 +90,7 @@ def check_selection(plan: Plan) -> None:
     if isinstance(plan.mark, RecordLevel):
         raise InputError(
             "record_level takes all records, or at most group_size of a user at random: leave out "
-            "the selection."
+            "the selection, select, resample and tokens_per_user."
         )
 
 

@@ -21,7 +21,7 @@ from userdp.clipping.checks.made_up import MadeUp
 from userdp.clipping.checks.wide_reference import wide_gradient
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.kernels.running import uncompiled
-from userdp.clipping.layer_groups import clip_groups
+from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import PlainClipping, clip_update
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
@@ -86,8 +86,7 @@ class Trial:
         self._path: Path = settings.path
         self._settings = settings
         self._parameters = list(trainable_parameters(model).values())
-        layers = clip_groups(model)
-        self._layers = [layers[id(parameter)] for parameter in self._parameters]
+        self._layers = Layers(model, self._parameters)
         self._keep_on = self._where_updates_fit()
         self._oracle = self._plain(record_loss)
         self._rule = rule
@@ -283,7 +282,8 @@ class Trial:
 
     def _contribution(self, update: Update, group: Group) -> Update:
         weight = self._update_rule.weight(len(next(iter(group.values()))))
-        return [t * weight for t in clip_update(update, self._rule, layers=self._layers)]
+        layers = self._layers.by(self._rule)
+        return [t * weight for t in clip_update(update, self._rule, layers=layers)]
 
     def _own(self, extra: Group) -> Tensor | None:
         if not len(next(iter(extra.values()))):

@@ -69,6 +69,7 @@ class Given:
     selection: Selection | None
     select: str
     resample: bool
+    tokens_per_user: int | None
     settings: StepSettings
     path: Path | None
     config: Path | None
@@ -187,7 +188,8 @@ def open_run(given: Given) -> Opened:
     store.verify()
     before = earlier_runs(model, other_people=given.other_people, data=store.fingerprint)
     plan.check_paid(given.paid, earlier=before)
-    if given.selection is not None or given.select != "random" or given.resample:
+    chooses = given.select != "random" or given.resample or given.tokens_per_user
+    if given.selection is not None or chooses:
         check_selection(plan)
     parents = () if beginning.parent is None else (beginning.parent,)
     homes = history_of(model).homes
@@ -261,7 +263,7 @@ def rows_and_names(given: Given, plan: Plan) -> tuple[RowChoice, dict[str, str]]
     )
     row_choice = RowChoice.of(
         rows,
-        Choice.of(given.select, resample=given.resample),
+        Choice.of(given.select, resample=given.resample, tokens_per_user=given.tokens_per_user),
         plan,
         model,
         given.tokenizer,

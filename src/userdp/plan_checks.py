@@ -40,8 +40,8 @@ def check_parts(plan: Plan) -> None:
     if plan.update.local_training is not None and not plan.clip.is_projection:
         raise InputError(
             f"{plan.update.name} clips after every local step, and {plan.clip.name} clipping "
-            "changes an update that was clipped before. Give a clip_norm: flat or per-layer "
-            "clipping."
+            "changes an update that was clipped before. Give a clip_norm: flat, per-layer or "
+            "per-vector clipping."
         )
     if plan.update.local_training is not None and plan.clip.count_stddev is not None:
         raise InputError(

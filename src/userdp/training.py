@@ -93,6 +93,7 @@ def train(
     selection: Selection | None = None,
     select: str = "random",
     resample: bool = False,
+    tokens_per_user: int | None = None,
     settings: StepSettings | None = None,
     out: str | Path | None = None,
     config: Path | None = None,
@@ -122,7 +123,8 @@ def train(
 
     `select` says which of a user's rows take part, and `resample` whether a user of few rows gives
     as many as others (`data.choose`). The perplexity criteria score records by `model` as it is
-    given, which must be public.
+    given, which must be public. With `tokens_per_user`, users of fewer tokens give nothing, and the
+    others their first so many (`data.same_size`).
 
     With `ema`, the released weights are an average over the steps (`WeightAverage`). With `public`,
     gradients of public records are mixed in after the noise; those records are not protected.
@@ -195,6 +197,7 @@ def train(
         selection=selection,
         select=select,
         resample=resample,
+        tokens_per_user=tokens_per_user,
         settings=settings,
         path=Path(out) if out is not None else None,
         config=config,

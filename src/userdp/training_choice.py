@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from userdp.data.choose import Choice, Contributions, Select, contributions, ranked_rows
+from userdp.data.same_size import equally_long
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows
 from userdp.digests import index_digest
@@ -54,6 +55,8 @@ class RowChoice:
         `model` is the model before training: its losses rank records, so it must be public.
         """
         choice.check(has_selection=is_selected, fixed_graph=plan.adjacency.fixed_graph, task=task)
+        if choice.tokens_per_user is not None:
+            rows = equally_long(rows, choice.tokens_per_user)
         losses = None
         if choice.needs_losses:
             check_public(model)

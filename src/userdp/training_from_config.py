@@ -62,6 +62,7 @@ def train_from_config(
         selection=config.load_selection(),
         select=config.data.select,
         resample=config.data.resample,
+        tokens_per_user=config.data.tokens_per_user,
         settings=step_settings(config),
         out=out,
         config=config_path,

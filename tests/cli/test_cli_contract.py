@@ -168,6 +168,16 @@ OPTIONS = {
         "--plot",
         "--json",
     },
+    "dictionary": {
+        "store",
+        "--out",
+        "--epsilon",
+        "--delta",
+        "--words-per-user",
+        "--size",
+        "--adjacency",
+        "--json",
+    },
     "quantile": {
         "store",
         "--of",

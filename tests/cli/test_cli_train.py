@@ -171,17 +171,19 @@ def test_without_a_seed_two_runs_differ_and_nothing_is_cautioned(
     assert json.loads((tmp_path / "one" / "statement.json").read_text())["cautions"] == []
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "more"), [("float32", ""), ("bfloat16", "freeze_a = true")])
 def test_lora_run_saves_the_adapter_alone_and_evaluates(
-    config_file: WriteConfig, tmp_path: Path, held_out_store: Path, dtype: str
+    config_file: WriteConfig, tmp_path: Path, held_out_store: Path, dtype: str, more: str
 ) -> None:
-    path = config_file(model=f'dtype = "{dtype}"\n[model.lora]\nrank = 2')
+    path = config_file(model=f'dtype = "{dtype}"\n[model.lora]\nrank = 2\n{more}')
     data = trained(path, tmp_path / "run")
     assert math.isfinite(data["loss"])  # type: ignore[arg-type]
     names = {path.name for path in (tmp_path / "run" / "model").iterdir()}
     assert "adapter_model.safetensors" in names
     assert "model.safetensors" not in names
     assert all("lora" in name for name in weights(tmp_path / "run"))
+    # Both factors are released, also if one of them is as it was drawn.
+    assert any("lora_A" in name for name in weights(tmp_path / "run"))
     evaluated = userdp("evaluate", tmp_path / "run", held_out_store, "--json").json
     assert evaluated["loss"] == pytest.approx(data["loss"], rel=1e-3)
 

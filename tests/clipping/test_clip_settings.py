@@ -15,6 +15,7 @@ from userdp.clipping.rules import (
     FlatClip,
     NormalisedClip,
     PerLayerClip,
+    PerVectorClip,
 )
 from userdp.config import Config, load_config
 from userdp.errors import InputError
@@ -23,6 +24,8 @@ from userdp.plan import Plan
 RULES: list[ClipRule] = [
     FlatClip(clip_norm=0.1),
     PerLayerClip(clip_norm=0.3),
+    PerVectorClip(clip_norm=0.3),
+    PerVectorClip(norms=(0.1, 0.2, 0.7), groups=("a.*", "b", "*")),
     NormalisedClip(clip_norm=1 / 3),
     AutomaticClip(),
     AutomaticClip(stability=1e-7),
@@ -109,6 +112,12 @@ steps = 7
 GOOD: dict[ClipRule, list[str]] = {
     FlatClip(clip_norm=0.5): ["clip_norm = 0.5"],
     PerLayerClip(clip_norm=0.5): ['clipping = "per-layer"', "clip_norm = 0.5"],
+    PerVectorClip(clip_norm=0.5): ['clipping = "per-vector"', "clip_norm = 0.5"],
+    PerVectorClip(groups=("embedding.*", "*"), norms=(3.0, 4)): [
+        'clipping = "per-vector"',
+        'clip_groups = ["embedding.*", "*"]',
+        "clip_norms = [3.0, 4]",
+    ],
     NormalisedClip(clip_norm=0.5): ['clipping = "normalised"', "clip_norm = 0.5"],
     AutomaticClip(): ['clipping = "automatic"'],
     AdaptiveClip(clip_norm=0.5, count_noise=3.0): [
@@ -134,6 +143,12 @@ def test_configuration_gives_its_clip_rule(rule: ClipRule, tmp_path: Path) -> No
     ("lines", "named"),
     [
         (['clipping = "per-layer"'], "clip_norm is missing"),
+        (['clipping = "per-vector"'], "clip_norm"),
+        (["clip_norm = 1", "clip_norms = [1.0]"], "clip_norms has no meaning"),
+        (['clipping = "per-vector"', "clip_norm = 1", "clip_norms = [3, 4]"], "leave clip_norm"),
+        (['clipping = "per-vector"', 'clip_groups = ["*"]', "clip_norms = [3, 4]"], "one norm"),
+        (['clipping = "per-vector"', "clip_norms = [3, inf]"], "finite"),
+        (['clipping = "per-vector"', "clip_norms = [3, 0]"], "must be at least"),
         (['clipping = "adaptive"', "clip_norm = 1"], "clip_count_noise is missing"),
         (['clipping = "adaptive"', "clip_count_noise = 3"], "clip_norm is missing"),
         (['clipping = "automatic"', "clip_norm = 1"], "clip_norm has no meaning"),

@@ -85,6 +85,14 @@ def test_merged_adapters_match_the_plain_loop(name: str, dtype: torch.dtype) -> 
         )
 
 
+@pytest.mark.parametrize("merge_lora", [False, True])
+@pytest.mark.parametrize("name", ["gpt2 tied", "llama"])
+def test_adapters_with_a_frozen_factor_match_the_plain_loop(name: str, merge_lora: bool) -> None:
+    adapted = add_lora(models_zoo.build(name), Lora(rank=2, freeze_a=True)).double()
+    model = shake(adapted)
+    assert_same_as_plain(model, cohort(RAGGED), settings=StepSettings(merge_lora=merge_lora))
+
+
 @pytest.mark.parametrize("group_size", [1, 2, 5])
 @pytest.mark.parametrize("name", ["gpt2 tied", "llama tied + lora", "bert", "lstm"])
 def test_fast_path_matches_plain_loop_for_full_groups_of(name: str, group_size: int) -> None:

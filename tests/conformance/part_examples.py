@@ -15,6 +15,7 @@ from userdp.clipping.rules import (
     FlatClip,
     NormalisedClip,
     PerLayerClip,
+    PerVectorClip,
     ScheduledClip,
 )
 from userdp.noise import Banded, Discrete, Gaussian
@@ -75,6 +76,8 @@ EXAMPLES: list[Part] = [
     FlatClip(clip_norm=0.5),
     FlatClip(clip_norm=float("inf")),
     PerLayerClip(clip_norm=0.5),
+    PerVectorClip(clip_norm=0.5),
+    PerVectorClip(clip_norm=0.5, groups=("embedding.*", "*")),
     NormalisedClip(clip_norm=0.1),
     NormalisedClip(clip_norm=30.0),
     AutomaticClip(),

@@ -290,7 +290,11 @@ def test_choices_without_a_guarantee_or_a_meaning_are_refused() -> None:
         Choice(select=select, resample=True).check(**usual)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="unknown: use one of random, longest"):
         Choice.of("best")
-    for choice in (Choice(select=Select.LONGEST), Choice(resample=True)):
+    with pytest.raises(InputError, match="tokens_per_user=1: predicting takes at least 2"):
+        Choice.of("random", tokens_per_user=1)
+    lengths = Choice.of("random", tokens_per_user=9)
+    assert lengths.name == "random, 9 tokens of each user"
+    for choice in (Choice(select=Select.LONGEST), Choice(resample=True), lengths):
         with pytest.raises(InputError, match="records of one owner each"):
             choice.check(has_selection=True, fixed_graph=True, task="causal")
     with pytest.raises(InputError, match="both choose the records"):

@@ -284,6 +284,14 @@ def above_threshold(*, epsilon: float, delta: float) -> EpsilonDeltaDpEvent:
     return EpsilonDeltaDpEvent(epsilon, delta)
 
 
+def above_count(*, delta: float) -> EpsilonDeltaDpEvent:
+    """Only what many users have is released: with probability `delta` something of one user alone.
+
+    Reference: `heavy_hitters`, with the proof; Korolova et al. 2009.
+    """
+    return EpsilonDeltaDpEvent(0.0, delta)
+
+
 def combined(parts: Sequence[DpEvent]) -> DpEvent:
     """Several mechanisms on the same users, such as planning, tuning and training, as one event.
 

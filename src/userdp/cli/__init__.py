@@ -16,6 +16,7 @@ from userdp.cli import (
     bound,
     budget,
     calibrate,
+    dictionary,
     duplicates,
     ending,
     evaluate,
@@ -65,6 +66,7 @@ app.command("account")(account.account)
 app.command("bound")(bound.bound)
 app.command("budget")(budget.budget)
 app.command("calibrate")(calibrate.calibrate)
+app.command("dictionary")(dictionary.dictionary)
 app.command("duplicates")(duplicates.duplicates)
 app.command("evaluate")(evaluate.evaluate)
 app.command("export")(export.export)

@@ -1,5 +1,6 @@
 """One update per user, each clipped once, and their sum.
 
+    contract      what a clipping rule is
     rules         the clipping rules, and how far one user can move the sum (no torch)
     factors       from an update's norm to the factor that it is scaled by
     plain         the loop over users, one at a time: the oracle for everything below

@@ -7,11 +7,13 @@ argument in one place.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from userdp.clipping.rules import ClipRule
+from userdp.errors import InputError
 
 # Factors aim this many roundings below the bound, so that rounding cannot carry an update over it.
 # In float32 this is one part in a million.
@@ -19,6 +21,8 @@ ROUNDING_MARGIN = 8
 # An update with a larger norm counts as zero on both paths. Its square is near the largest float32.
 # There, one path could still clip it when the other no longer can.
 LARGEST_NORM = 2.0**60
+# Computed shares of a bound may be off by this; far below what ROUNDING_MARGIN leaves room for.
+_SHARES_ROUNDING = 1e-15
 # `rounding_factors` tries this many factors for each given one.
 _CANDIDATES = 32
 # The largest factor tried leaves room for a root mean square rounding error of this many eps.
@@ -43,14 +47,28 @@ def clip_factors(
     """
     norms = squared_norms.clamp(min=0).sqrt()
     norm_bound = rule.clip_norm if clip_norm is None else clip_norm
-    layers = math.sqrt(len(squared_norms)) if rule.by_layer else 1.0
-    factors = rule.factor(norms, norm_bound, (1 - margin) / layers)
+    share = _shares(rule, norms)
+    factors = rule.factor(norms, norm_bound, (1 - margin) * share)
     # Enforce the bound, whatever factor the rule returns.
-    most = largest_norm(rule, norm_bound) / layers / norms
+    most = largest_norm(rule, norm_bound) * share / norms
     factors = torch.minimum(torch.maximum(factors, -most), most)
     # NaN fails the comparison, so such a user does not count.
     counts = (squared_norms <= LARGEST_NORM**2) & torch.isfinite(factors)
     return torch.where(counts.all(0, keepdim=True), factors, 0.0)
+
+
+def _shares(rule: ClipRule, norms: Tensor) -> Any:
+    """The part of the bound that each layer may use: a number, or one for each (layers, 1)."""
+    shares = rule.shares(len(norms))
+    if len(shares) != len(norms) or not math.hypot(*shares) <= 1 + _SHARES_ROUNDING:
+        raise InputError(
+            f"{rule.name} clipping gives {len(norms)} layers more than its whole bound: one user "
+            "would move the sum too far. The squares of a rule's shares must sum to 1."
+        )
+    if len(set(shares)) == 1:
+        return shares[0]
+    # Filled one by one: nothing may be sent from the host while a graph is captured.
+    return torch.stack([torch.full_like(norms[0, :1], share) for share in shares])
 
 
 def power_of_two_below(factors: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from userdp.clipping.flat import Apart, ClippedSum, FlatBuffer
-from userdp.clipping.layer_groups import clip_groups
+from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import Failures, PlainClipping, clip_update
 from userdp.clipping.rules import ClipRule
 from userdp.losses import Batch
@@ -51,8 +51,7 @@ class FilteredClipping:
         self._is_shared = is_shared
         self.skip_failing = False
         self.differs = False
-        groups = clip_groups(model)
-        self._layers = [groups[id(parameter)] for parameter in parameters]
+        self._layers = Layers(model, parameters)
         self._num_values = sum(parameter.numel() for parameter in self._parameters)
         _LOG.warning(test.check_memory(self._num_values))
 
@@ -76,7 +75,7 @@ class FilteredClipping:
             if len(kept) == self._test.num_users:
                 continue
             with failures.of_one_group():
-                clipped = clip_update(self._plain.update(group), rule, layers=self._layers)
+                clipped = clip_update(self._plain.update(group), rule, layers=self._layers.by(rule))
                 kept.append(_whole_numbers(clipped, rule.bound))
                 places.append(place)
         failures.warn_if_all_failed(count)

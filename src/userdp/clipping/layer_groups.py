@@ -5,7 +5,31 @@ Both paths read the partition here. It is a part of the rule and depends on no d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
+
+from userdp.clipping.rules import ClipRule
+
+
+class Layers:
+    """The number of each parameter's layer by a clip rule; all are one if the rule is flat."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        groups = clip_groups(model)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._by_module = [groups[id(parameter)] for parameter in parameters]
+        self._names = [names[id(parameter)] for parameter in parameters]
+
+    def by(self, rule: ClipRule) -> list[int]:
+        """In the order of the parameters; raises if the rule does not fit the model."""
+        if not rule.by_layer:
+            return [0] * len(self._names)
+        found = rule.vectors(self._names)
+        numbers = self._by_module if found is None else found
+        # Raises where a rule has norms for another number of layers.
+        rule.shares(max(numbers) + 1)
+        return numbers
 
 
 def clip_groups(model: nn.Module) -> dict[int, int]:

@@ -29,7 +29,7 @@ from userdp.clipping.batches.users import PADDING, is_padded, kind_of
 from userdp.clipping.execute.models import most_positions
 from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
 from userdp.clipping.flat import ClippedSum, FlatBuffer
-from userdp.clipping.layer_groups import clip_groups
+from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
@@ -73,8 +73,9 @@ class LocalClipping:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._names = [f"model.{names[id(parameter)]}" for parameter in self._parameters]
         self._losses = _Losses(model, record_loss)
-        groups = clip_groups(model)
-        self._layers = [groups[id(parameter)] for parameter in self._parameters]
+        self._layers = Layers(model, self._parameters)
+        # By the rule of the present sum: compiled code reads plain numbers.
+        self._layer_numbers: list[int] = []
         device = self._parameters[0].device.type
         self._compiles = (
             device == "cuda" if settings.compile_blocks is None else settings.compile_blocks
@@ -113,6 +114,7 @@ class LocalClipping:
         total = FlatBuffer(self._parameters)
         within, weight = 0, 0.0
         failures = Failures(self.skip_failing)
+        self._layer_numbers = self._layers.by(rule)
         for users in self._microbatches(listed):
             if self._has_copies and kind_of(users[0]) not in self._alone:
                 found = self._trained(users, rule)
@@ -264,7 +266,7 @@ class LocalClipping:
                 for t in updates
             ]
         )
-        layers = self._layers if rule.by_layer else [0] * len(updates)
+        layers = self._layer_numbers
         squared = torch.stack(
             [
                 squares[[place for place, layer in enumerate(layers) if layer == number]].sum(0)

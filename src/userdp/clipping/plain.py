@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
 from userdp.clipping.flat import ClippedSum, FlatBuffer
-from userdp.clipping.layer_groups import clip_groups
+from userdp.clipping.layer_groups import Layers
 from userdp.clipping.module_state import ModuleState
 from userdp.clipping.rules import ClipRule
 from userdp.losses import Batch, RecordLoss, Update, at_least_float32, wide_dtype
@@ -117,8 +117,7 @@ class PlainClipping:
         self._state = ModuleState(model)
         self.skip_failing = False
         self.differs = False
-        groups = clip_groups(model)
-        self._layers = [groups[id(parameter)] for parameter in parameters]
+        self._layers = Layers(model, parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the next sum depends on its groups and the weights alone."""
@@ -137,6 +136,7 @@ class PlainClipping:
         total = FlatBuffer(self._parameters)
         count, within, total_weight = 0, 0, 0.0
         own = failures or Failures(self.skip_failing)
+        layers = self._layers.by(rule)
         for group in groups:
             # A group without a record adds nothing, neither to the sum nor to the counts.
             num_records = len(next(iter(group.values())))
@@ -147,7 +147,7 @@ class PlainClipping:
                 update = self.update(group, rule)
                 norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in update]
                 within += int(torch.stack(norms).norm() <= rule.clip_norm)
-                clipped = clip_update(update, rule, layers=self._layers)
+                clipped = clip_update(update, rule, layers=layers)
                 # At most 1, so the weighted update is within the bound as well.
                 weight = self._rule.weight(num_records)
                 for running, tensor in zip(total.views, clipped, strict=True):
@@ -182,7 +182,7 @@ class PlainClipping:
                     record_loss=self._record_loss,
                     clip=list
                     if rule is None
-                    else partial(clip_update, rule=rule, layers=self._layers),
+                    else partial(clip_update, rule=rule, layers=self._layers.by(rule)),
                     microbatch_records=self._microbatch_records,
                 )
         finally:

@@ -1,83 +1,39 @@
 """How updates are clipped, and how far one user can then move their sum. Needs no torch.
 
-A clip rule is its equation: from the norm D of an update to the factor that the update is scaled
-by. `clip_norm` is an argument of the equation because an adaptive rule changes it from step to
-step, and a captured GPU step reads it from the device. `share` is the part of the bound that an
-update may use up: a little less than 1, so that rounding cannot carry it over the bound.
+Every clip rule is its equation (`contract`): from the norm D of an update to the factor that the
+update is scaled by.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Self
 
+from userdp.clipping.contract import (
+    CLIP_RULES,
+    SMALLEST_NORM,
+    ClipRule,
+    check_positive,
+    check_size,
+)
 from userdp.errors import InputError
-from userdp.parts import Part, Registry
 
-# The square of a norm, and a factor between it and the largest norm, must be numbers of float32.
-SMALLEST_NORM = 1e-15
-
-
-class ClipRule(Part):
-    """From the norm of an update to its factor.
-
-    A subclass is a frozen dataclass that sets `name` and has `clip_norm` and `bound`.
-
-    Guarantee that every subclass must keep: factor(norm, clip_norm, share) * norm is at most
-    share * bound_at(clip_norm), for every norm.
-    """
-
-    # Whether each layer is clipped on its own; `share` is then that of one layer.
-    by_layer: ClassVar[bool] = False
-    # Whether clipping twice is clipping once, as it is for a projection. Local training clips after
-    # every local step.
-    is_projection: ClassVar[bool] = False
-    clip_norm: float
-
-    @abstractmethod
-    def factor(self, norms: Any, clip_norm: Any, share: float) -> Any:
-        """What updates of these norms (an array) are multiplied by."""
-
-    @abstractmethod
-    def bound_at(self, clip_norm: Any) -> Any:
-        """The largest norm a clipped update can have where the clip norm is this one."""
-
-    @property
-    def bound(self) -> float:
-        """The largest norm a clipped update can have."""
-        return self.bound_at(self.clip_norm)
-
-    @property
-    def bounds_updates(self) -> bool:
-        """Whether there is a bound at all: an infinite clip norm clips nothing."""
-        return math.isfinite(self.clip_norm)
-
-    @property
-    def changes(self) -> bool:
-        """Whether the clip norm can be another one at another step."""
-        return self.count_stddev is not None
-
-    @property
-    def count_stddev(self) -> float | None:
-        """The noise on the count of unclipped updates that each step releases; None if it does not.
-
-        A step's price covers this count: the sum gets more noise for it (`Plan.noise_stddev`).
-        """
-        return None
-
-    def following(self, noisy_share_within: float | None) -> ClipRule:
-        """The rule of the next step; None is given where no count is released."""
-        return self
-
-    def at(self, clip_norm: float) -> ClipRule:
-        """The same rule with another clip norm; itself if it has none to choose."""
-        return replace(self, clip_norm=clip_norm)  # pyright: ignore
-
-
-CLIP_RULES: Registry[ClipRule] = Registry("clipping")
+__all__ = [
+    "CLIP_RULES",
+    "SMALLEST_NORM",
+    "AdaptiveClip",
+    "AutomaticClip",
+    "ClipRule",
+    "FlatClip",
+    "NormalisedClip",
+    "PerLayerClip",
+    "PerVectorClip",
+    "ScheduledClip",
+    "one_clip_rule",
+]
 
 
 @CLIP_RULES.register
@@ -95,7 +51,7 @@ class FlatClip(ClipRule):
     clip_norm: float
 
     def __post_init__(self) -> None:
-        _check_size("clip_norm", self.clip_norm)
+        check_size("clip_norm", self.clip_norm)
 
     def factor(self, norms: Any, clip_norm: Any, share: float) -> Any:
         """min(1, S / ||D||)."""
@@ -127,6 +83,97 @@ class PerLayerClip(FlatClip):
     def words(self) -> str:
         """How updates are bounded."""
         return f"clip_norm={self.clip_norm:g} split evenly over the layers"
+
+
+@CLIP_RULES.register
+@dataclass(frozen=True, kw_only=True)
+class PerVectorClip(FlatClip):
+    """Clip each of the m parameter vectors on its own to S_j; together they have norm S at most.
+
+    A vector is one tensor of the model, such as a weight or a bias. With `groups`, it is all
+    parameters whose name matches one pattern; the first pattern that matches counts. `norms` are
+    the S_j, in the order of the groups or of the model's parameters, and S^2 = sum_j S_j^2. Without
+    them S_j = S / sqrt(m), where S = `clip_norm`.
+    Reference: McMahan et al. 2018, Sec. 2.3 and 3.1 (11 vectors of its LSTM).
+
+    >>> PerVectorClip(norms=(3.0, 4.0)).clip_norm
+    5.0
+    """
+
+    name: ClassVar[str] = "per-vector"
+    by_layer: ClassVar[bool] = True
+    keys: ClassVar[Mapping[str, str]] = {
+        "clip_norm": "clip_norm",
+        "clip_groups": "groups",
+        "clip_norms": "norms",
+    }
+    # By default that of the `norms`.
+    clip_norm: float = 0.0
+    groups: tuple[str, ...] = ()
+    norms: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for norm in self.norms:
+            check_size("a norm of clip_norms", norm)
+        if self.norms:
+            together = math.hypot(*self.norms)
+            if self.clip_norm == 0.0:
+                object.__setattr__(self, "clip_norm", together)
+            if not math.isclose(self.clip_norm, together) or math.isinf(together):
+                raise InputError(
+                    f"clip_norm={self.clip_norm:g} and clip_norms, which are {together:g} "
+                    "together: give finite norms, and leave clip_norm out."
+                )
+        if self.groups and self.norms and len(self.groups) != len(self.norms):
+            raise InputError(
+                f"{len(self.groups)} clip_groups and {len(self.norms)} clip_norms: each group "
+                "needs one norm."
+            )
+        super().__post_init__()
+
+    def shares(self, count: int) -> tuple[float, ...]:
+        """S_j / S."""
+        if not self.norms:
+            return super().shares(count)
+        if count != len(self.norms):
+            raise InputError(
+                f"{len(self.norms)} clip_norms for {count} vectors of the model: give one each, in "
+                "the order of its parameters, or name clip_groups."
+            )
+        together = math.hypot(*self.norms)
+        return tuple(norm / together for norm in self.norms)
+
+    def vectors(self, names: Sequence[str]) -> list[int]:
+        """Every parameter is one, or those of a pattern together."""
+        if not self.groups:
+            return list(range(len(names)))
+        found = [
+            next((n for n, group in enumerate(self.groups) if fnmatchcase(name, group)), None)
+            for name in names
+        ]
+        for name, number in zip(names, found, strict=True):
+            if number is None:
+                raise InputError(f"clip_groups: none matches {name!r}. Add one, such as '*'.")
+        for number, group in enumerate(self.groups):
+            if number not in found:
+                raise InputError(f"clip_groups: {group!r} matches no parameter that is left.")
+        return [number for number in found if number is not None]
+
+    def at(self, clip_norm: float) -> ClipRule:
+        """The same rule with another S, and all S_j in proportion."""
+        if clip_norm == self.clip_norm:
+            return self
+        norms = tuple(norm / self.clip_norm * clip_norm for norm in self.norms)
+        return replace(self, clip_norm=clip_norm, norms=norms)
+
+    @property
+    def words(self) -> str:
+        """How updates are bounded."""
+        of = f" of {', '.join(self.groups)}" if self.groups else ""
+        if self.norms:
+            each = ", ".join(f"{norm:g}" for norm in self.norms)
+            return f"clip_norms={each}{of} (together clip_norm={self.clip_norm:g})"
+        return f"clip_norm={self.clip_norm:g} split evenly over the parameter vectors{of}"
 
 
 @CLIP_RULES.register
@@ -173,7 +220,7 @@ class AutomaticClip(ClipRule):
     stability: float = 0.01
 
     def __post_init__(self) -> None:
-        _check_size("stability", self.stability)
+        check_size("stability", self.stability)
 
     @property
     def clip_norm(self) -> float:  # type: ignore[override]
@@ -223,8 +270,8 @@ class AdaptiveClip(FlatClip):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_positive("count_noise", self.count_noise)
-        _check_positive("learning_rate", self.learning_rate)
+        check_positive("count_noise", self.count_noise)
+        check_positive("learning_rate", self.learning_rate)
         if not 0 < self.target_quantile < 1:
             raise InputError(
                 f"target_quantile={self.target_quantile} must lie strictly between 0 and 1."
@@ -292,7 +339,7 @@ class ScheduledClip(FlatClip):
                 "step 0, and each later one after the one before."
             )
         for _, norm in self.phases:
-            _check_size("a clip norm of the schedule", norm)
+            check_size("a clip norm of the schedule", norm)
             if not math.isfinite(norm):
                 raise InputError("a clip norm of the schedule is infinite: give finite ones.")
         if self.clip_norm == 0.0:
@@ -327,16 +374,3 @@ def one_clip_rule(clip_norm: float | None, clip: ClipRule | None) -> ClipRule:
     if clip is not None and clip_norm is not None:
         raise InputError("give at most one of clip_norm and clip: the first means FlatClip.")
     return clip or (AutomaticClip() if clip_norm is None else FlatClip(clip_norm=clip_norm))
-
-
-def _check_size(name: str, value: float) -> None:
-    if not value >= SMALLEST_NORM:
-        raise InputError(
-            f"{name}={value} must be at least {SMALLEST_NORM:g}: squares of smaller norms have no "
-            "place in float32."
-        )
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise InputError(f"{name}={value} must be above 0.")

@@ -10,6 +10,7 @@ from torch import nn
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.filtered import FilteredClipping
 from userdp.clipping.flat import ClippedSum
+from userdp.clipping.layer_groups import Layers
 from userdp.clipping.local import LocalClipping
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import ClipRule
@@ -60,6 +61,8 @@ def summation(
 
     `is_shared` says that other ranks compute other parts of the same cohort.
     """
+    # Raises now, not at the first step, where the rule names other parameters than the model has.
+    Layers(model, parameters).by(rule)
     if settings.path == "fast" and update.is_mean_gradient:
         return FastClipping(
             model,

@@ -65,24 +65,32 @@ _LOW_FIRST = frozenset({Select.SHORTEST, Select.LOWEST_PERPLEXITY})
 class Choice:
     """A criterion, and whether users of few rows are resampled to k.
 
+    With `tokens_per_user`, users first become equally long (`same_size`).
+
     >>> Choice(select=Select("longest"), resample=True).name
     'longest, resampled'
     """
 
     select: Select = Select.RANDOM
     resample: bool = False
+    tokens_per_user: int | None = None
 
     @staticmethod
-    def of(select: str, *, resample: bool = False) -> Choice:
+    def of(select: str, *, resample: bool = False, tokens_per_user: int | None = None) -> Choice:
         """The choice of that name."""
         if select not in list(Select):
             raise InputError(f"select={select!r} is unknown: use one of {', '.join(Select)}.")
-        return Choice(select=Select(select), resample=resample)
+        if tokens_per_user is not None and tokens_per_user < 2:
+            raise InputError(f"tokens_per_user={tokens_per_user}: predicting takes at least 2.")
+        return Choice(select=Select(select), resample=resample, tokens_per_user=tokens_per_user)
 
     @property
     def name(self) -> str:
         """What distinguishes this choice from every other, for the ledger."""
-        return f"{self.select.value}, resampled" if self.resample else self.select.value
+        more = ", resampled" if self.resample else ""
+        if self.tokens_per_user is not None:
+            more += f", {self.tokens_per_user} tokens of each user"
+        return f"{self.select.value}{more}"
 
     @property
     def needs_losses(self) -> bool:
@@ -94,8 +102,8 @@ class Choice:
         if fixed_graph and self != Choice():
             raise InputError(
                 f"[data] select = {self.name!r} is for records of one owner each: one owner's text "
-                "would change which records of the others take part. Leave out select and "
-                "resample; `userdp bound` has chosen the records."
+                "would change which records of the others take part. Leave out select, resample "
+                "and tokens_per_user; `userdp bound` has chosen the records."
             )
         if has_selection and self.select is not Select.RANDOM:
             raise InputError(

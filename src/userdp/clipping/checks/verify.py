@@ -21,7 +21,7 @@ from userdp.clipping.checks.made_up import own_groups
 from userdp.clipping.checks.wide_reference import wide_gradient
 from userdp.clipping.gradients.survey import find_layers
 from userdp.clipping.kernels.running import without_plans
-from userdp.clipping.layer_groups import clip_groups
+from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import PlainClipping, clipped_sum
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.errors import InputError, MixedExamplesError
@@ -190,8 +190,7 @@ class _Oracle:
                 [tensor * factor for tensor in plain.update(group)] for group, factor in taking_part
             ]
         self.middle_norm = _middle_norm(self._updates)
-        layers = clip_groups(model)
-        self._layers = [layers[id(parameter)] for parameter in parameters]
+        self._layers = Layers(model, parameters)
         self._names = {id(p): name for name, p in model.named_parameters()}
         # Frozen weights count too: adapters may be wider than what they adapt.
         self._dtype = compute_dtype or coarsest_dtype(model.parameters())
@@ -233,7 +232,7 @@ class _Oracle:
         return _wide_updates(self._model, self._parameters, self._taking_part, self._record_loss)
 
     def _sum(self, updates: Sequence[Update], rule: ClipRule) -> Update:
-        return clipped_sum(updates, rule, like=self._parameters, layers=self._layers)
+        return clipped_sum(updates, rule, like=self._parameters, layers=self._layers.by(rule))
 
     def _errors(self, found: Update, expected: Update) -> dict[str, float]:
         """By parameter, relative to the largest parameter's sum."""

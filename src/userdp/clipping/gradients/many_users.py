@@ -24,6 +24,7 @@ from userdp.clipping.gradients.sums import Sums
 from userdp.clipping.gradients.survey import Survey
 from userdp.clipping.gradients.survey import survey as survey_of
 from userdp.clipping.kernels import running
+from userdp.clipping.layer_groups import Layers
 from userdp.clipping.rules import ClipRule
 from userdp.errors import InputError
 from userdp.losses import Batch, wide_dtype
@@ -63,9 +64,10 @@ class ManyUsers:
         self._rows = len(example.weights)
         self._ranges = example.ranges
         found = survey or look_at(model, example.batch, execution)
-        self._group = found.groups
+        numbers = Layers(model, self._parameters).by(rule)
+        self._group = {id(p): n for p, n in zip(self._parameters, numbers, strict=True)}
         self._probes = Probes(model, found, example, execution)
-        self._sums = Sums(max(self._group.values()) + 1 if rule.by_layer else 1)
+        self._sums = Sums(max(numbers) + 1)
         self.margin = ROUNDING_MARGIN * torch.finfo(wide_dtype(self._parameters[0].dtype)).eps
 
     def __call__(

@@ -41,7 +41,7 @@ class MergedLora(StoredForms):
             plain
             and first.bias is None
             and second.bias is None
-            and first.weight.requires_grad
+            # A may be frozen.
             and second.weight.requires_grad
             and not any(p.requires_grad for p in base.parameters())
             and not (module.merged or module.disable_adapters)
@@ -50,10 +50,11 @@ class MergedLora(StoredForms):
         )
 
     @staticmethod
-    def names(module: Any) -> tuple[str, str]:
-        """The names of the weights of A and B in the module."""
+    def names(module: Any) -> list[str]:
+        """The names of the trained weights of A and B in the module."""
         adapter = module.active_adapters[0]
-        return f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
+        trained = {"lora_A": module.lora_A[adapter].weight.requires_grad, "lora_B": True}
+        return [f"{part}.{adapter}.weight" for part, is_trained in trained.items() if is_trained]
 
     @staticmethod
     def forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -65,7 +66,7 @@ class MergedLora(StoredForms):
         dtype, transposed = compute_dtype(x), isinstance(base, Conv1D)
         change = scaling * (b @ a)
         merged = base.weight.detach() + (change.t() if transposed else change)
-        probes = [tape.probes[name] for name in MergedLora.names(module)]
+        probes = [tape.probes.get(f"{part}.{adapter}.weight") for part in ("lora_A", "lora_B")]
         return _Merged.apply(
             x.to(dtype),
             merged.to(dtype),
@@ -91,10 +92,11 @@ class _Merged(torch.autograd.Function):
         scaling: float,
         users: int,
         transposed: bool,
-        *probes: Tensor,
+        *probes: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, merged, a, scaled_b)
         ctx.scaling, ctx.users, ctx.transposed = scaling, users, transposed
+        ctx.trains_a = probes[0] is not None
         return F.linear(x, merged.t() if transposed else merged, bias)
 
     @staticmethod
@@ -103,6 +105,8 @@ class _Merged(torch.autograd.Function):
         x, merged, a, scaled_b = ctx.saved_tensors
         users = ctx.users
         dx = (dy @ (merged.t() if ctx.transposed else merged)) if ctx.needs_input_grad[0] else None
-        by_a = torch.bmm(per_user(dy @ scaled_b, users).mT, per_user(x, users))
+        by_a = None
+        if ctx.trains_a:
+            by_a = torch.bmm(per_user(dy @ scaled_b, users).mT, per_user(x, users))
         by_b = torch.bmm(per_user(dy, users).mT, per_user(F.linear(x, a) * ctx.scaling, users))
         return dx, None, None, None, None, None, None, None, by_a, by_b

@@ -18,7 +18,7 @@ from userdp.clipping.flat import adding
 from userdp.clipping.gradients.forms import Stored
 from userdp.clipping.gradients.sums import Sums
 from userdp.clipping.kernels import running
-from userdp.clipping.layer_groups import clip_groups
+from userdp.clipping.layer_groups import Layers
 from userdp.clipping.rules import ClipRule
 from userdp.losses import Update, at_least_float32
 from userdp.sharded_tensors import leaf_of
@@ -33,9 +33,8 @@ class OneUser:
         self._model = model
         self._parameters = list(parameters)
         self._rule = rule
-        groups = clip_groups(model)
-        self._groups = [groups[id(parameter)] for parameter in parameters]
-        self._sums = Sums(max(self._groups) + 1 if rule.by_layer else 1)
+        self._groups = Layers(model, parameters).by(rule)
+        self._sums = Sums(max(self._groups) + 1)
 
     def gradient(self, rows: Users, execution: Execution) -> Update:
         """The gradient of the weighted losses of these rows, one tensor a parameter. Secret."""

@@ -20,11 +20,13 @@ from userdp.clipping.gradients.any_layer import AnyLayer
 from userdp.clipping.gradients.layers import Embedding, LayerNorm, Product, RmsNorm
 from userdp.clipping.gradients.lstm import Lstm
 from userdp.clipping.gradients.merged_lora import MergedLora
-from userdp.clipping.layer_groups import clip_groups
+from userdp.clipping.gradients.word_lstm import WordLstm
 from userdp.errors import MixedExamplesError
 from userdp.sharded_tensors import leaf_of
 
-LayerRule = type[Product | LayerNorm | RmsNorm | Embedding | Lstm | MergedLora | AnyLayer]
+LayerRule = type[
+    Product | LayerNorm | RmsNorm | Embedding | Lstm | MergedLora | WordLstm | AnyLayer
+]
 
 # Rows in the two forward passes: a dimension that counts rows has these sizes.
 TRIAL_ROWS = 2
@@ -61,12 +63,11 @@ class Called:
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """A model's layers, how each is called on rows of one shape, and what is clipped together."""
+    """A model's layers, and how each is called on rows of one shape."""
 
     layers: list[Layer]
     called: dict[nn.Module, Called]
     called_on_more: dict[nn.Module, Called]
-    groups: dict[int, int]
 
 
 def survey(
@@ -91,12 +92,7 @@ def survey(
     layers = [layer for layer in layers if layer.module in called]
     for layer in layers:
         check_rows(layer, called[layer.module], more[layer.module])
-    return Survey(
-        layers=layers,
-        called=called,
-        called_on_more=more,
-        groups=clip_groups(model),
-    )
+    return Survey(layers=layers, called=called, called_on_more=more)
 
 
 def _refuse_weights_read_past_their_layer(
@@ -145,6 +141,10 @@ def find_layers(model: nn.Module, *, merge_lora: bool = False) -> list[Layer]:
             weights = dict(module.named_parameters())
             adapters = {own: weights[own] for own in MergedLora.names(module)}
             found.append(Layer(name=name, module=module, rule=MergedLora, parameters=adapters))
+            return
+        if WordLstm.describes(module):
+            own_names = {n: p for n, p in module.named_parameters() if p.requires_grad}
+            found.append(Layer(name=name, module=module, rule=WordLstm, parameters=own_names))
             return
         own = [p for p in module._parameters.values() if p is not None and p.requires_grad]
         # BERT's head lists the bias of its decoder once more: the decoder's rule covers it.
@@ -247,6 +247,6 @@ def check_rows(layer: Layer, called: Called, more: Called) -> None:
 
 def stores_little_by_row(model: nn.Module) -> bool:
     """Whether layers without a cheaper form are small enough to store gradients for every row."""
-    layers = [layer for layer in find_layers(model) if layer.rule in (AnyLayer, Lstm)]
+    layers = [layer for layer in find_layers(model) if layer.rule in (AnyLayer, Lstm, WordLstm)]
     count = sum(p.numel() for layer in layers for p in layer.parameters.values())
     return count <= MOST_STORED_PARAMETERS
