@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,9 +106,7 @@ def _blow_up(module: Any, args: Any, output: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unequal", [True, False])
-def test_a_user_whose_pass_fails_counts_as_zero_and_nobody_waits(
-    tmp_path: Path, unequal: bool
-) -> None:
+def test_a_user_whose_pass_fails_counts_as_zero_and_nobody_waits(unequal: bool) -> None:
     model = make_model(lora=True)
     embedding, _ = _parts(model)
     embedding.register_forward_hook(_blow_up)
@@ -119,7 +116,7 @@ def test_a_user_whose_pass_fails_counts_as_zero_and_nobody_waits(
     assert len(readable) < len(groups)
     plain = PlainClipping(model, parameters, record_loss=causal_lm_loss)
     expected = plain.clipped_sum(readable, CLIP).total.values
-    for found in run_ranks(2, sum_with_a_failing_user, tmp_path, unequal):
+    for found in run_ranks(2, sum_with_a_failing_user, unequal):
         assert float((found - expected).norm() / expected.norm()) < 1e-5
 
 
@@ -147,10 +144,8 @@ def one_user_in_many_microbatches(rank_of_user: int) -> float:
 
 
 @pytest.mark.slow
-def test_a_user_in_eight_microbatches_on_four_ranks_moves_the_sum_by_one_clip_norm(
-    tmp_path: Path,
-) -> None:
-    moved = run_ranks(4, one_user_in_many_microbatches, tmp_path, 2)
+def test_a_user_in_eight_microbatches_on_four_ranks_moves_the_sum_by_one_clip_norm() -> None:
+    moved = run_ranks(4, one_user_in_many_microbatches, 2)
     assert max(moved) <= 1 + 1e-5
     # The user is clipped, so the test can fail.
     assert min(moved) > 0.99
@@ -185,8 +180,8 @@ def refusals() -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_ranks_cannot_do_together_is_refused(tmp_path: Path) -> None:
-    found = run_ranks(2, refusals, tmp_path)[0]
+def test_what_ranks_cannot_do_together_is_refused() -> None:
+    found = run_ranks(2, refusals)[0]
     for words, message in zip(
         ["proven by tests", "Adafactor", "causal_lm_loss alone", "compile_blocks"],
         found,
