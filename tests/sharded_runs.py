@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,17 @@ def make_model(*, lora: bool, base_dtype: torch.dtype = torch.float32) -> nn.Mod
     return model.eval()
 
 
+def shard_as_others_do(model: Any, *, with_adapters: bool) -> None:
+    """Divide a model as its owner might, with torch's defaults."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    whole = {p for p in model.parameters() if p.requires_grad and not with_adapters}
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for module in (*model.base_model.model.model.layers, model):
+        fully_shard(module, mesh=mesh, ignored_params=whole)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Texts:
     """Rows of token ids, and who owns each."""
@@ -96,7 +107,8 @@ class Training:
 
     lora: bool = True
     steps: int = 20
-    sharded: bool = True
+    # By whom the model is divided: by us, by its owner, by its owner but for the adapters, or not.
+    sharded: Literal["ours", "theirs", "base", ""] = "ours"
     base_dtype: torch.dtype = torch.float32
     settings: StepSettings = field(default_factory=StepSettings)
     plan: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -142,8 +154,10 @@ def trained(training: Training) -> Trained:
     from userdp.sharding.shard import shard
 
     model = make_model(lora=training.lora, base_dtype=training.base_dtype)
-    if training.sharded:
+    if training.sharded == "ours":
         shard(model)
+    elif training.sharded and torch.distributed.is_initialized():
+        shard_as_others_do(model, with_adapters=training.sharded == "theirs")
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = getattr(torch.optim, training.optimizer)(named.values(), lr=1e-2)
     texts = Texts.made_up()

@@ -42,7 +42,7 @@ def test_sharded_lora_equals_one_process() -> None:
 def test_sharded_equals_data_parallel_equals_one_process(ranks: int, lora: bool) -> None:
     training = Training(lora=lora, settings=StepSettings(microbatch_tokens=64))
     sharded = check_equal(training, ranks)
-    whole = Training(lora=lora, settings=training.settings, sharded=False)
+    whole = Training(lora=lora, settings=training.settings, sharded="")
     parallel = run_ranks(ranks, trained, whole)
     assert furthest(sharded[0].weights, parallel[0].weights) <= SAME
     # All ranks agree bit for bit on what is released.
@@ -78,6 +78,8 @@ def test_sharded_equals_data_parallel_equals_one_process(ranks: int, lora: bool)
         ),
         pytest.param(Training(plan={"clip": PerLayerClip(clip_norm=0.5)}), id="by layer"),
         pytest.param(Training(optimizer="SGD"), id="sgd"),
+        pytest.param(Training(sharded="theirs"), id="by its owner"),
+        pytest.param(Training(sharded="base"), id="whole adapters"),
         pytest.param(Training(optimizer="Muon"), id="muon"),
         pytest.param(Training(base_dtype=torch.bfloat16), id="bfloat16 base"),
     ],

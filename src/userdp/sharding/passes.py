@@ -58,6 +58,8 @@ class Passes:
         # What the pass that runs has gathered so far, and its kind.
         self._gathered: list[int] = []
         self._kind: int | None = None
+        # After a pass only shards are left in place, whatever the owner of the model chose.
+        model.set_reshard_after_forward(True)
         self._note_leaves()
         for number, module in enumerate(self._modules):
             module.set_custom_all_gather(cast("Any", _Gather(number, self._note_gather)))
