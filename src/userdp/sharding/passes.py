@@ -94,21 +94,22 @@ class Passes:
         self._learn_one(WITH_BACKWARD, with_backward)
 
     def _learn_one(self, kind: int, run: Callable[[], Any]) -> None:
-        run()
+        # A model with weights of several dtypes may run under autocast alone.
+        device = next(self._model.parameters()).device.type
+        with torch.autocast(device, torch.bfloat16):
+            run()
         self._root.reset_iter_state()
         self._orders[kind], self._gathered, self._kind = self._gathered, [], None
 
     def _note_gather(self, number: int) -> None:
-        place = len(self._gathered)
-        self._gathered.append(number)
-        if self._kind is None or self._kind not in self._orders:
-            return
-        order = self._orders[self._kind]
-        if place >= len(order) or order[place] != number:
+        order = None if self._kind is None else self._orders.get(self._kind)
+        # Refused before anything is sent: the pass fails, and hands out the rest in order.
+        if order is not None and order[len(self._gathered) :][:1] != [number]:
             raise RuntimeError(
                 "a pass gathers weights in another order than the passes before it: the ranks "
                 "cannot run it together. Train this model without shards."
             )
+        self._gathered.append(number)
 
     def _before(self, module: nn.Module, args: Any) -> None:
         del module, args
