@@ -1,20 +1,16 @@
-"""Several ranks in processes of their own, and what they train: small models, users, steps."""
+"""What several ranks train with shards: small models, users, steps."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import socket
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ranks_runner import answers
 from userdp import Plan, PrivateStep, StepSettings, UserIndex
 from userdp.clipping.rules import FlatClip
 from userdp.noise.banded import Banded
@@ -24,52 +20,12 @@ from userdp.units import Adjacency
 
 VOCABULARY = 37
 LONGEST = 20
-SECONDS = 240
+Value = TypeVar("Value")
 
 
-def run_ranks(count: int, work: Callable[..., Any], out: Path, *given: Any) -> list[Any]:
+def run_ranks(count: int, work: Callable[..., Value], *given: Any) -> list[Value]:
     """What `work(*given)` returns on each of `count` ranks, in processes of their own."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "peft", "userdp", "sharded_runs"])
-    out.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    found = [out / f"rank{rank}.pt" for rank in range(count)]
-    processes = [
-        context.Process(target=_one_rank, args=(rank, count, port, path, work, given))
-        for rank, path in enumerate(found)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(SECONDS)
-        if process.is_alive():
-            process.kill()
-    results = [torch.load(path, weights_only=False) if path.exists() else "hung" for path in found]
-    failed = [result for result in results if isinstance(result, str)]
-    assert not failed, "\n".join(failed)
-    return [result[0] for result in results]
-
-
-def _one_rank(
-    rank: int, count: int, port: int, out: Path, work: Callable[..., Any], given: tuple[Any, ...]
-) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    torch.set_num_threads(1)
-    try:
-        result: Any = (work(*given),)
-        torch.save(result, out)
-        torch.distributed.barrier()
-    except BaseException:
-        torch.save(traceback.format_exc(), out)
-    # Threads of the process group may outlive it, and would abort an orderly exit.
-    os._exit(0)
+    return answers(count, lambda rank: work(*given))
 
 
 def make_model(*, lora: bool, base_dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -100,6 +56,17 @@ def make_model(*, lora: bool, base_dtype: torch.dtype = torch.float32) -> nn.Mod
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
     return model.eval()
+
+
+def shard_as_others_do(model: Any, *, with_adapters: bool) -> None:
+    """Divide a model as its owner might, with torch's defaults."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    whole = {p for p in model.parameters() if p.requires_grad and not with_adapters}
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for module in (*model.base_model.model.model.layers, model):
+        fully_shard(module, mesh=mesh, ignored_params=whole)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +107,8 @@ class Training:
 
     lora: bool = True
     steps: int = 20
-    sharded: bool = True
+    # By whom the model is divided: by us, by its owner, by its owner but for the adapters, or not.
+    sharded: Literal["ours", "theirs", "base", ""] = "ours"
     base_dtype: torch.dtype = torch.float32
     settings: StepSettings = field(default_factory=StepSettings)
     plan: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -186,8 +154,10 @@ def trained(training: Training) -> Trained:
     from userdp.sharding.shard import shard
 
     model = make_model(lora=training.lora, base_dtype=training.base_dtype)
-    if training.sharded:
+    if training.sharded == "ours":
         shard(model)
+    elif training.sharded and torch.distributed.is_initialized():
+        shard_as_others_do(model, with_adapters=training.sharded == "theirs")
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = getattr(torch.optim, training.optimizer)(named.values(), lr=1e-2)
     texts = Texts.made_up()

@@ -158,7 +158,7 @@ ABOVE = {
     | {"public_gradient", "ranks", "run_record", "same_run", "training", "validation"},
     "trainer": GROUND
     | {"checkpoints", "clipping", "data", "evaluation", "models", "plan", "statement", "tasks"}
-    | {"earlier", "lineage", "run_files", "trackers", "training"},
+    | {"earlier", "lineage", "ranks", "run_files", "trackers", "training"},
     "saved_run": GROUND | {"digests", "ledger", "models", "run_facts"},
     "gradient_norms": GROUND | {"data", "models", "tasks", "updates"},
 }

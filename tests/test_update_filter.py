@@ -24,6 +24,7 @@ from stores import KEY, sentences
 from tiny import make_model, make_store
 from userdp.accounting import accountant, events
 from userdp.clipping.filtered import FilteredClipping
+from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import AdaptiveClip, FlatClip
 from userdp.data.store import write_store
@@ -76,9 +77,9 @@ def filtered(points: Sequence[np.ndarray], test: HaltingTest) -> tuple[np.ndarra
     parameters = [nn.Parameter(torch.zeros(SIZE))]
     clipping = FilteredClipping.__new__(FilteredClipping)
     clipping._plain = cast("PlainClipping", Given())
-    clipping._parameters, clipping._test, clipping._layers = parameters, test, [0]
+    clipping._parameters, clipping._test = parameters, test
+    clipping._layers = Layers(model, list(model.parameters()))
     clipping.skip_failing, clipping._is_shared = False, False
-    del model
     groups = [{"x": torch.tensor(point[None], dtype=torch.float32)} for point in points]
     found = clipping.clipped_sum(groups, FlatClip(clip_norm=1.0))
     assert found.concentration is not None

@@ -188,12 +188,8 @@ def open_run(given: Given) -> Opened:
     store.verify()
     before = earlier_runs(model, other_people=given.other_people, data=store.fingerprint)
     plan.check_paid(given.paid, earlier=before)
-    if (
-        given.selection is not None
-        or given.select != "random"
-        or given.resample
-        or given.tokens_per_user
-    ):
+    chooses = given.select != "random" or given.resample or given.tokens_per_user
+    if given.selection is not None or chooses:
         check_selection(plan)
     parents = () if beginning.parent is None else (beginning.parent,)
     homes = history_of(model).homes

@@ -7,10 +7,6 @@ job's own script (docs/distributed.md).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TypeVar
-
-Value = TypeVar("Value")
 
 # Set on an error that another rank met: that one prints it.
 TOLD_BY = "told_by"
@@ -38,26 +34,6 @@ def is_restarted() -> bool:
     return restarts() > 0
 
 
-def by_first(make: Callable[[], Value]) -> Value:
-    """What `make` returns on the first rank; what it raises there, all ranks raise.
-
-    A process that is alone needs no torch for it.
-    """
-    if launched_ranks() == 1:
-        return make()
-    from userdp.ranks import Ranks
-
-    return Ranks.found().by_first(make)
-
-
 def is_told(error: BaseException) -> bool:
     """Whether another rank met the error, and prints it."""
     return hasattr(error, TOLD_BY)
-
-
-def leave() -> None:
-    """Leave the others, at the end of a program that went well."""
-    if launched_ranks() > 1:
-        from userdp.ranks import Ranks
-
-        Ranks.leave()

@@ -223,10 +223,12 @@ class PrivateStep:
         finally:
             self._drawn = None
         with self.record.step(self._drawn_at):
-            own_part = partial(self._own_part, cohort, groups)
-            total, seen = agreed(self._ranks, ending(self._model_passes, own_part))
-            # What one rank saw holds for all of them from here on.
-            self._checked.summation.differs |= seen.differs
+            own_part = ending(self._model_passes, partial(self._own_part, cohort, groups))
+            total, seen = agreed(self._ranks, own_part)
+            if could_differ and seen.differs and self._ranks.count > 1:
+                # What one rank saw of the fast path holds for all of them: its sums do not count.
+                self._checked.summation.differs = True
+                total, seen = agreed(self._ranks, own_part)
             if seen.keeps:
                 self._refuse_memory()
             if could_differ and seen.differs and self.record.steps:

@@ -299,6 +299,7 @@ def train(
             if wishes.end:
                 early_end.charge_rest()
         checkpoint.save()
+        step.check_ranks()
         if average is not None:
             # The last checkpoint has the weights themselves: a longer run goes on from those.
             average.put_into_model()

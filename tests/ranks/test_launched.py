@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from runs import RECORDS, rows
+from tiny_llama import make_llama
 
 import userdp
 from tiny import make_model, make_store
@@ -169,3 +170,22 @@ def test_accelerate_launches_the_same_run(place: Path, tmp_path: Path) -> None:
     assert json.loads(theirs.stdout.splitlines()[-1])["steps"] == 12
     assert (other / "run" / "secret" / "ranks").read_text() == "2\n"
     assert weights(place) == weights(other)
+
+
+@pytest.mark.slow
+def test_a_trainer_script_runs_on_two_ranks(tmp_path: Path) -> None:
+    model = str(make_llama(tmp_path / "llama"))
+    script = Path(__file__).parent / "trainer_script.py"
+    tests = script.parents[1]
+    helpers = os.pathsep.join(map(str, [SOURCE, tests, tests / "trainer"]))
+    ended = launched(tmp_path, *TWO, script, model, "out", PYTHONPATH=helpers)
+    assert ended.returncode == 0, ended.stderr
+    out = tmp_path / "out"
+    assert (out / "userdp" / "run" / "secret" / "ranks").read_text() == "2\n"
+    assert check_run(out / "userdp" / "run").problems == ()
+    assert (out / "checkpoint-4" / "model.safetensors").is_file()
+    state = json.loads((out / "trainer_state.json").read_text())
+    assert state["global_step"] == 6
+    assert json.loads((out / "statement.json").read_text())["guarantee"] is True
+    # One process logs.
+    assert ended.stdout.count("'learning_rate'") == 3

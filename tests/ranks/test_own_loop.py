@@ -12,8 +12,10 @@ from own_loop import Data, Loop, squared_error, usual_plan
 from torch import nn
 
 from ranks_runner import answers, on_ranks
+from userdp.clipping import fast
+from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import AdaptiveClip
-from userdp.errors import InputError, StoppedRunError
+from userdp.errors import InputError, MixedExamplesError, StoppedRunError
 from userdp.losses import Batch
 from userdp.ranks import Ranks
 from userdp.ranks.group import timeout_seconds
@@ -141,6 +143,36 @@ def test_what_fails_or_is_seen_on_one_rank_is_known_to_all() -> None:
     assert "rank 1 has other weights than rank 0" in first[3]
     assert first[4] == second[4]
     assert "keeps something of one group for the next" in first[4]
+
+
+def differing(rank: int) -> tuple[torch.Tensor, int, bool, tuple[str, ...]]:
+    """Rank 1 sees at the first step that the fast path differs; how often rank 0 then uses it."""
+    plain_sums = 0
+
+    class Counting(PlainClipping):
+        def clipped_sum(self, *given: Any, **named: Any) -> Any:
+            nonlocal plain_sums
+            plain_sums += 1
+            return super().clipped_sum(*given, **named)
+
+    def fail(*_: Any) -> None:
+        raise MixedExamplesError("the fast path differs from the plain loop")
+
+    loop = Loop.of(Data.of(), usual_plan(expected_cohort_size=30), rate=0.0)
+    fast.PlainClipping = Counting  # type: ignore[misc]
+    if rank == 1:
+        loop.step._checked.summation._compare = fail  # type: ignore[attr-defined]
+    loop.take()
+    step = loop.step
+    return loop.weights, plain_sums, step._checked.summation.differs, step.ledger.doubts
+
+
+def test_what_one_rank_sees_of_the_fast_path_holds_for_all_before_the_step_is_released() -> None:
+    for _, plain_sums, differs, doubts in answers(2, differing):
+        assert plain_sums
+        assert differs
+        # Nothing was released by then, so the promise stands.
+        assert doubts == ()
 
 
 def hanging(rank: int) -> str:

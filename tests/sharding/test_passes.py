@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,8 +68,17 @@ def clipped(model: Any, parameters: list[Any], groups: list[Any]) -> Tensor:
     return fast.clipped_sum(groups, CLIP).total.values.clone()
 
 
-def sum_with_a_failing_user(unequal: bool) -> Tensor:
-    """The sum over all ranks. One rank has a user whose pass ends in an error in the second block.
+def leaves_the_order(module: Any, args: Any, kwargs: Any) -> None:
+    """For such a row, the second block asks for its own weights once more, out of turn."""
+    try:
+        fails_on_bad(module, args, kwargs)
+    except RuntimeError:
+        module.reshard()
+        module.unshard()
+
+
+def sum_with_a_failing_user(unequal: bool, fault: Any) -> Tensor:
+    """The sum over all ranks. One rank has a user whose pass meets a fault in the second block.
 
     If `unequal`, the first rank has all users.
     """
@@ -79,7 +87,7 @@ def sum_with_a_failing_user(unequal: bool) -> Tensor:
     model, passes, parameters = made()
     embedding, blocks = _parts(model)
     embedding.register_forward_hook(_blow_up)
-    blocks[1].register_forward_pre_hook(fails_on_bad, with_kwargs=True)
+    blocks[1].register_forward_pre_hook(fault, with_kwargs=True)
     rank, count = dist.get_rank(), dist.get_world_size()
     groups = groups_of_users(bad=True)
     own = (groups if rank == 0 else []) if unequal else groups[rank::count]
@@ -107,9 +115,8 @@ def _blow_up(module: Any, args: Any, output: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unequal", [True, False])
-def test_a_user_whose_pass_fails_counts_as_zero_and_nobody_waits(
-    tmp_path: Path, unequal: bool
-) -> None:
+@pytest.mark.parametrize("fault", [fails_on_bad, leaves_the_order])
+def test_a_user_whose_pass_fails_counts_as_zero_and_nobody_waits(unequal: bool, fault: Any) -> None:
     model = make_model(lora=True)
     embedding, _ = _parts(model)
     embedding.register_forward_hook(_blow_up)
@@ -119,7 +126,7 @@ def test_a_user_whose_pass_fails_counts_as_zero_and_nobody_waits(
     assert len(readable) < len(groups)
     plain = PlainClipping(model, parameters, record_loss=causal_lm_loss)
     expected = plain.clipped_sum(readable, CLIP).total.values
-    for found in run_ranks(2, sum_with_a_failing_user, tmp_path, unequal):
+    for found in run_ranks(2, sum_with_a_failing_user, unequal, fault):
         assert float((found - expected).norm() / expected.norm()) < 1e-5
 
 
@@ -147,10 +154,8 @@ def one_user_in_many_microbatches(rank_of_user: int) -> float:
 
 
 @pytest.mark.slow
-def test_a_user_in_eight_microbatches_on_four_ranks_moves_the_sum_by_one_clip_norm(
-    tmp_path: Path,
-) -> None:
-    moved = run_ranks(4, one_user_in_many_microbatches, tmp_path, 2)
+def test_a_user_in_eight_microbatches_on_four_ranks_moves_the_sum_by_one_clip_norm() -> None:
+    moved = run_ranks(4, one_user_in_many_microbatches, 2)
     assert max(moved) <= 1 + 1e-5
     # The user is clipped, so the test can fail.
     assert min(moved) > 0.99
@@ -185,8 +190,8 @@ def refusals() -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_ranks_cannot_do_together_is_refused(tmp_path: Path) -> None:
-    found = run_ranks(2, refusals, tmp_path)[0]
+def test_what_ranks_cannot_do_together_is_refused() -> None:
+    found = run_ranks(2, refusals)[0]
     for words, message in zip(
         ["proven by tests", "Adafactor", "causal_lm_loss alone", "compile_blocks"],
         found,

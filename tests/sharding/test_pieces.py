@@ -128,7 +128,7 @@ def noised(name: str) -> list[Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", noises())
-def test_noise_bits_are_those_of_one_process(tmp_path: Path, name: str, ranks: int) -> None:
+def test_noise_bits_are_those_of_one_process(name: str, ranks: int) -> None:
     whole = FlatBuffer([torch.zeros(shape) for shape in SHAPES])
     noise = noises()[name].started()
     expected: list[Tensor] = []
@@ -143,7 +143,7 @@ def test_noise_bits_are_those_of_one_process(tmp_path: Path, name: str, ranks: i
             streams=STREAMS,
         )
         expected.append(torch.cat([view.flatten() for view in whole.views]).clone())
-    for rank in run_ranks(ranks, noised, tmp_path, name):
+    for rank in run_ranks(ranks, noised, name):
         assert all(torch.equal(a, b) for a, b in zip(rank, expected, strict=True))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -20,14 +18,10 @@ SAME_IN_HALF = 1e-2
 UNCHECKED = StepSettings(check=False, microbatch_tokens=64)
 
 
-def one_process(training: Training) -> Trained:
-    return trained(training)
-
-
-def check_equal(training: Training, ranks: int, out: Path) -> list[Trained]:
+def check_equal(training: Training, ranks: int) -> list[Trained]:
     """Train sharded, and compare every rank's weights with those of one process."""
-    alone = one_process(training)
-    found = run_ranks(ranks, trained, out, training)
+    alone = trained(training)
+    found = run_ranks(ranks, trained, training)
     for rank in found:
         in_half = training.base_dtype == torch.bfloat16 or training.optimizer == "Muon"
         assert furthest(rank.weights, alone.weights) <= (SAME_IN_HALF if in_half else SAME)
@@ -35,8 +29,8 @@ def check_equal(training: Training, ranks: int, out: Path) -> list[Trained]:
     return found
 
 
-def test_sharded_lora_equals_one_process(tmp_path: Path) -> None:
-    found = check_equal(Training(lora=True, steps=3, settings=UNCHECKED), 2, tmp_path)
+def test_sharded_lora_equals_one_process() -> None:
+    found = check_equal(Training(lora=True, steps=3, settings=UNCHECKED), 2)
     # Matrices of 3 rows: two on the first rank, one on the second.
     assert [piece[0] for piece in found[0].pieces[:2]] == [2, 8]
     assert [piece[0] for piece in found[1].pieces[:2]] == [1, 8]
@@ -45,13 +39,11 @@ def test_sharded_lora_equals_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("lora", [True, False])
-def test_sharded_equals_data_parallel_equals_one_process(
-    tmp_path: Path, ranks: int, lora: bool
-) -> None:
+def test_sharded_equals_data_parallel_equals_one_process(ranks: int, lora: bool) -> None:
     training = Training(lora=lora, settings=StepSettings(microbatch_tokens=64))
-    sharded = check_equal(training, ranks, tmp_path / "sharded")
-    whole = Training(lora=lora, settings=training.settings, sharded=False)
-    parallel = run_ranks(ranks, trained, tmp_path / "whole", whole)
+    sharded = check_equal(training, ranks)
+    whole = Training(lora=lora, settings=training.settings, sharded="")
+    parallel = run_ranks(ranks, trained, whole)
     assert furthest(sharded[0].weights, parallel[0].weights) <= SAME
     # All ranks agree bit for bit on what is released.
     assert len({rank.final_digest for rank in sharded}) == 1
@@ -86,9 +78,11 @@ def test_sharded_equals_data_parallel_equals_one_process(
         ),
         pytest.param(Training(plan={"clip": PerLayerClip(clip_norm=0.5)}), id="by layer"),
         pytest.param(Training(optimizer="SGD"), id="sgd"),
+        pytest.param(Training(sharded="theirs"), id="by its owner"),
+        pytest.param(Training(sharded="base"), id="whole adapters"),
         pytest.param(Training(optimizer="Muon"), id="muon"),
         pytest.param(Training(base_dtype=torch.bfloat16), id="bfloat16 base"),
     ],
 )
-def test_every_kind_of_step_equals_one_process(tmp_path: Path, training: Training) -> None:
-    check_equal(training, 2, tmp_path)
+def test_every_kind_of_step_equals_one_process(training: Training) -> None:
+    check_equal(training, 2)

@@ -140,9 +140,10 @@ def test_optimizers_by_name_and_norms_that_do_not_decay(tmp_path: Path) -> None:
         settings.optimizer_of(training_arguments(optim="adamw_bnb_8bit"), model)
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_process_of_a_machine_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     args = training_arguments()
     assert settings.device_of(args).type == "cpu"
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="launched as several processes"):
-        settings.device_of(args)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(args, "use_cpu", False)
+    assert settings.device_of(args) == torch.device("cuda", 1)

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from userdp.cli import common
+from userdp.cli.ranked import by_first, leave
 from userdp.config import Config, load_config
 from userdp.data.store import UserStore
 from userdp.earlier import Earlier
@@ -19,7 +20,7 @@ from userdp.history import read_history
 from userdp.interrupts import InterruptedRunError
 from userdp.paid import Paid
 from userdp.plan import Plan
-from userdp.ranks_launched import by_first, is_restarted, launched_rank, leave
+from userdp.ranks_launched import is_restarted, launched_rank
 from userdp.run_files import Overlap, overlap, shared_users
 from userdp.validation_curve import Point, released_curve
 

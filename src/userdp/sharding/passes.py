@@ -58,6 +58,8 @@ class Passes:
         # What the pass that runs has gathered so far, and its kind.
         self._gathered: list[int] = []
         self._kind: int | None = None
+        # After a pass only shards are left in place, whatever the owner of the model chose.
+        model.set_reshard_after_forward(True)
         self._note_leaves()
         for number, module in enumerate(self._modules):
             module.set_custom_all_gather(cast("Any", _Gather(number, self._note_gather)))
@@ -92,21 +94,22 @@ class Passes:
         self._learn_one(WITH_BACKWARD, with_backward)
 
     def _learn_one(self, kind: int, run: Callable[[], Any]) -> None:
-        run()
+        # A model with weights of several dtypes may run under autocast alone.
+        device = next(self._model.parameters()).device.type
+        with torch.autocast(device, torch.bfloat16):
+            run()
         self._root.reset_iter_state()
         self._orders[kind], self._gathered, self._kind = self._gathered, [], None
 
     def _note_gather(self, number: int) -> None:
-        place = len(self._gathered)
-        self._gathered.append(number)
-        if self._kind is None or self._kind not in self._orders:
-            return
-        order = self._orders[self._kind]
-        if place >= len(order) or order[place] != number:
+        order = None if self._kind is None else self._orders.get(self._kind)
+        # Refused before anything is sent: the pass fails, and hands out the rest in order.
+        if order is not None and order[len(self._gathered) :][:1] != [number]:
             raise RuntimeError(
                 "a pass gathers weights in another order than the passes before it: the ranks "
                 "cannot run it together. Train this model without shards."
             )
+        self._gathered.append(number)
 
     def _before(self, module: nn.Module, args: Any) -> None:
         del module, args

@@ -58,6 +58,8 @@ def shard(model: nn.Module, *, ranks: Ranks | None = None) -> nn.Module:
 
 def check_shardable(model: nn.Module) -> None:
     """Refuse a model whose passes might gather weights in an order that depends on the rows."""
+    if not hasattr(dist, "reduce_scatter_single"):
+        raise InputError(f"torch {torch.__version__} cannot shard for userdp: use 2.13 or newer.")
     if not is_proven(model):
         raise InputError(
             f"{type(model).__name__} cannot be sharded here: only decoders of an architecture that "

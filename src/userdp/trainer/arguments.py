@@ -57,7 +57,7 @@ MAPPED = {
 }
 
 _OTHER_WORK = "scripts read it, the trainer does not"
-_ONE_PROCESS = "there is one process and one device"
+_OWN_SUMS = "processes add up clipped sums themselves, and the first writes"
 _METRICS = "the metrics are loss, perplexity and accuracy"
 _ROWS = "rows come from a file that is mapped into memory"
 _NO_HUB = "nothing is pushed"
@@ -68,10 +68,10 @@ HARMLESS = {
     **dict.fromkeys(("do_train", "do_eval", "do_predict"), _OTHER_WORK),
     **dict.fromkeys(
         ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_backend"),
-        _ONE_PROCESS,
+        _OWN_SUMS,
     ),
-    **dict.fromkeys(("ddp_timeout", "ddp_static_graph"), _ONE_PROCESS),
-    **dict.fromkeys(("log_on_each_node", "save_on_each_node", "log_level_replica"), _ONE_PROCESS),
+    **dict.fromkeys(("ddp_timeout", "ddp_static_graph"), _OWN_SUMS),
+    **dict.fromkeys(("log_on_each_node", "save_on_each_node", "log_level_replica"), _OWN_SUMS),
     **dict.fromkeys(
         ("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"), _METRICS
     ),
@@ -104,7 +104,10 @@ HARMLESS = {
     "local_rank": "it is set by the launcher",
 }
 
-_SHARDED = "several devices are not supported: run one process on one device"
+_SHARDED = (
+    "every process has the whole model, and takes its own users: leave it out, and start one "
+)
+_SHARDED += "process for each device with torchrun"
 _SAMPLING = (
     "the guarantee is about users who are drawn at random by a secret; leave it out, nothing else "
     "may choose who takes part"

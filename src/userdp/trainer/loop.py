@@ -34,8 +34,11 @@ FOLDER = re.compile(r"checkpoint-(\d+)")
 Metrics = dict[str, float]
 
 
-def callbacks_of(args: Any, own: Sequence[Any]) -> list[Any]:
-    """The usual callbacks, the trackers in `report_to`, and the caller's own."""
+def callbacks_of(args: Any, own: Sequence[Any], *, is_first: bool = True) -> list[Any]:
+    """The usual callbacks, the trackers in `report_to`, and the caller's own.
+
+    Trackers are told by the first of several processes.
+    """
     for callback in own:
         kind = callback if isinstance(callback, type) else type(callback)
         for event in INSIDE:
@@ -50,7 +53,7 @@ def callbacks_of(args: Any, own: Sequence[Any]) -> list[Any]:
                 "away: name the tracker in report_to instead."
             )
     shown = transformers.PrinterCallback if args.disable_tqdm else transformers.ProgressCallback
-    tracking = Tracking(args.report_to, Path(args.output_dir))
+    tracking = Tracking(args.report_to if is_first else (), Path(args.output_dir))
     return [transformers.DefaultFlowCallback, tracking, *own, shown]
 
 
@@ -169,6 +172,12 @@ class Loop:
 
     def _save(self) -> None:
         """Write the weights of this step where scripts look for them; the record saves itself."""
+        self._is_save_asked = True
+        if self.state.is_world_process_zero:
+            self._write()
+        self._tell("on_save")
+
+    def _write(self) -> None:
         out = Path(self._args.output_dir)
         with new_directory(out / f"checkpoint-{self.state.global_step}") as folder:
             save_model(self._model, self._handler.processing_class, folder)
@@ -183,10 +192,10 @@ class Loop:
             }
             for old in sorted(found)[: -self._args.save_total_limit]:
                 shutil.rmtree(found[old])
-        self._is_save_asked = True
-        self._tell("on_save")
 
     def save_state(self, folder: Path) -> None:
-        """Write the state, as `transformers` does."""
+        """Write the state, as `transformers` does: by the first process."""
+        if not self.state.is_world_process_zero:
+            return
         content = json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
         write_file(folder / STATE_FILE, content.encode())

@@ -117,10 +117,7 @@ def step_settings_of(args: Any) -> StepSettings:
 
 
 def device_of(args: Any) -> torch.device:
-    """The device. One process uses one."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InputError(
-            "this was launched as several processes, and each would train a model of its own: "
-            "start it with `python`, as one process."
-        )
-    return torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
+    """The device. One process uses one: of several on a machine, each its own GPU."""
+    if args.use_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK") or "0"))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import peft
 import torch
 import transformers
 from torch import nn
@@ -22,13 +20,11 @@ from userdp.data.store import UserStore
 from userdp.durable import OWNER_ONLY_DIRECTORY, write_file
 from userdp.errors import InputError
 from userdp.evaluation import evaluate_store
-from userdp.history import history_of
 from userdp.lineage import earlier_runs
-from userdp.models.load import load_model, load_tokenizer, remember
 from userdp.plan import Plan
+from userdp.ranks import Ranks
 from userdp.statement import Statement
 from userdp.tasks import task_named
-from userdp.trainer.adapters import refuse_unknown_adapter
 from userdp.trainer.arguments import check_arguments, other_collator
 from userdp.trainer.data import (
     PRIVATE,
@@ -39,6 +35,7 @@ from userdp.trainer.data import (
     training_store,
 )
 from userdp.trainer.loop import STATE_FILE, Loop, Metrics, callbacks_of
+from userdp.trainer.prepared import prepared, refuse
 from userdp.trainer.settings import (
     cohort_of,
     device_of,
@@ -121,10 +118,10 @@ class UserDPTrainer:
     ) -> None:
         self.args: Any = args or transformers.TrainingArguments(output_dir="trainer_output")
         check_arguments(self.args)
-        _refuse("data_collator", other_collator(data_collator), NO_COLLATOR)
-        _refuse("compute_loss_func", compute_loss_func, NO_LOSS)
-        _refuse("compute_metrics", compute_metrics, NO_METRICS)
-        _refuse("preprocess_logits_for_metrics", preprocess_logits_for_metrics, NO_METRICS)
+        refuse("data_collator", other_collator(data_collator), NO_COLLATOR)
+        refuse("compute_loss_func", compute_loss_func, NO_LOSS)
+        refuse("compute_metrics", compute_metrics, NO_METRICS)
+        refuse("preprocess_logits_for_metrics", preprocess_logits_for_metrics, NO_METRICS)
         if train_dataset is None:
             raise InputError("train_dataset is missing: there is nobody to learn from.")
         if eval_dataset is None and (self.args.eval_strategy != "no" or self.args.eval_on_start):
@@ -132,10 +129,12 @@ class UserDPTrainer:
                 "the arguments ask to evaluate: give an eval_dataset, of other people."
             )
         out = Path(self.args.output_dir)
+        # Under a launcher all processes train together, and the first writes the files.
+        self._ranks = Ranks.found()
         device = device_of(self.args)
         # As in `transformers`: it draws the initial weights of adapters, and nothing else here.
         transformers.set_seed(self.args.seed)
-        self.model, self.processing_class = _prepared(
+        self.model, self.processing_class = prepared(
             model, processing_class, peft_config, self.args
         )
         self.model.to(device)
@@ -144,18 +143,21 @@ class UserDPTrainer:
         self._private = out / PRIVATE
         self._cohort = cohort_of(self.args, expected_cohort_size)
         self._sequence_length = sequence_length_of(self.args, self.model)
-        self._hide_private_files(out)
-        self.train_store = (
-            train_dataset
-            if isinstance(train_dataset, UserStore)
-            else training_store(
-                train_dataset,
-                self.args,
-                user=user_column,
-                place=Path(store) if store is not None else self._private / "data" / "store",
-                formatting=formatting_func,
+        self._ranks.on_first(lambda: self._hide_private_files(out))
+        if isinstance(train_dataset, UserStore):
+            self.train_store = train_dataset
+        else:
+            place = Path(store) if store is not None else self._private / "data" / "store"
+            imported = self._ranks.on_first(
+                lambda: training_store(
+                    train_dataset,
+                    self.args,
+                    user=user_column,
+                    place=place,
+                    formatting=formatting_func,
+                )
             )
-        )
+            self.train_store = imported or UserStore.open(place)
         data = self.train_store.fingerprint
         self._earlier = earlier_runs(self.model, other_people=other_people, data=data)
         self.plan = Plan.sample_users(
@@ -178,7 +180,7 @@ class UserDPTrainer:
         if self.lr_scheduler is None:
             self.lr_scheduler = schedule_of(self.args, self.optimizer, self.plan.steps)
         self.callback_handler = CallbackHandler(
-            callbacks_of(self.args, callbacks or ()),
+            callbacks_of(self.args, callbacks or (), is_first=self._ranks.is_first),
             self.model,
             self.processing_class,
             self.optimizer,
@@ -232,7 +234,8 @@ class UserDPTrainer:
             stop_early=loop.stop_asked,
         )
         self.save_model()
-        write_file(out / "statement.json", (run / "statement.json").read_bytes())
+        if self._ranks.is_first:
+            write_file(out / "statement.json", (run / "statement.json").read_bytes())
         statement = self.run.statement
         numbers = {"epsilon": statement.epsilon, "delta": statement.delta}
         loop.end(numbers)
@@ -249,8 +252,13 @@ class UserDPTrainer:
         return metrics
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Copy the trained model, with what was spent on it, to `output_dir`."""
+        """Copy the trained model, with what was spent on it, to `output_dir`.
+
+        Of several processes the first writes, here as everywhere.
+        """
         path = self._finished().path
+        if not self._ranks.is_first:
+            return
         assert path is not None
         out = Path(output_dir or self.args.output_dir)
         out.mkdir(parents=True, exist_ok=True)
@@ -263,11 +271,13 @@ class UserDPTrainer:
 
     def log_metrics(self, split: str, metrics: Metrics) -> None:
         """Print the metrics of a split, one a line."""
-        for name, value in sorted(metrics.items()):
+        for name, value in sorted(metrics.items()) if self._ranks.is_first else ():
             print(f"{split}: {name} = {value:.6g}")
 
     def save_metrics(self, split: str, metrics: Metrics) -> None:
         """Write the metrics of a split to `output_dir`."""
+        if not self._ranks.is_first:
+            return
         content = json.dumps(metrics, indent=4, sort_keys=True) + "\n"
         write_file(Path(self.args.output_dir) / f"{split}_results.json", content.encode())
 
@@ -298,6 +308,7 @@ class UserDPTrainer:
         state = transformers.TrainerState()
         if resume and saved.is_file():
             state = transformers.TrainerState.load_from_json(str(saved))
+        state.is_local_process_zero = state.is_world_process_zero = self._ranks.is_first
         state.max_steps = self.plan.steps
         epochs = self._cohort / self.plan.num_users
         state.num_train_epochs = math.ceil(self.plan.steps * epochs)
@@ -357,43 +368,3 @@ class UserDPTrainer:
         lines = ignored.read_text().splitlines() if ignored.is_file() else []
         if f"/{PRIVATE}/" not in lines:
             write_file(ignored, "".join(f"{line}\n" for line in [*lines, f"/{PRIVATE}/"]).encode())
-
-
-def _refuse(name: str, value: Any, reason: str) -> None:
-    if value is not None:
-        raise InputError(f"{name}: {reason}.")
-
-
-def _prepared(
-    model: str | nn.Module, tokenizer: Any, peft_config: Any, args: Any
-) -> tuple[nn.Module, Any]:
-    """The model with its adapters, and its tokenizer."""
-    options = dict(getattr(args, "model_init_kwargs", None) or {})
-    if isinstance(model, str):
-        dtype = options.pop("dtype", options.pop("torch_dtype", None)) or torch.float32
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        _refuse("model_init_kwargs", options or None, "load the model yourself, and give that")
-        loaded, own = load_model(model, dtype=dtype)
-    else:
-        _refuse("model_init_kwargs", options or None, "the model is loaded already; leave it out")
-        loaded, own = model, None
-        source = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
-        if Path(source).is_dir() and not history_of(model).all_entries():
-            remember(model, Path(source))
-        refuse_unknown_adapter(model)
-        if tokenizer is None:
-            if not source:
-                raise InputError("processing_class is missing: give the model's tokenizer.")
-            own = load_tokenizer(source)
-    tokenizer = tokenizer or own
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if peft_config is not None:
-        if getattr(peft_config, "lora_dropout", 0):
-            warnings.warn(
-                f"lora_dropout={peft_config.lora_dropout} has no effect: dropout is off in private "
-                "training, because the noise regularises enough.",
-                stacklevel=3,
-            )
-        loaded = peft.get_peft_model(loaded, peft_config)  # pyright: ignore[reportArgumentType]
-    return loaded, tokenizer
