@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from userdp.clipping.batches.users import PADDING, is_padded
+from userdp.clipping.checks.distance import distance, distances, norm_of
 from userdp.clipping.checks.made_up import MadeUp
+from userdp.clipping.checks.tried_rule import rule_that_clips
 from userdp.clipping.checks.wide_reference import wide_gradient
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.kernels.running import uncompiled
@@ -26,7 +28,6 @@ from userdp.clipping.plain import PlainClipping, clip_update
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.summation import Summation, summation
-from userdp.errors import NothingSeenError, UntriedModelError
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, Update, coarsest_dtype, wide_dtype
 from userdp.models.checks import trainable_parameters
 from userdp.seen import MOST_COUPLING, Probe
@@ -55,8 +56,11 @@ _LITTLE = 0.05
 # In half precision nothing above this is allowed. It is also the limit if there is no float32
 # reference: it does not fit in memory, or the update is not the mean gradient.
 _COARSE = 0.5
-# Updates that the device must have room for, twice over, or else they are kept on the host.
-_UPDATES_AT_ONCE = 24
+# Updates that the device must have room for, twice over, or else they are kept on the host: the
+# sums of two cohorts, the extra user's update, and one on its way.
+_UPDATES_AT_ONCE = 4
+# Updates of more bytes than this are not kept for later.
+_LARGE = 2**30
 # The batch entry that multiplies a row's loss, to make losses huge or not finite.
 _SCALE = "userdp_probe_scale"
 
@@ -87,15 +91,15 @@ class Trial:
         self._settings = settings
         self._parameters = list(trainable_parameters(model).values())
         self._layers = Layers(model, self._parameters)
+        # Bytes of one update.
+        self._size = sum(p.numel() * wide_dtype(p.dtype).itemsize for p in self._parameters)
         self._keep_on = self._where_updates_fit()
         self._oracle = self._plain(record_loss)
         self._rule = rule
         self._others = self._cohort(1)
-        self._updates = [self._update(self._oracle, group) for group in self._others]
-        self._rule = _that_clips(rule, self._updates)
-        if update.local_training is not None:
-            # Local training clips on the way, so its updates depend on the rule.
-            self._updates = [self._update(self._oracle, group) for group in self._others]
+        # By the clip norm that they were computed with; large updates are not kept.
+        self._known: dict[float, list[Update]] = {}
+        self._rule = rule_that_clips(rule, [norm_of(update) for update in self._updates()])
         self._allowed = self._what_rounding_explains()
 
     # ---- what is tried
@@ -144,23 +148,23 @@ class Trial:
         packings = (True, False) if thorough and self._path == "fast" else (True,)
         for mix in packings:
             clipping = self._clipping(self._record_loss, mix)
-            alone = self._sum(clipping, self._others)
-            yield self._probe("each user alone", alone - self._of_oracle(), None)
+            alone = self._kept(self._sum(clipping, self._others))
+            yield self._probe("each user alone", alone, self._of_oracle())
             yield self._again(clipping)
             for name, extra in self._extras(thorough):
                 own = self._own(extra)
                 for place, where in self._places(thorough):
                     cohort = [*self._others[:where], extra, *self._others[where:]]
-                    moved = self._sum(clipping, cohort) - alone
-                    yield self._probe(f"{name}, {place}", moved, own)
-            later = self._sum(clipping, self._others) - alone
+                    found = self._sum(clipping, cohort)
+                    yield self._probe(f"{name}, {place}", found, alone, own)
+            later = self._sum(clipping, self._others)
             # After larger users the fast path may pack the cohort differently, which rounds
             # differently.
             allowed = self._allowed_again() if self._path == "plain" else None
-            yield self._probe("the next step, after them", later, None, allowed=allowed)
+            yield self._probe("the next step, after them", later, alone, allowed=allowed)
             if thorough:
-                backwards = self._sum(clipping, self._others[::-1]) - alone
-                yield self._probe("another order", backwards, None)
+                backwards = self._sum(clipping, self._others[::-1])
+                yield self._probe("another order", backwards, alone)
         if thorough:
             yield from self._with_scaled_losses()
 
@@ -171,24 +175,27 @@ class Trial:
         what a loss or a model keeps outside its modules shows.
         """
         loose = self._rule.at(_LOOSE * self._rule.clip_norm)
-        first = self._sum(clipping, self._others, loose)
-        off = self._sum(clipping, self._others, loose) - first
-        size = float(first.double().norm()) or 1.0
-        off *= self._rule.bound / size
-        return self._probe(_AGAIN, off, None, allowed=self._allowed_again())
+        first = self._kept(self._sum(clipping, self._others, loose))
+        again = self._sum(clipping, self._others, loose)
+        size = norm_of(first) or 1.0
+        return self._probe(_AGAIN, again, first, allowed=self._allowed_again(), size=size)
 
     def _places(self, thorough: bool) -> list[tuple[str, int]]:
         last = len(self._others)
         found = [("first", 0), ("in the middle", last // 2), ("last", last)]
         return found if thorough else found[::2]
 
-    def _of_oracle(self) -> Tensor:
+    def _of_oracle(self) -> Update:
         """The sum that the cohort must have: each user computed alone, padded to its own length."""
-        clipped = [
-            self._flat(self._contribution(update, group))
-            for update, group in zip(self._updates, self._others, strict=True)
-        ]
-        return torch.stack(clipped).sum(0)
+        total: Update = []
+        for group, update in zip(self._others, self._updates(), strict=True):
+            clipped = self._contribution(update, group)
+            if not total:
+                total = clipped
+                continue
+            for running, tensor in zip(total, clipped, strict=True):
+                running += tensor
+        return total
 
     def _with_scaled_losses(self) -> Iterator[Probe]:
         """Make one user's loss huge or not finite: only that user's update may change."""
@@ -203,17 +210,15 @@ class Trial:
 
         others = [scaled(group, 1.0) for group in self._others]
         clipping = self._clipping(scaled_loss, True)
-        alone = self._sum(clipping, others)
+        alone = self._kept(self._sum(clipping, others))
         kinds = {"a huge user": 1e6, "a user beyond float32": 1e30}
         kinds |= {"a user of infinite loss": math.inf, "a user whose loss is no number": math.nan}
         for name, factor in kinds.items():
             extra = scaled(self._group(1, self._longest, 106), factor)
             for place, where in self._places(True):
-                moved = self._sum(clipping, [*others[:where], extra, *others[where:]]) - alone
-                own = self._flat(
-                    self._contribution(self._update(self._plain(scaled_loss), extra), extra)
-                )
-                yield self._probe(f"{name}, {place}", moved, own)
+                own = self._contribution(self._update(self._plain(scaled_loss), extra), extra)
+                found = self._sum(clipping, [*others[:where], extra, *others[where:]])
+                yield self._probe(f"{name}, {place}", found, alone, own)
 
     # ---- sums
 
@@ -259,46 +264,65 @@ class Trial:
         clipping: Summation,
         groups: Sequence[Group],
         rule: ClipRule | None = None,
-    ) -> Tensor:
+    ) -> Update:
+        """The clipped sum of these groups; the next one may overwrite it."""
         with uncompiled():
-            found = clipping.clipped_sum(groups, rule or self._rule)
-        return self._flat(found.total.views)
+            return clipping.clipped_sum(groups, rule or self._rule).total.views
 
     def _where_updates_fit(self) -> torch.device:
         """The device, or the host if the device may have room for one update only."""
         device = self._parameters[0].device
         if device.type == "cuda":
-            size = sum(p.numel() * wide_dtype(p.dtype).itemsize for p in self._parameters)
             free, _ = torch.cuda.mem_get_info(device)
-            if 2 * _UPDATES_AT_ONCE * size <= free:
+            if 2 * _UPDATES_AT_ONCE * self._size <= free:
                 return device
         return torch.device("cpu")
 
     def _update(self, oracle: PlainClipping, group: Group) -> Update:
         return [tensor.to(self._keep_on) for tensor in oracle.update(group, self._rule)]
 
-    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([tensor.detach().to(self._keep_on).flatten() for tensor in tensors])
+    def _updates(self) -> Iterator[Update]:
+        """Each user's update, alone. Large ones are computed anew: one is held at a time."""
+        # Local training clips on the way, so its updates depend on the rule.
+        is_local = self._update_rule.local_training is not None
+        clip_norm = self._rule.clip_norm if is_local else 0.0
+        updates = (self._update(self._oracle, group) for group in self._others)
+        if self._size > _LARGE:
+            return updates
+        if clip_norm not in self._known:
+            self._known[clip_norm] = list(updates)
+        return iter(self._known[clip_norm])
+
+    def _kept(self, tensors: Update) -> Update:
+        return [tensor.detach().to(self._keep_on, copy=True) for tensor in tensors]
 
     def _contribution(self, update: Update, group: Group) -> Update:
         weight = self._update_rule.weight(len(next(iter(group.values()))))
         layers = self._layers.by(self._rule)
         return [t * weight for t in clip_update(update, self._rule, layers=layers)]
 
-    def _own(self, extra: Group) -> Tensor | None:
+    def _own(self, extra: Group) -> Update | None:
         if not len(next(iter(extra.values()))):
             return None
-        return self._flat(self._contribution(self._update(self._oracle, extra), extra))
+        return self._contribution(self._update(self._oracle, extra), extra)
 
     def _probe(
-        self, name: str, moved: Tensor, own: Tensor | None, *, allowed: float | None = None
+        self,
+        name: str,
+        found: Update,
+        before: Update,
+        own: Update | None = None,
+        *,
+        allowed: float | None = None,
+        size: float | None = None,
     ) -> Probe:
-        bound = self._rule.bound
-        rest = moved if own is None else moved - own
+        """How far the sum moved, and how far beyond `own`, relative to `size` (the bound)."""
+        moved, rest = distances(found, before, own)
+        size = size or self._rule.bound
         return Probe(
             name=f"{self._path}: {name}",
-            movement=float(moved.double().norm()) / bound,
-            coupling=float(rest.double().norm()) / bound,
+            movement=moved / size,
+            coupling=rest / size,
             allowed_coupling=self._allowed if allowed is None else allowed,
         )
 
@@ -325,19 +349,19 @@ class Trial:
         if not self._update_rule.is_mean_gradient:
             return _COARSE
         try:
-            distance = sum(
-                float((self._flat(self._contribution(update, group)) - self._wide(group)).norm())
-                for update, group in zip(self._updates, self._others, strict=True)
-            )
+            moved = sum(map(self._distance_from_wide, self._others, self._updates()))
         except torch.OutOfMemoryError:
             return _COARSE
-        return min(_COARSE, _TIMES_ROUNDING * distance / self._rule.bound + _LITTLE)
+        return min(_COARSE, _TIMES_ROUNDING * moved / self._rule.bound + _LITTLE)
 
-    def _wide(self, group: Group) -> Tensor:
-        device = self._parameters[0].device
+    def _distance_from_wide(self, group: Group, update: Update) -> float:
+        """How far the plain loop's update of a group is from that in float32, both clipped."""
+        narrow, device = self._contribution(update, group), self._parameters[0].device
         own = {name: tensor.to(device) for name, tensor in group.items()}
-        found = wide_gradient(self._model, self._parameters, own, record_loss=self._record_loss)
-        return self._flat(self._contribution(found, group))
+        wide = self._contribution(
+            wide_gradient(self._model, self._parameters, own, record_loss=self._record_loss), group
+        )
+        return distance(wide, narrow)
 
     # ---- why
 
@@ -374,22 +398,3 @@ class Trial:
             for parameter, sums, *expected in zip(self._parameters, found, *each, strict=True)
         }
         return max(errors.items(), key=lambda item: item[1])
-
-
-def _that_clips(rule: ClipRule, updates: Sequence[Update]) -> ClipRule:
-    """The same kind of rule, at a clip norm that clips most of the updates."""
-    norms = sorted(
-        float(torch.stack([t.double().square().sum() for t in update]).sum().sqrt())
-        for update in updates
-    )
-    middle = norms[len(norms) // 2]
-    if not math.isfinite(middle):
-        raise UntriedModelError(
-            "the gradients of made-up rows are not finite: look at the model's weights."
-        )
-    if not norms[-1] > 0:
-        raise NothingSeenError(
-            "the gradients of made-up rows are all zero, so nothing can be seen of the model. Give "
-            "PrivateStep.check_model or verify() an example of made-up rows that have a gradient."
-        )
-    return rule.at(middle / 2 or norms[-1] / 2)

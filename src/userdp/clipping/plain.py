@@ -26,7 +26,7 @@ from userdp.clipping.flat import ClippedSum, FlatBuffer
 from userdp.clipping.layer_groups import Layers
 from userdp.clipping.module_state import ModuleState
 from userdp.clipping.rules import ClipRule
-from userdp.losses import Batch, RecordLoss, Update, at_least_float32
+from userdp.losses import Batch, RecordLoss, Update, at_least_float32, wide_dtype
 from userdp.updates.contract import UpdateRule
 from userdp.updates.mean_gradient import MEAN_GRADIENT
 
@@ -51,23 +51,31 @@ def clip_update(
     >>> clip_update([torch.tensor([float("nan"), 4.0])], FlatClip(clip_norm=1.0))
     [tensor([0., 0.])]
     """
-    wide = [at_least_float32(tensor) for tensor in update]
+    return list(_each_clipped(update, rule, layers=layers))
+
+
+def _each_clipped(
+    update: Sequence[Tensor], rule: ClipRule, *, layers: Sequence[int] | None = None
+) -> Iterator[Tensor]:
+    """The tensors of `clip_update`, one at a time: all of them may not fit beside the update."""
     squares = torch.stack(
-        [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in wide]
+        [
+            torch.linalg.vector_norm(at_least_float32(tensor), dtype=torch.float64).square()
+            for tensor in update
+        ]
     )
-    numbers = list(range(len(wide))) if layers is None else list(layers)
+    numbers = list(range(len(update))) if layers is None else list(layers)
     if rule.by_layer:
         zeros = squares.new_zeros(max(numbers) + 1)
         squared = zeros.index_add_(0, torch.tensor(numbers, device=squares.device), squares)
     else:
-        numbers = [0] * len(wide)
+        numbers = [0] * len(update)
         squared = squares.sum()[None]
-    margin = ROUNDING_MARGIN * max(torch.finfo(tensor.dtype).eps for tensor in wide)
+    margin = ROUNDING_MARGIN * max(torch.finfo(wide_dtype(tensor.dtype)).eps for tensor in update)
     factors = clip_factors(squared[:, None], rule, margin=margin)[:, 0]
-    return [
-        torch.where(factors[number] > 0, tensor * factors[number].to(tensor.dtype), 0.0)
-        for number, tensor in zip(numbers, wide, strict=True)
-    ]
+    for number, tensor in zip(numbers, update, strict=True):
+        wide = at_least_float32(tensor)
+        yield torch.where(factors[number] > 0, wide * factors[number].to(wide.dtype), 0.0)
 
 
 def clipped_sum(
@@ -83,9 +91,10 @@ def clipped_sum(
     """
     total = [torch.zeros_like(at_least_float32(tensor)) for tensor in like]
     for update in updates:
-        clipped = clip_update(update, rule, layers=layers)
-        for running, tensor in zip(total, clipped, strict=True):
+        for running, tensor in zip(total, _each_clipped(update, rule, layers=layers), strict=True):
             running += tensor
+        # The next update is computed while this one would still be held.
+        del update
     return total
 
 
@@ -146,12 +155,13 @@ class PlainClipping:
                 update = self.update(group, rule)
                 norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in update]
                 within += int(torch.stack(norms).norm() <= rule.clip_norm)
-                clipped = clip_update(update, rule, layers=layers)
+                clipped = _each_clipped(update, rule, layers=layers)
                 # At most 1, so the weighted update is within the bound as well.
                 weight = self._rule.weight(num_records)
                 for running, tensor in zip(total.views, clipped, strict=True):
                     running += tensor if weight == 1 else tensor * weight
                 total_weight += weight
+                del update, clipped
         if failures is None:
             own.warn_if_all_failed(count)
         return ClippedSum(

@@ -9,7 +9,7 @@ the wrong user would still add up to the same sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from userdp.clipping.batches.users import Users
+from userdp.clipping.checks.distance import norm_of
 from userdp.clipping.checks.made_up import own_groups
 from userdp.clipping.checks.wide_reference import wide_gradient
 from userdp.clipping.gradients.survey import find_layers
@@ -48,6 +49,8 @@ _FAR = 0.5
 _COARSE_TOLERANCE = 0.3
 # In half precision, clip norms of these shares of the chosen one are tried until the paths agree.
 _CLIP_SHARES = (1.0, 0.83, 0.69)
+# Updates of more bytes than this are not kept.
+_LARGE = 2**30
 
 
 class FastPathError(MixedExamplesError):
@@ -185,16 +188,28 @@ class _Oracle:
             for group, factor in zip(groups, times, strict=True)
             if len(next(iter(group.values())))
         ]
-        with without_plans():
-            self._updates = [
-                [tensor * factor for tensor in plain.update(group)] for group, factor in taking_part
-            ]
-        self.middle_norm = _middle_norm(self._updates)
+        self._plain = plain
+        self._taking_part, self._record_loss = taking_part, record_loss
+        size = sum(p.numel() * p.element_size() for p in parameters)
+        self._known = list(self._computed()) if size <= _LARGE else None
+        self.middle_norm = _middle_norm(self._updates())
         self._layers = Layers(model, parameters)
         self._names = {id(p): name for name, p in model.named_parameters()}
         # Frozen weights count too: adapters may be wider than what they adapt.
         self._dtype = compute_dtype or coarsest_dtype(model.parameters())
-        self._taking_part, self._record_loss = taking_part, record_loss
+
+    def _updates(self) -> Iterable[Update]:
+        """Every user's update. Large ones are computed anew each time: one is held at a time."""
+        return self._computed() if self._known is None else self._known
+
+    def _computed(self) -> Iterator[Update]:
+        for group, factor in self._taking_part:
+            with without_plans():
+                update = self._plain.update(group)
+            for tensor in update:
+                tensor *= factor
+            yield update
+            del update
 
     @property
     def is_half(self) -> bool:
@@ -203,7 +218,7 @@ class _Oracle:
 
     def judge(self, found: Update, rule: ClipRule) -> Verification:
         """How far the sum that was found is from what it must be."""
-        expected = self._sum(self._updates, rule)
+        expected = self._sum(self._updates(), rule)
         rules = {layer.name: layer.rule.__name__ for layer in find_layers(self._model)}
         errors = self._errors(found, expected)
         is_close = all(error <= _CLOSE for error in errors.values())
@@ -231,7 +246,7 @@ class _Oracle:
         """The updates in float32; None where the device has no room for them."""
         return _wide_updates(self._model, self._parameters, self._taking_part, self._record_loss)
 
-    def _sum(self, updates: Sequence[Update], rule: ClipRule) -> Update:
+    def _sum(self, updates: Iterable[Update], rule: ClipRule) -> Update:
         return clipped_sum(updates, rule, like=self._parameters, layers=self._layers.by(rule))
 
     def _errors(self, found: Update, expected: Update) -> dict[str, float]:
@@ -262,12 +277,9 @@ def _wide_updates(
         return None
 
 
-def _middle_norm(updates: Sequence[Update]) -> float:
+def _middle_norm(updates: Iterable[Update]) -> float:
     """A clip norm at which some of the updates are clipped and some are not."""
-    norms = [
-        float(torch.stack([t.double().square().sum() for t in update]).sum().sqrt())
-        for update in updates
-    ]
+    norms = list(map(norm_of, updates))
     finite = sorted(norm for norm in norms if math.isfinite(norm))
     if norms and not finite:
         raise NothingFiniteError(

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Bytes above which values are put aside in the host's memory.
+_LARGE = 2**30
+
 
 class Graph:
     """A function of fixed-shape CUDA tensors, captured once and replayed."""
@@ -41,7 +44,8 @@ class Graph:
 @contextlib.contextmanager
 def put_back(*tensors: Tensor) -> Iterator[None]:
     """Put the tensors' values back at the end of the `with` block, whatever happened inside."""
-    before = [tensor.clone() for tensor in tensors]
+    # A copy of a large sum may not fit beside what is captured.
+    before = [t.to("cpu" if t.nbytes > _LARGE else t.device, copy=True) for t in tensors]
     try:
         yield
     finally:
