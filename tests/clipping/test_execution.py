@@ -25,7 +25,7 @@ from torch import nn
 import models_zoo
 from userdp.clipping.execute import execution
 from userdp.clipping.fast import FastClipping
-from userdp.clipping.gradients import probes
+from userdp.clipping.gradients import chunked_head, probes
 from userdp.clipping.rules import FlatClip
 from userdp.clipping.settings import StepSettings
 from userdp.losses import causal_lm_loss
@@ -75,6 +75,21 @@ def test_compiled_blocks_give_the_plain_loops_sum_without_graph_breaks(
     assert_same_as_plain(model, cohort(LENGTHS), settings=COMPILED)
     # Both blocks, what lies outside them, and the loss.
     assert len(traced_only) > 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mix_sizes", [False, True])
+@pytest.mark.parametrize("name", ["gpt2 tied", "llama tied + lora"])
+def test_compiled_blocks_with_logits_in_pieces_give_the_plain_loops_sum(
+    name: str, mix_sizes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_head, "LOGITS_AT_ONCE", 7 * models_zoo.VOCABULARY)
+    model = shake(models_zoo.build(name))
+    settings = StepSettings(
+        compile_blocks=True, chunk_logits=True, mix_sizes=mix_sizes, microbatch_tokens=400
+    )
+    assert_same_as_plain(model, cohort(LENGTHS), settings=settings)
     assert not torch._dynamo.utils.counters["graph_break"]
 
 

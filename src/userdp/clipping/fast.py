@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from userdp.clipping.batches.cohort import Packing
 from userdp.clipping.batches.joined_records import is_joined
+from userdp.clipping.batches.limits import stored_users, usual_tokens
 from userdp.clipping.batches.ragged import Sizes
 from userdp.clipping.batches.users import Users, size_of
 from userdp.clipping.checks.compared_shapes import ComparedShapes
@@ -34,6 +35,7 @@ from userdp.clipping.execute.execution import Execution
 from userdp.clipping.execute.models import has_aligned_head, most_positions, padded_rows
 from userdp.clipping.execute.record_attention import KERNEL_DTYPES
 from userdp.clipping.flat import ClippedSum, FlatBuffer, HalfAddedError
+from userdp.clipping.gradients.chunk_choice import chunks_logits, keeps_logits
 from userdp.clipping.gradients.many_users import ManyUsers, look_at
 from userdp.clipping.gradients.one_user import OneUser
 from userdp.clipping.gradients.survey import Survey, stores_little_by_row
@@ -48,16 +50,10 @@ from userdp.losses import Batch, RecordLoss, Update, joined_lm_loss
 AddBatch = Callable[[Users], Any]
 _LOG = logging.getLogger(__name__)
 
-# Padded tokens in one backward pass: enough to fill the device, few enough to fit.
-CUDA_TOKENS = 16_384
-CPU_TOKENS = 2_048
 # Sets of made-up values that are tried until one has a finite gradient.
 DISGUISES = 8
 # Batch shapes remembered where nothing is captured and remembering saves little.
 EAGER_SHAPES = 64
-# Memory for stored per-user gradients in one backward pass: bytes on the CPU, a share on CUDA.
-CPU_STORED_BYTES = 1 << 29
-CUDA_STORED_SHARE = 0.3
 
 
 class FastClipping:
@@ -103,7 +99,15 @@ class FastClipping:
         if settings.join_records is True:
             refuse_dropout(model)
             self._refuse_if_attention_cannot_be_captured()
+        self._batch_tokens = settings.microbatch_tokens or usual_tokens(self._device)
         self._packing = self._choose_packing(sequence_length, group_size)
+        self._chunks = chunks_logits(
+            model,
+            record_loss,
+            settings.chunk_logits,
+            tokens=self._batch_tokens,
+            itemsize=self._product_dtype.itemsize,
+        )
         self._total = FlatBuffer(self._parameters, padded_rows(model) if self._compile else None)
         # On the device, where captured steps read and write them.
         self._clip_norm = torch.tensor(1.0, dtype=self._total.values.dtype, device=self._device)
@@ -117,12 +121,12 @@ class FastClipping:
 
     def _choose_packing(self, sequence_length: int | None, group_size: int | None) -> Packing:
         settings, on_cuda = self._settings, self._device.type == "cuda"
-        half = (self._dtype or self._parameters[0].dtype) == torch.bfloat16
+        half = self._product_dtype == torch.bfloat16
         ragged = self._graphs and half and has_aligned_head(self._model, self._record_loss)
         ragged = ragged and stores_little_by_row(self._model)
-        max_users = self._stored_users()
+        max_users = stored_users(self._parameters, self._product_dtype)
         sizes = Sizes(
-            max_tokens=settings.microbatch_tokens or (CUDA_TOKENS if on_cuda else CPU_TOKENS),
+            max_tokens=self._batch_tokens,
             max_users=max_users,
             max_short_users=None if on_cuda else max_users,
             max_length=most_positions(self._model),
@@ -146,9 +150,13 @@ class FastClipping:
         )
 
     @property
+    def _product_dtype(self) -> torch.dtype:
+        return self._dtype or self._parameters[0].dtype
+
+    @property
     def _can_follow_records(self) -> bool:
         """Whether attention across rows can run: outside of its kernel it cannot be captured."""
-        return not self._graphs or (self._dtype or self._parameters[0].dtype) in KERNEL_DTYPES
+        return not self._graphs or self._product_dtype in KERNEL_DTYPES
 
     def _refuse_if_attention_cannot_be_captured(self) -> None:
         if not self._can_follow_records:
@@ -156,15 +164,6 @@ class FastClipping:
                 "join_records: on CUDA it needs products in half precision. Give compute_dtype "
                 "bfloat16, or compile_blocks=False."
             )
-
-    def _stored_users(self) -> int:
-        """How many users' stored gradients fit into the memory set aside for them."""
-        count = sum(p.numel() for p in self._parameters)
-        if self._device.type != "cuda":
-            return max(1, CPU_STORED_BYTES // (count * self._parameters[0].element_size()))
-        _, memory = torch.cuda.mem_get_info(self._device)
-        size = (self._dtype or self._parameters[0].dtype).itemsize
-        return max(2, int(CUDA_STORED_SHARE * memory) // (count * size))
 
     def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
         """The sum over the groups; overwritten by the next call. Secret.
@@ -284,6 +283,7 @@ class FastClipping:
             any_rows=users.ranges is not None,
             merge_lora=self._settings.merge_lora,
             checkpoint_blocks=self._settings.checkpoint_blocks,
+            chunk_logits=self._chunks and not keeps_logits(self._model, users),
         )
 
     def _together(self, example: Users) -> AddBatch:

@@ -24,6 +24,8 @@ class StepSettings:
     `merge_lora`: form W + s B A first and compute with it: faster, but rounded differently (fast).
     `checkpoint_blocks`: keep only the input of every block and run the block again in the backward
     pass: less memory, more time (fast).
+    `chunk_logits`: compute logits piece by piece, so that memory does not grow with the vocabulary;
+    None does so where they are large (fast).
     `mix_sizes`: users of different sizes share batches, so that there are few batch shapes, which
     captured steps need; otherwise users of similar size share a batch (fast).
     `join_records`: put several records of a user into one row; None does so only for users for whom
@@ -39,6 +41,7 @@ class StepSettings:
     compile_blocks: bool | None = None
     merge_lora: bool = False
     checkpoint_blocks: bool = False
+    chunk_logits: bool | None = None
     mix_sizes: bool | None = None
     join_records: bool | None = None
     deterministic: bool = False

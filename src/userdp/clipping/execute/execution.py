@@ -27,10 +27,12 @@ from userdp.clipping.execute.layer_swap import Tape, only, swapped
 from userdp.clipping.execute.models import (
     can_skip_mask,
     head_padding,
+    output_layer,
     pretrained,
     vocabulary_size,
 )
 from userdp.clipping.execute.record_attention import RECORD_ATTENTION, attention_named
+from userdp.clipping.gradients.chunked_head import HiddenHead, chunked_mean, chunked_sum
 from userdp.clipping.kernels.running import allow_recompilations, compiled
 from userdp.losses import (
     Batch,
@@ -136,6 +138,7 @@ class Execution:
     head_padding: int = 0
     merge_lora: bool = False
     checkpoint_blocks: bool = False
+    chunk_logits: bool = False
 
     @staticmethod
     def choose(
@@ -148,6 +151,7 @@ class Execution:
         any_rows: bool = False,
         merge_lora: bool = False,
         checkpoint_blocks: bool = False,
+        chunk_logits: bool = False,
     ) -> Execution:
         """The fastest way to run this model on rows of this length without changing its output."""
         is_causal = record_loss in (causal_lm_loss, joined_lm_loss)
@@ -158,9 +162,10 @@ class Execution:
             compile_blocks=compile_blocks,
             any_rows=any_rows,
             skip_mask=skip,
-            head_padding=head_padding(model) if skip else 0,
+            head_padding=head_padding(model) if skip and not chunk_logits else 0,
             merge_lora=merge_lora,
             checkpoint_blocks=checkpoint_blocks,
+            chunk_logits=chunk_logits,
         )
 
     def attention(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -174,7 +179,14 @@ class Execution:
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """One loss a row."""
         record_loss = self.record_loss
-        if self.skip_mask:
+        if self.chunk_logits:
+            head = output_layer(model)
+            record_loss = (
+                partial(joined_lm_loss, token_sum=partial(chunked_sum, head))
+                if record_loss is joined_lm_loss
+                else partial(causal_lm_loss, token_mean=partial(chunked_mean, head))
+            )
+        elif self.skip_mask:
             vocabulary = vocabulary_size(model)
             if record_loss is joined_lm_loss:
                 record_loss = partial(
@@ -200,9 +212,12 @@ class Execution:
     ) -> Iterator[None]:
         """The model ready to run, with these layers swapped, inside the `with` block."""
         swaps, carried = list(layers), dict(tapes or {})
-        inner = pretrained(model)
-        head = inner.get_output_embeddings() if inner is not None else None
-        if self.head_padding and head is not None and head not in carried:
+        head = output_layer(model)
+        if self.chunk_logits:
+            swaps = [(module, rule) for module, rule in swaps if module is not head]
+            swaps.append((head, HiddenHead))
+            carried.setdefault(head, Tape(users=1, rows=1))
+        elif self.head_padding and head is not None and head not in carried:
             swaps.append((head, PaddedHead))
             carried[head] = Tape(users=1, rows=1, padding=self.head_padding)
         with contextlib.ExitStack() as stack:

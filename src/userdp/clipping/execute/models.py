@@ -39,7 +39,8 @@ def can_skip_mask(model: nn.Module, length: int) -> bool:
     return all(window is None or window >= length for window in windows)
 
 
-def _output_layer(model: nn.Module) -> Any:
+def output_layer(model: nn.Module) -> Any:
+    """The layer that gives a Hugging Face model's logits; None for other models."""
     inner = pretrained(model)
     return inner.get_output_embeddings() if inner is not None else None
 
@@ -51,7 +52,7 @@ def _settings(inner: PreTrainedModel) -> tuple[Any, Any]:
 
 def head_padding(model: nn.Module) -> int:
     """How many rows to add to the output layer to align it; 0 unless it is a plain product."""
-    head = _output_layer(model)
+    head = output_layer(model)
     if type(head) is not nn.Linear or head.bias is not None:
         return 0
     return -head.out_features % ALIGNMENT
@@ -59,7 +60,7 @@ def head_padding(model: nn.Module) -> int:
 
 def padded_rows(model: nn.Module) -> dict[Tensor, int]:
     """By weight: how many more rows than the weight its gradient may have (the output layer's)."""
-    head = _output_layer(model)
+    head = output_layer(model)
     return {head.weight: head_padding(model)} if head is not None else {}
 
 
@@ -68,7 +69,7 @@ def has_aligned_head(model: nn.Module, record_loss: RecordLoss) -> bool:
 
     The answer holds for rows of any length, whatever `Execution.choose` decides for them.
     """
-    head = _output_layer(model)
+    head = output_layer(model)
     is_padded = record_loss is causal_lm_loss and can_skip_mask(model, sys.maxsize)
     padding = head_padding(model) if is_padded else 0
     modules = list(model.modules())
@@ -101,4 +102,4 @@ def num_classes_of(model: nn.Module) -> int | None:
 
 def vocabulary_size(model: nn.Module) -> int:
     """Columns of the model's logits."""
-    return len(_output_layer(model).weight)
+    return len(output_layer(model).weight)

@@ -33,7 +33,7 @@ from userdp.losses import Batch, wide_dtype
 def look_at(model: nn.Module, batch: Batch, execution: Execution) -> Survey:
     """What `ManyUsers` needs to know of the model: the same for all rows of one shape."""
     # Nothing is compiled for a look.
-    eager = replace(execution, skip_mask=False, head_padding=0)
+    eager = replace(execution, skip_mask=False, head_padding=0, chunk_logits=False)
     with eager.attention(model), running.without_plans():
         return survey_of(
             model,

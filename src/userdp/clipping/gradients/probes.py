@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from userdp.clipping.batches.users import Users
 from userdp.clipping.execute.execution import Execution
 from userdp.clipping.execute.layer_swap import Tape
-from userdp.clipping.execute.models import pretrained
+from userdp.clipping.execute.models import output_layer
 from userdp.clipping.gradients.any_layer import AnyLayer
 from userdp.clipping.gradients.layers import Embedding, Product
 from userdp.clipping.gradients.lstm import Lstm
@@ -161,6 +161,8 @@ class Probes:
         # that an ordinary backward pass computes anyway.
         if not weight.is_cuda or not self._used_once(layer):
             return False
+        if self._execution.chunk_logits and self._is_head(layer):
+            return False
         # The rounding errors of a scaled side may be too small for float16.
         if self._product_dtype(weight) == torch.float16:
             return False
@@ -188,11 +190,12 @@ class Probes:
 
     def _padding(self, layer: Layer) -> int:
         """Columns added to the layer, if it is the head."""
-        inner = pretrained(self._model)
-        is_head = inner is not None and inner.get_output_embeddings() is layer.module
         # A weight shared with a layer that is not padded has one stored gradient for both.
-        padded = layer.rule is Product and is_head and self._used_once(layer)
+        padded = layer.rule is Product and self._is_head(layer) and self._used_once(layer)
         return self._execution.head_padding if padded else 0
+
+    def _is_head(self, layer: Layer) -> bool:
+        return output_layer(self._model) is layer.module
 
     def _stored_dtype(self, rule: LayerRule, name: str, parameter: Tensor) -> torch.dtype:
         if rule is MergedLora or (rule is Product and name == "weight"):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from torch.utils import _pytree as pytree
 
 # torch compiles a function once for each shape; its default would give up at 8.
 RECOMPILATIONS = 256
+T = TypeVar("T")
 _FUSES = ContextVar("userdp_fuses", default=True)
 
 
-def fused(function: Callable[..., Tensor], *tensors: Tensor, any_rows: bool = False) -> Tensor:
+def fused(function: Callable[..., T], *tensors: Tensor, any_rows: bool = False) -> T:
     """The function's value; on CUDA by a compiled version that fuses its operations."""
     fuses = tensors[0].is_cuda and _FUSES.get()
     return (_fused(function, any_rows) if fuses else function)(*tensors)
@@ -35,7 +36,7 @@ def uncompiled() -> Iterator[None]:
 
 
 @cache
-def _fused(function: Callable[..., Tensor], any_rows: bool) -> Callable[..., Tensor]:
+def _fused(function: Callable[..., Any], any_rows: bool) -> Callable[..., Any]:
     allow_recompilations()
     return compiled(function, any_rows=any_rows)
 
