@@ -20,7 +20,7 @@ from userdp.clipping.execute.execution import Execution
 from userdp.clipping.factors import clip_factors
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.flat import ClippedSum, FlatBuffer
-from userdp.clipping.gradients import many_users, probes
+from userdp.clipping.gradients import chunk_choice, chunked_head, many_users, probes
 from userdp.clipping.kernels import reference
 from userdp.clipping.kernels.running import same_every_time
 from userdp.clipping.plain import PlainClipping
@@ -190,10 +190,13 @@ def _exact_and_coarse(
     return exact, float((coarse - exact).norm())
 
 
-@pytest.mark.parametrize("option", [None, "checkpoint_blocks", "join_records"])
+@pytest.mark.parametrize("option", [None, "checkpoint_blocks", "join_records", "chunk_logits"])
 def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloat16(
-    option: str | None,
+    option: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Several pieces, also for short users.
+    monkeypatch.setattr(chunked_head, "LOGITS_AT_ONCE", 2**20)
+    monkeypatch.setattr(chunk_choice, "pair_is_cheaper", lambda *sizes: False)
     model = _model("gpt2")
     parameters = list(model.parameters())
     groups = _ragged_groups(5003)
@@ -208,6 +211,7 @@ def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloa
             compute_dtype=torch.bfloat16,
             checkpoint_blocks=option == "checkpoint_blocks",
             join_records=option == "join_records",
+            chunk_logits=option == "chunk_logits",
         ),
     )
     # The second sum replays what the first captured; the third has another clip norm.
