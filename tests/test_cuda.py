@@ -16,11 +16,12 @@ import models_zoo
 from userdp.checkpoints import Saving
 from userdp.clipping.batches.equal import pack_equal
 from userdp.clipping.batches.ragged import Sizes, pack_ragged
+from userdp.clipping.execute import chunked_head
 from userdp.clipping.execute.execution import Execution
 from userdp.clipping.factors import clip_factors
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.flat import ClippedSum, FlatBuffer
-from userdp.clipping.gradients import chunk_choice, chunked_head, many_users, probes
+from userdp.clipping.gradients import chunk_choice, many_users, probes
 from userdp.clipping.kernels import reference
 from userdp.clipping.kernels.running import same_every_time
 from userdp.clipping.plain import PlainClipping

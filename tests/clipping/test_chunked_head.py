@@ -25,9 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import models_zoo
+from userdp.clipping.execute import chunked_head
+from userdp.clipping.execute.chunked_head import returns_its_logits
 from userdp.clipping.fast import FastClipping
-from userdp.clipping.gradients import chunk_choice, chunked_head
-from userdp.clipping.gradients.chunked_head import returns_its_logits
+from userdp.clipping.gradients import chunk_choice
 from userdp.clipping.rules import FlatClip, PerLayerClip
 from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError

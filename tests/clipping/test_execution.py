@@ -23,9 +23,9 @@ from test_model_untouched import assert_untouched
 from torch import nn
 
 import models_zoo
-from userdp.clipping.execute import execution
+from userdp.clipping.execute import chunked_head, execution
 from userdp.clipping.fast import FastClipping
-from userdp.clipping.gradients import chunked_head, probes
+from userdp.clipping.gradients import probes
 from userdp.clipping.rules import FlatClip
 from userdp.clipping.settings import StepSettings
 from userdp.losses import causal_lm_loss

@@ -23,6 +23,7 @@ import shutil
 import tempfile
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from userdp.data import remote
 from userdp.data.array_files import array_digest, file_digest
 from userdp.data.contents import TEXT_KINDS, TextKind
 from userdp.data.files import (
@@ -39,7 +41,6 @@ from userdp.data.files import (
     keyed_digest,
     pc,
     read_column,
-    read_texts,
 )
 from userdp.data.identity import IdRule, Pseudonyms, forget_key, key_beside, load_or_create_key
 from userdp.data.write import (
@@ -95,7 +96,7 @@ class UserStore:
     user_records_indptr: NDArray[np.int64]
     user_records: NDArray[np.int64]
     times: NDArray[np.int64] | None
-    chunk_starts: NDArray[np.int64]
+    url: str | None = None
 
     def __repr__(self) -> str:
         return f"UserStore({str(self.path)!r})"
@@ -129,9 +130,26 @@ class UserStore:
         """A public name for something private about this store, such as a selection."""
         return keyed_digest(content, key=self.fingerprint_key)
 
+    @cached_property
+    def chunk_starts(self) -> NDArray[np.int64]:
+        """The first record of every chunk of texts, and the number of records."""
+        return np.cumsum([0, *(len(chunk) for chunk in self.texts.chunks)])
+
     @staticmethod
-    def open(path: str | Path) -> UserStore:
-        """Open a store, and check that its files have the sizes in the manifest."""
+    def open(path: str | Path, *, home: str | Path | None = None) -> UserStore:
+        """Open a store, and check that its files have the sizes in the manifest.
+
+        A store in object storage is opened by its URL the first time, with a `home` for it on this
+        machine (`remote`); later by its home. Its files are read there when they are needed.
+        """
+        if remote.is_url(path):
+            if home is None:
+                raise InputError(
+                    f"{path}: give a home, a directory on this machine for the store's small files "
+                    "and, beside it, its budget: UserStore.open(url, home=...)."
+                )
+            remote.make_home(str(path), Path(home))
+            path = home
         path = Path(path)
         manifest_path = path / "manifest.json"
         if not manifest_path.is_file():
@@ -208,38 +226,64 @@ class UserStore:
     @staticmethod
     def _opened(path: Path, manifest: dict[str, Any]) -> UserStore:
         _check_kinds(manifest)
+        url = remote.url_of(path)
         for name, size in manifest["sizes"].items():
-            if not (path / name).is_file() or (path / name).stat().st_size != size:
+            if remote.size_of(path, url, name) != size:
                 raise InputError(f"{path / name}: missing or changed since the import.")
 
-        def array(name: str) -> NDArray[np.int64]:
+        def array(name: str) -> Any:
+            if url is not None:
+                return remote.RemoteArray.of_npy(remote.RemoteFile(f"{url}/{name}"))
             return np.load(path / name, mmap_mode="r")
 
-        texts = read_texts(path / "records.arrow")
-        return UserStore(
+        def column(name: str, reads: str) -> Any:
+            if url is None:
+                return read_column(path / name, reads)
+
+            def read(file: Path) -> pa.ChunkedArray:
+                found = read_column(file, reads)
+                if reads == "text":
+                    store._check_fingerprint(found)
+                return found
+
+            return remote.LazyColumn(path, url, name, read)
+
+        store = UserStore(
             path=path,
             manifest=manifest,
-            texts=texts,
-            pseudonyms=read_column(path / "users.arrow", "pseudonym"),
+            url=url,
+            texts=column("records.arrow", "text"),
+            pseudonyms=column("users.arrow", "pseudonym"),
             record_users_indptr=array("record_users_indptr.npy"),
             record_users=array("record_users.npy"),
             user_records_indptr=array("user_records_indptr.npy"),
             user_records=array("user_records.npy"),
             times=array("times.npy") if "times.npy" in manifest["sizes"] else None,
-            chunk_starts=np.cumsum([0, *(len(chunk) for chunk in texts.chunks)]),
         )
+        return store
 
     def verify(self) -> None:
-        """Read every file, and refuse the store if one has changed since the import."""
+        """Read every file, and refuse the store if one has changed since the import.
+
+        The texts of a store in object storage are checked when they are read. Its owners are
+        checked here without them, by the copy of the edges in the users' order.
+        """
         self._check_history()
         for name, digest in self.manifest["sha256"].items():
-            if file_digest(self.path / name) != digest:
+            file = remote.fetched(self.path, self.url, name) if self.url else self.path / name
+            if file_digest(file) != digest:
                 raise InputError(f"{self.path / name}: changed since the import.")
-        texts = TextDigest()
-        for chunk in self.texts.chunks:
-            texts.update(chunk)
+        if self.url is None:
+            self._check_fingerprint(self.texts)
+        elif not remote.sides_agree(self.path, self.record_users_indptr, self.record_users):
+            raise InputError(f"{self.path}: owners changed since the import.")
+
+    def _check_fingerprint(self, texts: pa.ChunkedArray) -> None:
+        digest = TextDigest()
+        for chunk in texts.chunks:
+            digest.update(chunk)
         edges = array_digest(self.record_users_indptr), array_digest(self.record_users)
-        if fingerprint(texts.digest(), *edges, key=self.fingerprint_key) != self.fingerprint:
+        if fingerprint(digest.digest(), *edges, key=self.fingerprint_key) != self.fingerprint:
             raise InputError(f"{self.path}: texts or owners changed since the import.")
 
     def text(self, record: int) -> str:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from userdp.data.array_files import ArrayWriter, file_digest
 from userdp.data.encoding import WHOLE_TEXT, Encoding, ids_of
+from userdp.data.remote_tokens import DIGESTS, LARGE, adopt, numbers, write_blocks
 from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
 from userdp.errors import InputError
 from userdp.index import IGNORED_LABEL, Rows, UserIndex
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from userdp.data.store import UserStore
 
 ENCODE_BATCH = 2048
-DIGESTS = "digests.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,12 +227,12 @@ def _cached_rows(
 ) -> _Cached:
     """All rows of the store, from the cache, which is written if it is not there."""
     cache = _cache_of(store, tokenizer, sequence_length, encoding, verify=verify)
-    labelled = cache / "labelled.u8"
+    where = store.path, store.url
     return _Cached(
-        tokens=np.memmap(cache / "tokens.i32", np.int32, mode="r"),
+        tokens=numbers(cache, "tokens.i32", *where),
         indptr=np.load(cache / "indptr.npy", mmap_mode="r"),
         record_of_row=np.load(cache / "record_of_row.npy", mmap_mode="r"),
-        labelled=np.memmap(labelled, np.bool_, mode="r") if encoding.has_labelled else None,
+        labelled=numbers(cache, "labelled.u8", *where) if encoding.has_labelled else None,
         classes=np.load(cache / "classes.npy", mmap_mode="r") if encoding.has_classes else None,
     )
 
@@ -254,10 +254,12 @@ def _cache_of(
 ) -> Path:
     encoding.check(store.text_kind, tokenizer, sequence_length)
     cache = store.path / "tokens" / _cache_name(store, tokenizer, sequence_length, encoding)
+    if not cache.is_dir() and store.url is not None:
+        adopt(cache, store.path, store.url)
     if not cache.is_dir():
         _write_cache(cache, store, tokenizer, sequence_length, encoding)
     elif verify:
-        _verify_cache(cache)
+        _verify_cache(cache, is_remote=store.url is not None)
     return cache
 
 
@@ -314,6 +316,7 @@ def _write_cache(
     ):
         if not is_used:
             (partial / name).unlink()
+    write_blocks(partial)
     (partial / DIGESTS).write_text(json.dumps(_digests(partial)))
     for path in partial.iterdir():
         path.chmod(OWNER_ONLY_FILE)
@@ -326,13 +329,17 @@ def _digests(cache: Path) -> dict[str, str]:
     }
 
 
-def _verify_cache(cache: Path) -> None:
+def _verify_cache(cache: Path, *, is_remote: bool) -> None:
     """Refuse a cache whose files have changed since they were written."""
     try:
         written = json.loads((cache / DIGESTS).read_text())
     except (OSError, ValueError, RecursionError):
         written = None
-    if written != _digests(cache):
+    found = _digests(cache)
+    if is_remote and written is not None:
+        # Large files that are not here are in object storage. Their blocks are checked when read.
+        found = {name: digest for name, digest in written.items() if name in LARGE} | found
+    if written != found:
         raise InputError(
             f"{cache}: this cache of tokens changed since it was written, so what would be trained "
             "on is not the store's text. Delete the directory; it is made again."

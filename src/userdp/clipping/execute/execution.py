@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from userdp.clipping.execute.checkpoint import checkpointed_blocks
+from userdp.clipping.execute.chunked_head import HiddenHead, chunked_mean, chunked_sum
 from userdp.clipping.execute.layer_swap import Tape, only, swapped
 from userdp.clipping.execute.models import (
     can_skip_mask,
@@ -32,7 +33,6 @@ from userdp.clipping.execute.models import (
     vocabulary_size,
 )
 from userdp.clipping.execute.record_attention import RECORD_ATTENTION, attention_named
-from userdp.clipping.gradients.chunked_head import HiddenHead, chunked_mean, chunked_sum
 from userdp.clipping.kernels.running import allow_recompilations, compiled
 from userdp.losses import (
     Batch,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from userdp.errors import MixedExamplesError
@@ -45,6 +46,25 @@ def only(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
     """The one tensor that a layer was called with, by position or by name."""
     (tensor,) = (*args, *kwargs.values())
     return tensor
+
+
+def units_of(tape: Tape, x: Tensor) -> int | None:
+    """How many users or rows gradients are handed out for; None: `x` has one for each of its rows.
+
+    A compiled block takes every number of rows if it does not know that number.
+    """
+    return None if tape.each_row and x.dim() == 3 else tape.users
+
+
+def per_user(tensor: Tensor, users: int | None) -> Tensor:
+    """(rows, ..., features) as (users, tokens, features)."""
+    return tensor if users is None else tensor.reshape(users, -1, tensor.shape[-1])
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a product of x is computed in: autocast's, if that is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 @cache

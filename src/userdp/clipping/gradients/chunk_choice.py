@@ -7,8 +7,8 @@ import math
 from torch import nn
 
 from userdp.clipping.batches.users import Users
+from userdp.clipping.execute.chunked_head import returns_its_logits
 from userdp.clipping.execute.models import output_layer
-from userdp.clipping.gradients.chunked_head import returns_its_logits
 from userdp.clipping.gradients.probes import pair_is_cheaper
 from userdp.errors import InputError
 from userdp.losses import RecordLoss, causal_lm_loss

@@ -22,26 +22,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from userdp.clipping.batches.users import power_of_two
-from userdp.clipping.execute.layer_swap import Tape, only
+from userdp.clipping.execute.layer_swap import Tape, compute_dtype, only, per_user, units_of
 from userdp.clipping.gradients.forms import EmbeddingRows, Form, Pair, Stored
 from userdp.clipping.kernels.products import products_with_squares, users_products
 from userdp.losses import wide_dtype
 
 # A device is busy with this many sums at a time, each a few hundred numbers wide.
 _AT_ONCE = 16
-
-
-def units_of(tape: Tape, x: Tensor) -> int | None:
-    """How many users or rows gradients are handed out for; None: `x` has one for each of its rows.
-
-    A compiled block takes every number of rows if it does not know that number.
-    """
-    return None if tape.each_row and x.dim() == 3 else tape.users
-
-
-def per_user(tensor: Tensor, users: int | None) -> Tensor:
-    """(rows, ..., features) as (users, tokens, features)."""
-    return tensor if users is None else tensor.reshape(users, -1, tensor.shape[-1])
 
 
 def summed_tokens(values_ULD: Tensor, users: int | None) -> Tensor:
@@ -55,12 +42,6 @@ def summed_tokens(values_ULD: Tensor, users: int | None) -> Tensor:
     if parts > 1:
         return values_ULD.reshape(users, parts, -1, width).sum(2, dtype=wide).sum(1)
     return values_ULD.sum(1, dtype=wide)
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a product of x is computed in: autocast's, if that is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class _Product(torch.autograd.Function):

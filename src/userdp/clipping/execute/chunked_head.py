@@ -20,9 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from userdp.clipping.execute.layer_swap import Tape, only, swapped
+from userdp.clipping.execute.layer_swap import (
+    Tape,
+    compute_dtype,
+    only,
+    per_user,
+    swapped,
+    units_of,
+)
 from userdp.clipping.execute.models import output_layer
-from userdp.clipping.gradients.layers import compute_dtype, per_user, units_of
 from userdp.clipping.kernels import reference, running
 from userdp.clipping.kernels.products import TILE, products_with_squares, users_products
 from userdp.index import IGNORED_LABEL
