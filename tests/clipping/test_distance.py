@@ -15,9 +15,11 @@ import models_zoo
 from userdp import neighbours, verify
 from userdp.clipping.checks import verify as checks
 from userdp.clipping.checks.distance import distance, distances, norm_of
+from userdp.clipping.checks.wide_reference import wide_gradient
 from userdp.clipping.execute import capture
 from userdp.clipping.execute.capture import put_back
 from userdp.clipping.plain import PlainClipping
+from userdp.losses import causal_lm_loss
 
 
 def random_update(seed: int) -> list[Tensor]:
@@ -69,6 +71,37 @@ def test_at_most_two_large_updates_are_held_when_paths_are_compared(
     assert len(alive) > 8
     assert most == 1
     assert len(trainable(model)) == len(expected.errors)
+
+
+def test_the_oracle_of_a_large_model_runs_a_few_records_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = models_zoo.build("gpt2 tied")
+    batch = models_zoo.ragged_batch([6] * 8, seed=3)
+    monkeypatch.setattr(checks, "_LARGE_MODEL", 0)
+    monkeypatch.setattr(checks, "_TOKENS_OF_LARGE", 13)
+    seen: list[int] = []
+
+    def noted(model: Any, part: Any, **options: Any) -> Tensor:
+        seen.append(len(part["input_ids"]))
+        return causal_lm_loss(model, part, **options)
+
+    found = compare_on(model, batch, group_size=4, record_loss=noted)
+    assert found.worst[1] < 1e-10
+    # The oracle's two users, by twos; the fast path has all rows, and looks with two and three.
+    assert seen.count(2) >= 4
+
+
+def test_wide_gradients_of_parts_add_up() -> None:
+    model = models_zoo.build("llama tied", torch.bfloat16)
+    batch = models_zoo.ragged_batch([6, 3, 5], seed=3)
+    whole, parts = (
+        wide_gradient(
+            model, trainable(model), batch, record_loss=causal_lm_loss, microbatch_records=size
+        )
+        for size in (None, 2)
+    )
+    assert distance(parts, whole) <= 1e-6 * norm_of(whole)
 
 
 def test_large_values_are_put_back_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

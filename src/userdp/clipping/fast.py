@@ -388,7 +388,10 @@ class FastClipping:
                         record_loss=self._record_loss,
                         compute_dtype=self._dtype,
                     )
-                    return
+                    break
                 except NothingFiniteError:
                     # These made-up updates all count as zero, so they show nothing: try others.
                     continue
+        if self._graphs:
+            # What the plain loop needed is not needed again.
+            torch.cuda.empty_cache()

@@ -51,6 +51,9 @@ _COARSE_TOLERANCE = 0.3
 _CLIP_SHARES = (1.0, 0.83, 0.69)
 # Updates of more bytes than this are not kept.
 _LARGE = 2**30
+# For models of at least so many weights, an oracle's pass has so many tokens, or one record.
+_LARGE_MODEL = 10**9
+_TOKENS_OF_LARGE = 1_024
 
 
 class FastPathError(MixedExamplesError):
@@ -180,8 +183,15 @@ class _Oracle:
         compute_dtype: torch.dtype | None,
     ) -> None:
         self._model, self._parameters = model, parameters
+        # A pass of the oracle keeps more of every token than a pass of the fast path. It must not
+        # be what decides how much memory a large model needs.
+        self._records = _records_at_a_time(model, groups)
         plain = PlainClipping(
-            model, parameters, record_loss=record_loss, compute_dtype=compute_dtype
+            model,
+            parameters,
+            record_loss=record_loss,
+            microbatch_records=self._records,
+            compute_dtype=compute_dtype,
         )
         taking_part = [
             (group, factor)
@@ -244,7 +254,9 @@ class _Oracle:
     @cached_property
     def _wide(self) -> list[Update] | None:
         """The updates in float32; None where the device has no room for them."""
-        return _wide_updates(self._model, self._parameters, self._taking_part, self._record_loss)
+        return _wide_updates(
+            self._model, self._parameters, self._taking_part, self._record_loss, self._records
+        )
 
     def _sum(self, updates: Iterable[Update], rule: ClipRule) -> Update:
         return clipped_sum(updates, rule, like=self._parameters, layers=self._layers.by(rule))
@@ -263,18 +275,33 @@ def _wide_updates(
     parameters: Sequence[nn.Parameter],
     groups: Sequence[tuple[Batch, float]],
     record_loss: RecordLoss,
+    records: int | None,
 ) -> list[Update] | None:
     """The updates in float32; None where the device has no room for them."""
     try:
         return [
             [
                 tensor * factor
-                for tensor in wide_gradient(model, parameters, group, record_loss=record_loss)
+                for tensor in wide_gradient(
+                    model,
+                    parameters,
+                    group,
+                    record_loss=record_loss,
+                    microbatch_records=records,
+                )
             ]
             for group, factor in groups
         ]
     except torch.OutOfMemoryError:
         return None
+
+
+def _records_at_a_time(model: nn.Module, groups: Sequence[Batch]) -> int | None:
+    """Records in one pass of the oracle; None for all of a user's, unless the model is large."""
+    if sum(p.numel() for p in model.parameters()) < _LARGE_MODEL:
+        return None
+    lengths = [t.shape[1] for group in groups for t in group.values() if t.dim() > 1]
+    return max(1, _TOKENS_OF_LARGE // max(lengths, default=1))
 
 
 def _middle_norm(updates: Iterable[Update]) -> float:

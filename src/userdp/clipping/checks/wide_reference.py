@@ -20,9 +20,32 @@ from userdp.losses import Batch, RecordLoss, Update, wide_dtype
 
 
 def wide_gradient(
-    model: nn.Module, parameters: Sequence[nn.Parameter], group: Batch, *, record_loss: RecordLoss
+    model: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    group: Batch,
+    *,
+    record_loss: RecordLoss,
+    microbatch_records: int | None = None,
 ) -> Update:
     """The gradient of the mean of the records' losses, every product in float32 or wider."""
+    rows = len(next(iter(group.values())))
+    size = microbatch_records or max(1, rows)
+    total: Update = []
+    for start in range(0, max(1, rows), size):
+        part = {name: tensor[start : start + size] for name, tensor in group.items()}
+        share = len(next(iter(part.values()))) / max(1, rows)
+        found = _gradient_of_part(model, parameters, part, record_loss)
+        if not total and share in (0, 1):
+            return found
+        total = total or [torch.zeros_like(tensor) for tensor in found]
+        for running, tensor in zip(total, found, strict=True):
+            running += share * tensor
+    return total
+
+
+def _gradient_of_part(
+    model: nn.Module, parameters: Sequence[nn.Parameter], group: Batch, record_loss: RecordLoss
+) -> Update:
     device = parameters[0].device.type
     leaves = {id(p): p.detach().to(wide_dtype(p.dtype)).requires_grad_() for p in parameters}
     with torch.enable_grad(), torch.autocast(device, enabled=False), _widened(model, leaves):

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from userdp.clipping.execute.layer_swap import (
@@ -36,6 +37,7 @@ from userdp.losses import logits_of, wide_dtype
 
 # Logits that are held at a time.
 LOGITS_AT_ONCE = 2**27
+_RETURNED = "returned"
 
 
 class HiddenHead:
@@ -47,6 +49,17 @@ class HiddenHead:
         return only(args, kwargs)
 
 
+class _Watched:
+    """An output layer that leaves what it returned on its tape."""
+
+    @staticmethod
+    def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """The layer's own output."""
+        found = F.linear(only(args, kwargs), module.weight)
+        module.userdp_tape.probes[_RETURNED] = found
+        return found
+
+
 def returns_its_logits(model: nn.Module) -> bool:
     """Whether what the output layer returns is what the model returns, by trial.
 
@@ -55,21 +68,14 @@ def returns_its_logits(model: nn.Module) -> bool:
     head = output_layer(model)
     if type(head) is not nn.Linear or head.bias is not None:
         return False
-    seen: list[Tensor] = []
-
-    class Watched:
-        @staticmethod
-        def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
-            seen.append(torch.nn.functional.linear(only(args, kwargs), module.weight))
-            return seen[-1]
-
+    tape = Tape(users=1, rows=1)
     ids = torch.zeros(1, 2, dtype=torch.long, device=head.weight.device)
     try:
-        with torch.no_grad(), swapped([(head, Watched)], {head: Tape(users=1, rows=1)}):
+        with torch.no_grad(), swapped([(head, _Watched)], {head: tape}):
             found = logits_of(model(input_ids=ids, use_cache=False))
     except (TypeError, ValueError, AttributeError, RuntimeError):
         return False
-    return len(seen) == 1 and found is seen[0]
+    return found is tape.probes.get(_RETURNED)
 
 
 def token_losses(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
