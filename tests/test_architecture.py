@@ -60,6 +60,7 @@ ABOVE = {
     "planner": GROUND
     | {"accounting", "statement", "sampling", "clipping", "noise", "plan"}
     | {"norms", "prices"},
+    "scale": GROUND,
     "mechanisms": GROUND | {"accounting", "noise", "prices", "sampling"},
     "own_keys": GROUND,
     "config_problems": GROUND | {"own_keys"},
@@ -178,6 +179,7 @@ TORCH_FREE = [
     "norms",
     "plan",
     "planner",
+    "scale",
     "defaults",
     "optimizer_names",
     "chain",
