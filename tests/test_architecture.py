@@ -62,6 +62,7 @@ ABOVE = {
     "planner": GROUND
     | {"accounting", "statement", "sampling", "clipping", "noise", "plan"}
     | {"norms", "prices"},
+    "scale": GROUND,
     "mechanisms": GROUND | {"accounting", "noise", "prices", "sampling"},
     "own_keys": GROUND,
     "config_problems": GROUND | {"own_keys"},
@@ -196,6 +197,7 @@ TORCH_FREE = [
     "norms",
     "plan",
     "planner",
+    "scale",
     "defaults",
     "optimizer_names",
     "chain",

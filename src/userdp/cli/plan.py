@@ -14,7 +14,7 @@ import typer
 from userdp import defaults, planner
 from userdp import norms as norm_models
 from userdp.accounting import accountant, events
-from userdp.cli import charts, common, mechanism_table
+from userdp.cli import charts, common, mechanism_table, plan_scale
 from userdp.clipping.rules import AutomaticClip
 from userdp.data.store import UserStore
 from userdp.errors import InputError
@@ -62,7 +62,9 @@ def plan(
         typer.Option(help="Estimate L(G) with this model on users of the store; not private."),
     ] = None,
     sample_users: Annotated[int, typer.Option(help="With --model: users to estimate from.")] = 32,
-    sequence_length: Annotated[int, typer.Option(help="With --model: tokens of a row.")] = 64,
+    sequence_length: Annotated[
+        int, typer.Option(help="With --model or --gpus: tokens of a row.")
+    ] = 64,
     task: Annotated[
         TaskName | None,
         typer.Option(help="With --model: what is learned; by default as in `[data] task`."),
@@ -86,6 +88,20 @@ def plan(
             min=0,
         ),
     ] = 31,
+    gpus: Annotated[
+        int | None,
+        typer.Option(help="Also predict seconds, memory and hours on 1 to so many GPUs."),
+    ] = None,
+    size: Annotated[
+        plan_scale.Size, typer.Option(help="With --gpus: the shape of the model.")
+    ] = plan_scale.Size.LLAMA_8B,
+    lora_rank: Annotated[
+        int, typer.Option(help="With --gpus: rank of the adapters; 0 trains all weights.")
+    ] = 16,
+    machine: Annotated[
+        Path | None,
+        typer.Option(help="With --gpus: JSON file of measured numbers, instead of an H200's."),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the plots to this .svg file.")] = None,
     json: common.Json = False,
 ) -> None:
@@ -103,6 +119,8 @@ def plan(
         raise InputError(
             "--task says which gradients --model estimates: give --model, or leave --task out."
         )
+    if gpus is None and machine is not None:
+        raise InputError("--machine describes the GPUs of --gpus: give --gpus, or leave it out.")
     opened = UserStore.open(store) if store is not None else None
     num_users, typical, peeked = _counts(opened, users, records_per_user)
     if delta is None:
@@ -144,8 +162,25 @@ def plan(
     not_covered = _not_covered(peeked, gradient_norms)
     rates = _rates(_width(model))
     mechanisms = mechanism_table.compared(setting, found.best, noise_memory)
+    hardware = plan_scale.machine_of(machine)
+    predicted = (
+        plan_scale.predicted(
+            found.best,
+            gpus=gpus,
+            size=size,
+            rank=lora_rank,
+            length=sequence_length,
+            machine=hardware,
+        )
+        if gpus is not None
+        else []
+    )
     if plot is not None:
-        plot.write_text(charts.plan_svg(_by_compute(setting, norms), found), encoding="utf-8")
+        drawn = charts.plan_svg(_by_compute(setting, norms), found)
+        if predicted:
+            title = f"{size.value}, {num_users:,} users, {steps:,} steps: time of the run"
+            drawn = plan_scale.picture(predicted, title)
+        plot.write_text(drawn, encoding="utf-8")
         common.say(f"wrote {plot}")
     common.emit(
         json,
@@ -174,11 +209,13 @@ def plan(
             "hypothetical": [candidate.to_json() for candidate in found.hypothetical],
             "peeked": peeked,
             "not_covered": not_covered,
+            "scale": [one.to_json() for one in predicted],
         },
         "\n".join(
             [
                 _in_words(setting, found, noise_multiplier, stddev, reached, by, source, rates),
                 *mechanism_table.in_words(mechanisms),
+                *(plan_scale.in_words(predicted, size, lora_rank, hardware) if predicted else ()),
                 *(f"not covered: {entry}" for entry in not_covered),
             ]
         ),
