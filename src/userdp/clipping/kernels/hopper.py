@@ -83,6 +83,29 @@ def _tokens(user, ends, length, EQUAL: gl.constexpr):
 
 
 @gluon.jit
+def _num_tiles(sizes, ends, EQUAL: gl.constexpr):
+    """The tiles of all places up to the last one with tokens.
+
+    Batches have many places without tokens behind those of their users. A tile of such a place
+    would still cost a turn.
+    """
+    tiles_a, tiles_b, num_users, _length = sizes
+    used = num_users
+    if not EQUAL:
+        # The first place that ends where the last one does, by bisection.
+        end = gl.load(ends + num_users - 1)
+        low = num_users * 0
+        high = num_users - 1
+        while low < high:
+            middle = (low + high) // 2
+            is_end = gl.load(ends + middle) == end
+            high = gl.where(is_end, middle, high)
+            low = gl.where(is_end, low, middle + 1)
+        used = high + 1
+    return used * tiles_a * tiles_b
+
+
+@gluon.jit
 def _steps(tile, sizes, ends, EQUAL: gl.constexpr, DEPTH: gl.constexpr):
     """How many products of DEPTH tokens a tile needs; none behind the last tile."""
     tiles_a, tiles_b, num_users, length = sizes
@@ -102,12 +125,12 @@ def _fetch(
     a, b = descriptors[0], descriptors[1]
     a_buffers, b_buffers = buffers[0], buffers[1]
     filled, emptied = barriers[0], barriers[1]
-    tiles_a, tiles_b, num_users, length = sizes
+    tiles_a, tiles_b, _num_users, length = sizes
     DEPTH: gl.constexpr = a.block_type.shape[0]
     TILE: gl.constexpr = a.block_type.shape[1]
     STAGES: gl.constexpr = a_buffers.type.shape[0]
     step = 0
-    for tile in range(gl.program_id(0), num_users * tiles_a * tiles_b, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), _num_tiles(sizes, ends, EQUAL), gl.num_programs(0)):
         user, row, column = _place(tile, tiles_a, tiles_b)
         first, count = _tokens(user, ends, length, EQUAL)
         for token in range(first, first + count // DEPTH * DEPTH, DEPTH):
@@ -141,7 +164,8 @@ def _multiply(
     stride = gl.num_programs(0)
     result = results.index(WHICH)
     step = 0
-    for tile in range(gl.program_id(0) + WHICH * stride, num_users * tiles_a * tiles_b, 2 * stride):
+    last = _num_tiles(sizes, ends, EQUAL)
+    for tile in range(gl.program_id(0) + WHICH * stride, last, 2 * stride):
         user, row, column = _place(tile, tiles_a, tiles_b)
         steps = _steps(tile, sizes, ends, EQUAL, DEPTH)
         if WHICH == 1:
@@ -244,7 +268,8 @@ def products_with_squares(
     rows, columns = a.shape[1], b.shape[1]
     gradients = a.new_empty(users, rows, columns)
     tiles_a, tiles_b = -(-rows // TILE), -(-columns // TILE)
-    squares = a.new_empty(tiles_a * tiles_b, users, dtype=torch.float32)
+    # Zeros for the places behind the last user, which the kernel leaves out.
+    squares = a.new_zeros(tiles_a * tiles_b, users, dtype=torch.float32)
     most = programs or torch.cuda.get_device_properties(a.device).multi_processor_count
     _products_kernel[(min(most, squares.numel()),)](
         _described(a, [DEPTH, TILE]),
