@@ -30,13 +30,14 @@ from userdp.clipping.checks.made_up import disguised, own_groups
 from userdp.clipping.checks.verify import NothingFiniteError, compare_with_plain, refuse_dropout
 from userdp.clipping.execute.capture import Graph, put_back
 from userdp.clipping.execute.checkpoint import blocks_of
-from userdp.clipping.execute.execution import Execution
+from userdp.clipping.execute.execution import CompiledCalls, Execution
 from userdp.clipping.execute.models import has_aligned_head, most_positions, padded_rows
 from userdp.clipping.execute.record_attention import KERNEL_DTYPES
 from userdp.clipping.flat import ClippedSum, FlatBuffer, HalfAddedError
 from userdp.clipping.gradients.many_users import ManyUsers, look_at
 from userdp.clipping.gradients.one_user import OneUser
 from userdp.clipping.gradients.survey import Survey, stores_little_by_row
+from userdp.clipping.kernels import preload
 from userdp.clipping.module_state import ModuleState
 from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.rules import ClipRule
@@ -95,6 +96,8 @@ class FastClipping:
         on_cuda = self._device.type == "cuda"
         self._compile = on_cuda if settings.compile_blocks is None else settings.compile_blocks
         self._graphs = self._compile and on_cuda
+        if self._compile:
+            preload.begin()
         self._settings = settings
         self._dtype = settings.compute_dtype
         if settings.checkpoint_blocks:
@@ -112,6 +115,7 @@ class FastClipping:
         self._large_total: FlatBuffer | None = None
         self._large = OneUser(model, parameters, rule)
         self._surveys: dict[Any, Survey] = {}
+        self._compiled_calls: CompiledCalls = {}
         self._add_by_shape: dict[Any, AddBatch] = {}
         self._pool: Any = None
 
@@ -284,6 +288,7 @@ class FastClipping:
             any_rows=users.ranges is not None,
             merge_lora=self._settings.merge_lora,
             checkpoint_blocks=self._settings.checkpoint_blocks,
+            calls=self._compiled_calls,
         )
 
     def _together(self, example: Users) -> AddBatch:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from userdp.clipping.kernels.running import collecting_later
+
 
 class Graph:
     """A function of fixed-shape CUDA tensors, captured once and replayed."""
@@ -21,7 +23,7 @@ class Graph:
         self._inputs = [tensor.clone() for tensor in inputs]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), collecting_later():
             # Compiles and loads everything: nothing of this may happen during the capture.
             function(self._inputs)
         torch.cuda.current_stream().wait_stream(stream)

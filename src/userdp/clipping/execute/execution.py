@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -49,12 +49,19 @@ CAUSAL_ATTENTION = "userdp_causal"
 AttentionInterface.register(CAUSAL_ATTENTION, sdpa_attention_forward)
 
 
+# What stands in for a module's call, by the module and by whether it takes any number of rows.
+CompiledCalls = dict[tuple[nn.Module, bool], Any]
+
+
 @contextlib.contextmanager
-def compiled_blocks(model: nn.Module, *, any_rows: bool) -> Iterator[None]:
+def compiled_blocks(
+    model: nn.Module, *, any_rows: bool, calls: CompiledCalls | None = None
+) -> Iterator[None]:
     """The model's decoder blocks, and the layers outside them, compiled inside the `with` block.
 
-    `any_rows` as in `running.compiled`.
+    `any_rows` as in `running.compiled`. `calls` keeps what is compiled for the next time.
     """
+    calls = {} if calls is None else calls
     allow_recompilations()
     inner = pretrained(model)
     names: set[str] = set(inner._no_split_modules or ()) if inner is not None else set()
@@ -71,7 +78,10 @@ def compiled_blocks(model: nn.Module, *, any_rows: bool) -> Iterator[None]:
     todo = blocks + alone
     before = {module: module.__dict__.get("_compiled_call_impl") for module in todo}
     for module in todo:
-        module._compiled_call_impl = compiled(module._call_impl, any_rows=any_rows)
+        key = (module, any_rows)
+        if key not in calls:
+            calls[key] = compiled(module._call_impl, any_rows=any_rows)
+        module._compiled_call_impl = calls[key]
     try:
         with (
             # Probes hang on the layers, and torch would take the sizes of what hangs on a layer for
@@ -125,7 +135,7 @@ class Execution:
     """How a model is run for batches of one length.
 
     `compute_dtype` is autocast's; None leaves the model's own. `record_loss` as in `updates`.
-    `any_rows`: what is compiled takes any number of rows.
+    `any_rows`: what is compiled takes any number of rows. Executions of one model share `calls`.
     """
 
     record_loss: RecordLoss
@@ -136,6 +146,7 @@ class Execution:
     head_padding: int = 0
     merge_lora: bool = False
     checkpoint_blocks: bool = False
+    calls: CompiledCalls = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def choose(
@@ -148,6 +159,7 @@ class Execution:
         any_rows: bool = False,
         merge_lora: bool = False,
         checkpoint_blocks: bool = False,
+        calls: CompiledCalls | None = None,
     ) -> Execution:
         """The fastest way to run this model on rows of this length without changing its output."""
         is_causal = record_loss in (causal_lm_loss, joined_lm_loss)
@@ -161,6 +173,7 @@ class Execution:
             head_padding=head_padding(model) if skip else 0,
             merge_lora=merge_lora,
             checkpoint_blocks=checkpoint_blocks,
+            calls={} if calls is None else calls,
         )
 
     def attention(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -215,5 +228,7 @@ class Execution:
                 stack.enter_context(checkpointed_blocks(model, swapped_layers))
             stack.enter_context(self.attention(model))
             if self.compile_blocks:
-                stack.enter_context(compiled_blocks(model, any_rows=self.any_rows))
+                stack.enter_context(
+                    compiled_blocks(model, any_rows=self.any_rows, calls=self.calls)
+                )
             yield

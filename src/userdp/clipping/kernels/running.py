@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from userdp.clipping.kernels import preload
 
 # torch compiles a function once for each shape; its default would give up at 8.
 RECOMPILATIONS = 256
@@ -45,6 +48,7 @@ def compiled(function: Callable[..., Any], *, any_rows: bool) -> Callable[..., A
 
     What is compiled for one shape may be a little faster. Compiling takes many seconds.
     """
+    preload.wait()
     # Only the sizes that are noted may be any: if torch chose others by what it has seen before,
     # the next process, which sees the shapes in another order, would not find its code on disk.
     for_any = torch.compile(function, dynamic=False)
@@ -58,6 +62,18 @@ def compiled(function: Callable[..., Any], *, any_rows: bool) -> Callable[..., A
         return for_any(*args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def collecting_later() -> Iterator[None]:
+    """No search for garbage inside: compiling makes many objects, and most of them stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def any_size(tensor: Tensor, dimension: int) -> Tensor:
