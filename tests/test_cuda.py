@@ -384,17 +384,29 @@ def _has_products_with_squares() -> bool:
 
 
 @pytest.mark.parametrize("programs", [None, 1, 7])
-@pytest.mark.parametrize("ends", [None, [0, 64, 64, 960, 3520, 3584, 3584]])
+@pytest.mark.parametrize(
+    ("ends", "depth"),
+    [
+        (None, 64),
+        (None, 32),
+        ([0, 64, 64, 960, 3520, 3584, 3584], 64),
+        ([0, 32, 64, 992, 3520, 3584, 3584, 3584, 3584, 3584], 32),
+    ],
+)
 @pytest.mark.parametrize("shape", [(128, 128), (136, 384), (1000, 264), (2304, 768)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_are_the_librarys_and_their_squares_those_of_their_values(
-    dtype: torch.dtype, shape: tuple[int, int], ends: list[int] | None, programs: int | None
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    ends: list[int] | None,
+    depth: int,
+    programs: int | None,
 ) -> None:
     from userdp.clipping.kernels.products import can_square
 
     if not _has_products_with_squares():
         pytest.skip("the kernel is for GPUs of the Hopper kind")
-    assert can_square(768, 3072, tokens=64, dtype=dtype, device=torch.device("cuda", 0))
+    assert can_square(768, 3072, tokens=depth, dtype=dtype, device=torch.device("cuda", 0))
     from userdp.clipping.kernels.hopper import products_with_squares
 
     torch.manual_seed(0)
@@ -413,7 +425,7 @@ def test_products_are_the_librarys_and_their_squares_those_of_their_values(
     each = [a[i:j].t() @ b[i:j] for i, j in itertools.pairwise([0, *lasts])]
     wanted = torch.stack(each)[finite].double()
     for _ in range(3):
-        found, squares = products_with_squares(a, b, users, places, programs=programs)
+        found, squares = products_with_squares(a, b, users, places, depth=depth, programs=programs)
         assert not squares[:, ~used].any()
         assert not torch.isfinite(squares.sum(0))[used & ~finite].any()
         own = found[finite].double()

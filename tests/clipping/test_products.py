@@ -67,19 +67,19 @@ def by_torch(
 ) -> Any:
     """What the kernel should return; of a user without tokens anything."""
     with torch.autocast("cpu", enabled=False):
-        found, squares = products_with_squares(a, b, users, ends, products.DEPTH)
+        found, squares = products_with_squares(a, b, users, ends, how["depth"])
     if ends is not None:
         found[ends.diff(prepend=ends.new_zeros(1)) == 0] = torch.nan
     return found, squares
 
 
 def too_small_a_norm(*given: Any, **how: int) -> Any:
-    found, squares = by_torch(*given)
+    found, squares = by_torch(*given, **how)
     return found, squares * 0.999
 
 
 def wrong_user(*given: Any, **how: int) -> Any:
-    found, squares = by_torch(*given)
+    found, squares = by_torch(*given, **how)
     return found.roll(1, 0), squares.roll(1, 1)
 
 
@@ -91,10 +91,11 @@ def missing() -> Any:
     raise ModuleNotFoundError("No module named 'triton'")
 
 
+@pytest.mark.parametrize("depth", products.DEPTHS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kernel", [too_small_a_norm, wrong_user, broken, missing])
 def test_a_kernel_that_fails_its_trial_is_not_used(
-    kernel: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kernel: Any, dtype: torch.dtype, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial = products._hopper_works.__wrapped__
     with monkeypatch.context() as patch:
@@ -102,11 +103,11 @@ def test_a_kernel_that_fails_its_trial_is_not_used(
         patch.setattr(products, "_hopper", lambda: kind)
         # Whatever the caller computes in.
         with torch.autocast("cpu", torch.bfloat16):
-            assert trial(torch.device("cpu"), dtype)
+            assert trial(torch.device("cpu"), dtype, depth)
     kind = SimpleNamespace(products_with_squares=kernel)
     monkeypatch.setattr(products, "_hopper", missing if kernel is missing else lambda: kind)
     with pytest.warns(UserWarning, match="taken apart"):
-        assert not trial(torch.device("cpu"), dtype)
+        assert not trial(torch.device("cpu"), dtype, depth)
 
 
 def test_a_full_device_is_not_the_kernels_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,14 +116,15 @@ def test_a_full_device_is_not_the_kernels_fault(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(products, "_hopper", full)
     with pytest.raises(torch.OutOfMemoryError):
-        products._hopper_works.__wrapped__(torch.device("cpu"), torch.bfloat16)
+        products._hopper_works.__wrapped__(torch.device("cpu"), torch.bfloat16, 64)
 
 
 @pytest.mark.parametrize(
     ("shape", "change", "wanted"),
     [
         ((768, 3072), {}, True),
-        ((768, 3072), {"tokens": 96}, False),
+        ((768, 3072), {"tokens": 96}, True),
+        ((768, 3072), {"tokens": 80}, False),
         ((768, 3072), {"dtype": torch.float32}, False),
         ((768, 3072), {"device": torch.device("cpu")}, False),
         ((768, 3075), {}, False),
@@ -138,7 +140,7 @@ def test_squares_are_taken_where_the_kernel_is_made_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(products, "_hopper_works", lambda device, dtype: True)
+    monkeypatch.setattr(products, "_hopper_works", lambda device, dtype, depth: True)
     how = {"tokens": 64, "dtype": torch.bfloat16, "device": torch.device("cuda")} | change
     assert can_square(*shape, **how) == wanted
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))

@@ -41,7 +41,7 @@ def last_line_of(program: str, variables: dict[str, str]) -> str:
 
 
 def test_all_kernels_compile_for_hopper_without_a_gpu() -> None:
-    assert int(last_line_of("triton_compiled.py", {"TRITON_INTERPRET": "0"})) == 40
+    assert int(last_line_of("triton_compiled.py", {"TRITON_INTERPRET": "0"})) == 44
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -114,3 +114,13 @@ def test_attention_within_records_is_torchs(
     assert max(errors[f"attention {case} {dtype}"].values()) <= (
         2e-6 if dtype == "float32" else 5e-3
     )
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_values_that_are_not_finite_stay_with_their_user_in_attention(
+    value: str, errors: Errors
+) -> None:
+    # Users begin in the middle of tiles, so tiles hold tokens of two users.
+    found = errors[f"attention beside {value}"]
+    assert found["others"] == 0.0
+    assert found["own"] > 0.5

@@ -98,7 +98,7 @@ def attention() -> int:
     names = (kernels._forward, kernels._backward_queries, kernels._backward_keys)
     for kernel, width in itertools.product(names, (64, 128, 256)):
         tile, warps = (64 if width <= 128 else 32), (4 if width <= 64 else 8)
-        constants = {"GROUP": 3, "WIDTH": width, "PADDED": width, "TILE": tile}
+        constants = {"GROUP": 3, "WIDTH": width, "PADDED": width, "TILE": tile, "STEP": 32}
         halves = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "d_out_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
         kinds = dict.fromkeys(halves, "*bf16")
         kinds |= dict.fromkeys(("position_ptr", "left_ptr"), "*i32")
@@ -136,8 +136,9 @@ def products() -> int:
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=132)
     for dtype in (torch.bfloat16, torch.float16):
         a, b = torch.zeros(256, 384, dtype=dtype), torch.zeros(256, 136, dtype=dtype)
-        for ends in (None, torch.tensor([128, 256], dtype=torch.int32)):
-            hopper.products_with_squares(a, b, 2, ends)
+        for depth, ends in itertools.product((64, 32), (None, [128, 256])):
+            places = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+            hopper.products_with_squares(a, b, 2, places, depth=depth)
     assert all(one.asm["cubin"] for one in compiled)
     return len(compiled)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 
 import torch
@@ -242,6 +243,49 @@ def attention_errors(heads: int, shared: int, width: int, dtype: torch.dtype) ->
     return {name: error(a, b) for name, a, b in pairs} | {"out": error(out, expected)}
 
 
+def attention_reach(value: float) -> dict[str, float]:
+    """How far a user's values that are not finite move others, who begin in the middle of tiles."""
+    from userdp.clipping.batches.joined_records import ROW
+    from userdp.clipping.kernels import record_attention
+
+    row = ROW["cuda"]
+    assert row % record_attention.STEP == 0
+    # Users of three rows, two, one and one. The second one's values change: its rows share tiles
+    # with the first one's and the third one's.
+    records = [[40, 50], [3, 61], [20], [32]]
+    tokens = [(rows * row, lengths) for rows, lengths in zip((3, 2, 1, 1), records, strict=True)]
+    parts = [torch.cat([torch.arange(length) for length in own]) for _, own in tokens]
+    lefts = [torch.cat([torch.arange(length - 1, -1, -1) for length in own]) for _, own in tokens]
+    sizes = [size for size, _ in tokens]
+
+    def laid(own: list[Tensor], padding: int) -> Tensor:
+        pad = torch.nn.functional.pad
+        each = [pad(t, (0, n - len(t)), value=padding) for t, n in zip(own, sizes, strict=True)]
+        return torch.cat(each).int().view(-1, row)
+
+    position, left = laid(parts, 0), laid(lefts, -1)
+    q, k, v = (torch.randn(len(position), 2, row, 16) for _ in range(3))
+    d_out = torch.randn(len(position), row, 2, 16)
+    bad = slice(3, 5)
+
+    def run() -> list[Tensor]:
+        out, sums = record_attention.forward(q, k, v, position, 0.3)
+        given = (d_out, q, k, v, position, left, out, sums, 0.3)
+        return [out, *record_attention.backward(*given)]
+
+    before = run()
+    for tensor in (q, k, v, d_out):
+        tensor[bad] = value
+    after = run()
+    others = torch.ones(len(position), dtype=torch.bool)
+    others[bad] = False
+    moved = torch.stack([(a - b)[others].abs().max() for a, b in zip(before, after, strict=True)])
+    return {
+        "others": float(moved.nan_to_num(nan=1e30).max()),
+        "own": float(min(float((~t[bad].isfinite()).float().mean()) for t in after)),
+    }
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     results: dict[str, dict[str, float]] = {}
@@ -272,4 +316,6 @@ if __name__ == "__main__":
     for case in ((2, 1, 16), (2, 2, 24), (4, 2, 64)):
         for dtype, name in ((torch.float32, "float32"), (torch.float16, "float16")):
             results[f"attention {case} {name}"] = attention_errors(*case, dtype)
+    for value in (math.nan, math.inf):
+        results[f"attention beside {value}"] = attention_reach(value)
     print(json.dumps(results))

@@ -35,8 +35,8 @@ from userdp.losses import (
 )
 
 # Tokens of a row. A user's last row is padded: half a row on average. On CUDA it is a multiple of
-# the tiles of `kernels/record_attention`, so that no tile holds tokens of two users.
-ROW = {"cpu": 16, "cuda": 64}
+# the steps of `kernels/record_attention` and of `kernels/products`, which hold one user's tokens.
+ROW = {"cpu": 16, "cuda": 32}
 # A user's records are joined if a smaller share of the padded tokens than this belongs to them. On
 # the CPU attention has to move them.
 FULL_ENOUGH = {"cpu": 0.8, "cuda": 0.65}

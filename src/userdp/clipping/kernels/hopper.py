@@ -34,19 +34,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from userdp.clipping.kernels.products import DEPTH, TILE
+from userdp.clipping.kernels.products import TILE
 
 # Releases of Triton differ in what they call the two copies.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-# Buffers for tiles of both factors: as many as shared memory has room for.
-_STAGES = 5
+# Tokens in all buffers for tiles of both factors: as many as shared memory has room for.
+_TOKENS_AHEAD = 320
 # How many neighbouring tiles, across the longer side of a gradient, are computed at the same time:
 # they then find their factors in the cache.
 _NEIGHBOURS = gl.constexpr(8)
-# A group wakes the other this many products before its own last one; those keep the tensor cores
-# busy until the other is awake. 2 was the fastest of 0, 1, 2 and 4.
-_AHEAD = gl.constexpr(2)
+# A group wakes the other this many tokens before its own last one; those keep the tensor cores
+# busy until the other is awake. 2 products of 64 tokens were the fastest of 0, 1, 2 and 4.
+_AWAKE = gl.constexpr(128)
 # Raises a tile's sum of squares by more than its 42 roundings can lose.
 _RAISED = gl.constexpr(1 + 2.0**-18)
 # Registers of a thread at the start. The fetching warp then gives most of its registers to the
@@ -159,8 +159,9 @@ def _multiply(
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TILE, 16]
     )
+    AHEAD: gl.constexpr = _AWAKE // DEPTH
     # A group that is a whole ring ahead would mistake an old phase of a barrier for its own.
-    gl.static_assert(_AHEAD < STAGES)
+    gl.static_assert(AHEAD < STAGES)
     stride = gl.num_programs(0)
     result = results.index(WHICH)
     step = 0
@@ -188,7 +189,7 @@ def _multiply(
             total = warpgroup_mma_wait(1, (total,))
             # All products but this one are done: the previous buffer may be overwritten.
             mbarrier.arrive(emptied.index((step + STAGES - 1) % STAGES), pred=i > 0)
-            mbarrier.arrive(turns.index(1 - WHICH), pred=i == max(steps - _AHEAD, 1) - 1)
+            mbarrier.arrive(turns.index(1 - WHICH), pred=i == max(steps - AHEAD, 1) - 1)
             step += 1
         total = warpgroup_mma_wait(0, (total,))
         mbarrier.arrive(emptied.index((step + STAGES - 1) % STAGES), pred=steps > 0)
@@ -256,9 +257,15 @@ def _products_kernel(
 
 
 def products_with_squares(
-    a: Tensor, b: Tensor, users: int, ends: Tensor | None, *, programs: int | None = None
+    a: Tensor,
+    b: Tensor,
+    users: int,
+    ends: Tensor | None,
+    *,
+    depth: int,
+    programs: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `products.products_with_squares`, for users with a multiple of `DEPTH` tokens.
+    """As `products.products_with_squares`, for users with a multiple of `depth` tokens.
 
     `programs` share the tiles; by default there is one for each multiprocessor.
     """
@@ -272,8 +279,8 @@ def products_with_squares(
     squares = a.new_zeros(tiles_a * tiles_b, users, dtype=torch.float32)
     most = programs or torch.cuda.get_device_properties(a.device).multi_processor_count
     _products_kernel[(min(most, squares.numel()),)](
-        _described(a, [DEPTH, TILE]),
-        _described(b, [DEPTH, TILE]),
+        _described(a, [depth, TILE]),
+        _described(b, [depth, TILE]),
         _described(gradients, [1, TILE, TILE]),
         squares,
         squares if ends is None else ends,
@@ -282,7 +289,7 @@ def products_with_squares(
         users,
         0 if ends is not None else len(a) // users,
         EQUAL=ends is None,
-        STAGES=_STAGES,
+        STAGES=_TOKENS_AHEAD // depth,
         TO_MULTIPLY=_REGISTERS_TO_MULTIPLY,
         TO_FETCH=_REGISTERS_TO_FETCH,
         num_warps=4,

@@ -20,10 +20,10 @@ from userdp.losses import wide_dtype
 
 # CUDA's grouped products want whole vectors of 16 bytes.
 _ALIGNMENT = 8
-# In `products_with_squares`: a tile has TILE by TILE values of a gradient, and DEPTH tokens are
-# multiplied at a time.
+# In `products_with_squares`: a tile has TILE by TILE values of a gradient, and so many tokens are
+# multiplied at a time, the first number that divides the tokens of every user.
 TILE = 128
-DEPTH = 64
+DEPTHS = (64, 32)
 _HALVES = (torch.bfloat16, torch.float16)
 # Tiles reach beyond the gradient's edge. They pay if at least this share of their values is inside.
 _LEAST_FILLED = 0.75
@@ -52,15 +52,21 @@ def can_square(
     `tokens` divides the number of tokens of every user.
     """
     filled = rows * columns / (num_tiles(rows, columns) * TILE**2)
+    depth = depth_of(tokens)
     return (
         device.type == "cuda"
         and dtype in _HALVES
-        and tokens % DEPTH == 0
+        and depth is not None
         and rows % _ALIGNMENT == columns % _ALIGNMENT == 0
         and filled >= _LEAST_FILLED
         and torch.cuda.get_device_capability(device) == (9, 0)
-        and _hopper_works(device, dtype)
+        and _hopper_works(device, dtype, depth)
     )
+
+
+def depth_of(divisor: int) -> int | None:
+    """How many tokens are multiplied at a time; None if no number divides those of every user."""
+    return next((depth for depth in DEPTHS if divisor % depth == 0), None)
 
 
 def num_tiles(rows: int, columns: int) -> int:
@@ -81,8 +87,9 @@ def products_with_squares(
     The norms are those of exactly the values returned. For a user without tokens they are zero,
     while its values may be anything. `divisor` divides the number of tokens of every user.
     """
-    if a.is_cuda and a.dtype in _HALVES and divisor % DEPTH == 0:
-        return _hopper().products_with_squares(a, b, users, ends)
+    depth = depth_of(divisor)
+    if a.is_cuda and a.dtype in _HALVES and depth is not None:
+        return _hopper().products_with_squares(a, b, users, ends, depth=depth)
     products = users_products(a, b, users, ends)
     rows, columns = products.shape[1:]
     wide = F.pad(products.to(wide_dtype(products.dtype)), (0, -columns % TILE, 0, -rows % TILE))
@@ -98,18 +105,18 @@ def _(a: Tensor, b: Tensor, users: int, ends: Tensor | None, divisor: int) -> tu
 
 
 @cache
-def _hopper_works(device: torch.device, dtype: torch.dtype) -> bool:
+def _hopper_works(device: torch.device, dtype: torch.dtype, depth: int) -> bool:
     """Whether the kernel gives the right products on this device, by a small trial.
 
     Only two programs share the work, so that each part of the kernel takes many turns.
     """
     generator = torch.Generator().manual_seed(0)
     a, b = (
-        torch.randn(12 * DEPTH, width, generator=generator).to(dtype)
+        torch.randn(12 * depth, width, generator=generator).to(dtype)
         for width in (TILE + _ALIGNMENT, 3 * TILE)
     )
     # The second user has no tokens.
-    ends = torch.tensor([7, 7, 12], dtype=torch.int32) * DEPTH
+    ends = torch.tensor([7, 7, 12], dtype=torch.int32) * depth
     try:
         for own_ends in (None, ends):
             with torch.autocast("cpu", enabled=False):
@@ -119,6 +126,7 @@ def _hopper_works(device: torch.device, dtype: torch.dtype) -> bool:
                 b.to(device),
                 3,
                 None if own_ends is None else own_ends.to(device),
+                depth=depth,
                 programs=2,
             )
             products, squares = (tensor.float().cpu() for tensor in found)

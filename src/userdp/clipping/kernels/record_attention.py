@@ -7,6 +7,11 @@ from where the record of its first token begins, and a tile of keys needs querie
 the record of its last one. No mask is read, and no probability is stored: the backward pass
 computes them again (Dao et al. 2022).
 
+A program holds a tile of TILE tokens, which may be those of two users, and goes through the other
+side STEP tokens at a time, which are one user's: users begin at multiples of STEP. A token that is
+not finite must not reach another user, and zero times it is not zero. So what a token adds up from
+STEP tokens counts only if it sees one of them. These are then its own user's.
+
 Sums are added up in a fixed order, so that equal inputs give equal outputs to the last bit.
 """
 
@@ -26,6 +31,8 @@ from torch import Tensor
 _TILE = 64
 _TILE_OF_WIDE = 32
 _WIDE = 128
+# Tokens of the other side at a time. It divides the rows that users have (`joined_records.ROW`).
+STEP = 32
 _LOG2_E = math.log2(math.e)
 _NOTHING = tl.constexpr(float("-inf"))
 
@@ -41,11 +48,18 @@ def _tile(
 
 
 @triton.jit
+def _if_any(values, sees):
+    """The values of the tokens that see anything, and zero for the others, whatever is there."""
+    return tl.where((tl.max(sees.to(tl.int32), 1) > 0)[:, None], values, 0.0)
+
+
+@triton.jit
 def _forward(
     q_ptr, k_ptr, v_ptr, position_ptr, out_ptr, lse_ptr,
     q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token,
     tokens, length, heads, scale,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     column = tl.arange(0, PADDED)
@@ -58,8 +72,8 @@ def _forward(
     total = tl.zeros([TILE], tl.float32)
     out = tl.zeros([TILE, PADDED], tl.float32)
     first = tl.maximum(tile * TILE - tl.load(position_ptr + tile * TILE), 0)
-    for begin in range(first // TILE * TILE, tl.minimum((tile + 1) * TILE, tokens), TILE):
-        key = begin + tl.arange(0, TILE)
+    for begin in range(first // STEP * STEP, tl.minimum((tile + 1) * TILE, tokens), STEP):
+        key = begin + tl.arange(0, STEP)
         is_key = (key < tokens)[:, None] & (column < WIDTH)[None, :]
         k = _tile(k_ptr, key, head // GROUP, length, k_row, k_head, k_token, is_key, PADDED)
         scores = tl.dot(q, tl.trans(k)) * scale
@@ -72,7 +86,7 @@ def _forward(
         kept = tl.exp2(best - base)
         total = total * kept + tl.sum(weights, 1)
         v = _tile(v_ptr, key, head // GROUP, length, v_row, v_head, v_token, is_key, PADDED)
-        out = out * kept[:, None] + tl.dot(weights.to(v.dtype), v)
+        out = out * kept[:, None] + _if_any(tl.dot(weights.to(v.dtype), v), sees)
         best = better
     out_at = (query.to(tl.int64) * heads + head) * WIDTH
     tl.store(out_ptr + out_at[:, None] + column[None, :], out / total[:, None], mask=is_value)
@@ -85,6 +99,7 @@ def _backward_queries(
     q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token,
     tokens, length, heads, scale, unit,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the queries, and `delta`: each output times its gradient."""
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -102,8 +117,8 @@ def _backward_queries(
     lse = tl.load(lse_ptr + head * tokens + query, mask=is_query, other=0.0)
     dq = tl.zeros([TILE, PADDED], tl.float32)
     first = tl.maximum(tile * TILE - tl.load(position_ptr + tile * TILE), 0)
-    for begin in range(first // TILE * TILE, tl.minimum((tile + 1) * TILE, tokens), TILE):
-        key = begin + tl.arange(0, TILE)
+    for begin in range(first // STEP * STEP, tl.minimum((tile + 1) * TILE, tokens), STEP):
+        key = begin + tl.arange(0, STEP)
         is_key = (key < tokens)[:, None] & (column < WIDTH)[None, :]
         k = _tile(k_ptr, key, head // GROUP, length, k_row, k_head, k_token, is_key, PADDED)
         v = _tile(v_ptr, key, head // GROUP, length, v_row, v_head, v_token, is_key, PADDED)
@@ -111,8 +126,8 @@ def _backward_queries(
         sees = (key[None, :] >= start[:, None]) & (key[None, :] <= query[:, None])
         weights = tl.where(sees, tl.exp2(scores - lse[:, None]), 0.0)
         dweights = tl.dot(d_out, tl.trans(v))
-        dscores = weights * (dweights - delta[:, None])
-        dq += tl.dot(dscores.to(k.dtype), k)
+        dscores = tl.where(sees, weights * (dweights - delta[:, None]), 0.0)
+        dq += _if_any(tl.dot(dscores.to(k.dtype), k), sees)
     tl.store(dq_ptr + own_at, dq * unit, mask=is_value)
 
 
@@ -122,6 +137,7 @@ def _backward_keys(
     q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token,
     tokens, length, heads, scale, unit,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the keys and values; GROUP heads of queries share them."""
     tile, shared = tl.program_id(0), tl.program_id(1)
@@ -136,8 +152,8 @@ def _backward_keys(
     end = tl.minimum(last + tl.maximum(tl.load(left_ptr + last), 0) + 1, tokens)
     for member in range(GROUP):
         head = shared * GROUP + member
-        for begin in range(tile * TILE, end, TILE):
-            query = begin + tl.arange(0, TILE)
+        for begin in range(tile * TILE, end, STEP):
+            query = begin + tl.arange(0, STEP)
             is_query = query < tokens
             start = query - tl.load(position_ptr + query, mask=is_query, other=0)
             is_value = is_query[:, None] & (column < WIDTH)[None, :]
@@ -150,10 +166,10 @@ def _backward_keys(
             sees = (key[:, None] >= start[None, :]) & (key[:, None] <= query[None, :])
             sees = sees & is_query[None, :]
             weights = tl.where(sees, tl.exp2(scores - lse[None, :]), 0.0)
-            dv += tl.dot(weights.to(d_out.dtype), d_out)
+            dv += _if_any(tl.dot(weights.to(d_out.dtype), d_out), sees)
             dweights = tl.dot(v, tl.trans(d_out))
-            dscores = weights * (dweights - delta[None, :])
-            dk += tl.dot(dscores.to(q.dtype), q)
+            dscores = tl.where(sees, weights * (dweights - delta[None, :]), 0.0)
+            dk += _if_any(tl.dot(dscores.to(q.dtype), q), sees)
     heads_shared = heads // GROUP
     own_at = (key.to(tl.int64) * heads_shared + shared)[:, None] * WIDTH + column[None, :]
     tl.store(dk_ptr + own_at, dk * unit, mask=is_key)
@@ -169,6 +185,7 @@ def _sizes(q: Tensor, k: Tensor) -> dict[str, Any]:
         "WIDTH": width,
         "PADDED": padded,
         "TILE": _TILE if padded <= _WIDE else _TILE_OF_WIDE,
+        "STEP": STEP,
         "num_warps": 4 if padded <= _WIDE // 2 else 8,
         "num_stages": 2,
     }
