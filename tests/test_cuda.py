@@ -438,6 +438,37 @@ def test_products_are_the_librarys_and_their_squares_those_of_their_values(
         assert (above <= 8e-6).all()
 
 
+@pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_in_attention_a_user_that_is_not_finite_reaches_nobody(value: float, width: int) -> None:
+    from userdp.clipping.batches.joined_records import ROW
+    from userdp.clipping.kernels import record_attention
+
+    # Five users of one record each, of 3, 2, 1, 1 and 4 rows; tiles hold tokens of two of them.
+    row, rows = ROW["cuda"], [3, 2, 1, 1, 4]
+    position = torch.cat([torch.arange(count * row) for count in rows]).int().cuda()
+    left = torch.cat([torch.arange(count * row - 1, -1, -1) for count in rows]).int().cuda()
+    torch.manual_seed(0)
+    shape = (sum(rows), 2, row, width)
+    q, k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in range(3))
+    d_out = torch.randn(shape, device="cuda").bfloat16().transpose(1, 2).contiguous()
+
+    def run() -> list[torch.Tensor]:
+        out, sums = record_attention.forward(q, k, v, position, 0.1)
+        given = (d_out, q, k, v, position, left, out, sums, 0.1)
+        return [out, *record_attention.backward(*given)]
+
+    before = run()
+    own = slice(3, 5)
+    for tensor in (q, k, v, d_out):
+        tensor[own] = value
+    others = torch.ones(sum(rows), dtype=torch.bool)
+    others[own] = False
+    for old, new in zip(before, run(), strict=True):
+        assert torch.equal(old[others], new[others])
+        assert not new[own].isfinite().all()
+
+
 def test_gram_norms_of_long_sums_of_like_terms_are_not_read_too_small() -> None:
     # Tensor cores cut digits off: what that loses grows with the number of columns.
     from userdp.clipping.kernels.gram import GramTable

@@ -44,8 +44,9 @@ from userdp.losses import Batch
 # kinds mean few batch shapes, each of which has to be captured, and compared with the plain loop.
 FIRST_KIND = 512
 NEXT_KIND = 4
-# The last batch of a cohort may have one of these shares of a full batch's rows.
-SMALLER = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
+# The last batch of a cohort may have one of these shares of a full batch's rows. More of them would
+# leave fewer rows empty, and each has to be captured.
+SMALLER = tuple(eighths / 8 for eighths in range(1, 8))
 SHORTEST_ROW = 16
 ALIGNMENT = 8
 
