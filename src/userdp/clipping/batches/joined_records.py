@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from userdp.clipping.batches.users import PADDING, size_of
 from userdp.clipping.execute.models import can_skip_mask, pretrained
 from userdp.clipping.execute.record_attention import RECORD_ATTENTION, attention_named
+from userdp.clipping.kernels.products import TOKENS_OF_ONE_USER
 from userdp.losses import (
     IGNORED_LABEL,
     JOINED_LEFT,
@@ -34,9 +35,8 @@ from userdp.losses import (
     record_layout,
 )
 
-# Tokens of a row. A user's last row is padded: half a row on average. On CUDA it is a multiple of
-# the steps of `kernels/record_attention` and of `kernels/products`, which hold one user's tokens.
-ROW = {"cpu": 16, "cuda": 32}
+# Tokens of a row. A user's last row is padded: half a row on average.
+ROW = {"cpu": 16, "cuda": TOKENS_OF_ONE_USER}
 # A user's records are joined if a smaller share of the padded tokens than this belongs to them. On
 # the CPU attention has to move them.
 FULL_ENOUGH = {"cpu": 0.8, "cuda": 0.65}

@@ -27,12 +27,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from userdp.clipping.kernels.products import TOKENS_OF_ONE_USER
+
 # Tokens of a tile. Wide heads have smaller ones, to fit into shared memory.
 _TILE = 64
 _TILE_OF_WIDE = 32
 _WIDE = 128
-# Tokens of the other side at a time. It divides the rows that users have (`joined_records.ROW`).
-STEP = 32
+# Tokens of the other side at a time.
+STEP = TOKENS_OF_ONE_USER
 _LOG2_E = math.log2(math.e)
 _NOTHING = tl.constexpr(float("-inf"))
 
