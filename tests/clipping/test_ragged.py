@@ -141,6 +141,11 @@ def test_every_row_is_somebodys_and_users_come_before_empty_places(
         # Padding has places of its own.
         by_user = [users.weights[slice(*users.rows_of(user))] for user in range(len(filled))]
         assert all(bool((w > 0).all()) or not bool(w.any()) for w in by_user)
+        if users.ranges.fewest_rows == 1:
+            # Small users' padding is spread over all places that are left.
+            empty = [len(w) for w in by_user if not bool(w.any())]
+            free = users.count - (len(by_user) - len(empty))
+            assert not empty or max(empty) == -(-sum(empty) // free)
 
 
 def test_places_do_not_run_out_before_rows() -> None:

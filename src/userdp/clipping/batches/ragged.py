@@ -228,8 +228,13 @@ def _filled(groups: Sequence[Batch], shape: Shape) -> Users:
     counts = [size_of(group).rows for group in groups]
     starts = [0, *itertools.accumulate(counts)]
     batch, weights = laid_out(groups, starts[:-1], rows=shape.rows, length=shape.length)
-    full, rest = divmod(shape.rows - starts[-1], shape.most_rows)
-    counts += [shape.most_rows] * full + [rest] * (rest > 0)
+    padding, free = shape.rows - starts[-1], shape.users - len(groups)
+    # Small users are pairs, which cost the square of a place's rows: padding has many places. What
+    # is stored costs the same for a place of few rows.
+    is_small = shape.fewest_rows == 1
+    each = max(1, -(-padding // free)) if is_small and free else shape.most_rows
+    full, rest = divmod(padding, each)
+    counts += [each] * full + [rest] * (rest > 0)
     counts += [0] * (shape.users - len(counts))
     rows_of_user = torch.tensor(counts)
     ranges = RowRanges(
