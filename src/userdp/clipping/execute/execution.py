@@ -87,6 +87,8 @@ def compiled_blocks(
             # Probes hang on the layers, and torch would take the sizes of what hangs on a layer for
             # fixed ones.
             torch._dynamo.config.patch(force_nn_module_property_static_shapes=not any_rows),
+            # A block is traced once: remembering its operations takes longer than it saves.
+            torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
             # Later processes find what was compiled. torch leaves functions of one's own out, as it
             # cannot tell whether they are pure; ours are, and are compared with the plain loop.
             functorch_config.patch(autograd_cache_allow_custom_autograd_functions=True),
