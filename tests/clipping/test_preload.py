@@ -44,7 +44,7 @@ def test_nothing_is_loaded_twice_or_unless_asked_for(monkeypatch: pytest.MonkeyP
     for _ in range(2):
         preload.begin()
     preload.wait()
-    assert loaded == ["compiler", "triton"]
+    assert loaded == ["triton", "compiler"]
 
 
 def test_what_cannot_be_loaded_is_left_to_where_it_is_needed(

@@ -38,7 +38,8 @@ def _loading() -> threading.Thread:
 
 
 def _load() -> None:
-    for part in (_compiler, _triton):
+    # Triton first: the probe's own kernels need it.
+    for part in (_triton, _compiler):
         # What fails here fails again where it is needed, and says so there.
         with contextlib.suppress(Exception):
             part()
