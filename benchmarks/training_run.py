@@ -7,8 +7,9 @@ tokens of records, `padded` also what padding adds. The two take turns in one pr
 seconds: a device that has just begun to work may run at a higher clock. Records fill their rows but
 for a user's last, or with `--short` are as short as posts and chat messages are.
 
-With `--cold` only the first `--warm` steps run, and what is measured is how long it takes until no
-step brings a new batch shape any more. A second process finds what the first one left on disk.
+With `--cold` only the first `--warm` steps run, and some more at full speed. What is measured is
+how long it takes until no step brings a new batch shape any more, and how much longer the first
+steps took than at full speed. A second process finds what the first one left on disk.
 
 Run: python benchmarks/training_run.py [--short] [--join yes] [--cold] [--json FILE]
 (CPU: a tiny model)
@@ -17,7 +18,6 @@ Run: python benchmarks/training_run.py [--short] [--join yes] [--cold] [--json F
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import tempfile
 import time
@@ -138,23 +138,45 @@ def report(row: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def first_steps(step: PrivateStep, rows: TokenRows, number: int) -> dict[str, Any]:
-    """How long the first steps take, and when the last one with a new batch shape ended."""
+    """How long the first steps take, and when the last one with a new batch shape ended.
+
+    `lost_seconds` is how much longer they took than as many of the steps that follow.
+    """
     clipping = step._checked.summation
     assert isinstance(clipping, FastClipping)
     task, shapes, last = CausalTask(pad_token=0), 0, 0.0
-    began = time.perf_counter()
-    for cohort in itertools.islice(step.cohorts(), number):
-        streams = step.record.streams("rows")
+
+    def take() -> bool:
+        """One step; whether it brought a new shape."""
+        before = len(clipping._add_by_shape)
+        streams, cohort = step.record.streams("rows"), step.draw()
         step.apply(cohort_batches(rows, cohort, task, step=step.record.steps, streams=streams))
-        if len(clipping._add_by_shape) > shapes:
+        return len(clipping._add_by_shape) > before
+
+    began = time.perf_counter()
+    for _ in range(number):
+        if take():
             synchronise()
-            shapes, last = len(clipping._add_by_shape), time.perf_counter() - began
+            last = time.perf_counter() - began
     synchronise()
+    seconds, shapes = time.perf_counter() - began, len(clipping._add_by_shape)
+    full_speed = time.perf_counter()
+    taken = 0
+    while step.steps_left:
+        taken += 1
+        if take():
+            # How long the steps before took is not known.
+            synchronise()
+            full_speed, taken = time.perf_counter(), 0
+    synchronise()
+    each = (time.perf_counter() - full_speed) / taken if taken else None
     return {
         "first_steps": number,
-        "seconds": time.perf_counter() - began,
+        "seconds": seconds,
         "shapes": shapes,
         "last_new_shape_after_seconds": last,
+        "step_seconds": each,
+        "lost_seconds": None if each is None else seconds - number * each,
     }
 
 
