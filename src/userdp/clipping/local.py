@@ -15,24 +15,25 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from userdp.clipping.batches.users import PADDING, is_padded, kind_of
+from userdp.clipping.batches.users import kind_of
+from userdp.clipping.execute.execution import Execution
 from userdp.clipping.execute.models import most_positions
-from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
 from userdp.clipping.flat import ClippedSum, FlatBuffer
-from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
+from userdp.clipping.stacked.clip import StackedClip
+from userdp.clipping.stacked.lora import StackedAdapters, stacked_adapters
+from userdp.clipping.stacked.lstm import StackedLSTM, stacked_lstm
+from userdp.clipping.stacked.records import StackedRecords, lengths_of, num_records
+from userdp.clipping.stacked.vectorised import Vectorised
 from userdp.losses import Batch, RecordLoss, at_least_float32
 from userdp.updates.contract import LocalTraining
 
@@ -48,6 +49,9 @@ _LARGEST_ON_CPU = 2**18
 # So many numbers of a tensor may stand side by side in the records of a microbatch. Somebody with
 # many records is stacked in parts, so that the memory of a step follows from public numbers.
 _MOST_CELLS = 2**25
+# So many tokens go through a model with adapters at once: as many again as on the fast path gain
+# nothing on a processor.
+_MOST_TOKENS = (2**12, 2**15)
 # The length of records if nobody says it, as in the probe.
 _USUAL_LENGTH = 128
 
@@ -70,12 +74,7 @@ class LocalClipping:
         self._parameters = list(parameters)
         self._update = update
         self._compute_dtype = settings.compute_dtype
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._names = [f"model.{names[id(parameter)]}" for parameter in self._parameters]
-        self._losses = _Losses(model, record_loss)
-        self._layers = Layers(model, self._parameters)
-        # By the rule of the present sum: compiled code reads plain numbers.
-        self._layer_numbers: list[int] = []
+        self._clip = StackedClip(model, self._parameters)
         device = self._parameters[0].device.type
         self._compiles = (
             device == "cuda" if settings.compile_blocks is None else settings.compile_blocks
@@ -83,17 +82,41 @@ class LocalClipping:
         copies = sum(parameter.numel() for parameter in self._parameters)
         stacked = _MOST_STACKED.get(device, _MOST_STACKED["cpu"])
         self._most_users = max(1, min(_MOST_USERS, stacked // copies))
-        self._step: tuple[type[ClipRule], Callable[..., list[Tensor]]] | None = None
+        self._vectorised = Vectorised(
+            model,
+            self._parameters,
+            update,
+            self._clip,
+            record_loss=record_loss,
+            compute_dtype=settings.compute_dtype,
+            compiles=self._compiles,
+        )
         self.skip_failing = False
         self.differs = False
+        # The word LSTM has a program of its own, which is faster than the vectorised model.
+        self._lstm: StackedLSTM | None = None
+        if update.descent is not None and settings.compute_dtype is None:
+            self._lstm = stacked_lstm(model, self._parameters, record_loss, update.descent)
+        if self._lstm is not None:
+            self._most_users = self._lstm.most_users
+        # So do adapters on a frozen model: the base runs once for all users.
+        self._adapters: StackedAdapters | None = None
+        if update.descent is not None and self._lstm is None:
+            self._adapters = stacked_adapters(model, self._parameters, update.descent)
         # torch's recurrent layers keep a list of their weights outside of their parameters, which
         # cannot be exchanged.
         self._has_copies = not any(isinstance(m, nn.RNNBase) for m in model.modules())
-        self._has_copies &= device != "cpu" or copies <= _LARGEST_ON_CPU
+        if self._lstm is None and self._adapters is None:
+            self._has_copies &= device != "cpu" or copies <= _LARGEST_ON_CPU
         # The kinds of rows on which the model cannot be vectorised. One user's odd rows must not
         # decide how those of others are computed.
         self._alone: set[str] = set()
         self._longest = sequence_length or most_positions(model) or _USUAL_LENGTH
+        if self._adapters is not None:
+            tokens = settings.microbatch_tokens or _MOST_TOKENS[device == "cuda"]
+            at_once = tokens // (self._longest * update.local_batch_size)
+            self._most_users = max(1, min(self._most_users, at_once))
+        self._record_loss, self._model = record_loss, model
 
     @property
     def trains_many_at_once(self) -> bool:
@@ -110,11 +133,11 @@ class LocalClipping:
 
     def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
         """The weighted sum of the users' clipped updates. Secret."""
-        listed = [group for group in groups if _num_records(group)]
+        listed = [group for group in groups if num_records(group)]
         total = FlatBuffer(self._parameters)
         within, weight = 0, 0.0
         failures = Failures(self.skip_failing)
-        self._layer_numbers = self._layers.by(rule)
+        self._clip.use(rule)
         for users in self._microbatches(listed):
             if self._has_copies and kind_of(users[0]) not in self._alone:
                 found = self._trained(users, rule)
@@ -141,7 +164,7 @@ class LocalClipping:
         for group in groups:
             kinds.setdefault(kind_of(group), []).append(group)
         for alike in kinds.values():
-            ordered = sorted(alike, key=_num_records)
+            ordered = sorted(alike, key=num_records)
             for first in range(0, len(ordered), self._most_users):
                 yield ordered[first : first + self._most_users]
 
@@ -161,15 +184,29 @@ class LocalClipping:
                     type(error).__name__,
                 )
             return None
-        # The updates are clipped once more, as those of every other path are.
-        clipped, squared = self._clipped([-tensor for tensor in way], rule)
-        weights = [self._update.weight(_num_records(group)) for group in users]
-        factors = torch.tensor(weights, dtype=clipped[0].dtype, device=clipped[0].device)
+        weights = [self._update.weight(num_records(group)) for group in users]
+        sums, squared = self._summed(way, rule, weights)
         return _Trained(
-            sums=[torch.tensordot(factors, tensor, dims=1) for tensor in clipped],
+            sums=sums,
             num_within=int((squared.sum(0).sqrt() <= rule.clip_norm).sum()),
             weight=sum(weights),
         )
+
+    def _summed(
+        self, way: list[Tensor] | None, rule: ClipRule, weights: list[float]
+    ) -> tuple[list[Tensor], Tensor]:
+        """The users' updates -way, weighted and added up, and the squared norms (layers, users).
+
+        They are clipped once more, as those of every other path are.
+        """
+        if way is None:
+            assert self._lstm is not None
+            eps = torch.finfo(self._parameters[0].dtype).eps
+            factors, squared = self._clip.factors(self._lstm.squared_ways(), rule, eps)
+            return self._lstm.summed_ways(-factors * factors.new_tensor(weights)), squared
+        clipped, squared = self._clip.clipped([-tensor for tensor in way], rule)
+        factors = torch.tensor(weights, dtype=clipped[0].dtype, device=clipped[0].device)
+        return [torch.tensordot(factors, tensor, dims=1) for tensor in clipped], squared
 
     def _is_data_fault(self, users: list[Batch], rule: ClipRule) -> bool:
         """Whether made-up records of the same shapes pass: then these users' data is at fault."""
@@ -182,106 +219,93 @@ class LocalClipping:
             return False
         return True
 
-    def _ways(self, users: Sequence[Batch], rule: ClipRule) -> list[Tensor]:
-        """theta - theta^0 of every user after its local training (Alg. 1, UserUpdateFedAvg)."""
+    def _ways(self, users: Sequence[Batch], rule: ClipRule) -> list[Tensor] | None:
+        """theta - theta^0 of every user after its local training (Alg. 1, UserUpdateFedAvg).
+
+        None if the LSTM's program keeps them, to add them up itself.
+        """
+        if self._lstm is not None:
+            return self._lstm_ways(self._lstm, users, rule)
+        if self._adapters is not None:
+            return self._adapter_ways(self._adapters, users, rule)
         device = self._parameters[0].device
         # Compiled code is for one number of users, so places without a user fill up the last
         # microbatch.
         places = self._most_users if self._compiles else len(users)
-        size = self._update.local_batch_size
-        lengths = _lengths(users, self._longest if self._compiles else None)
-        cells = places * size * max(lengths.values(), default=1)
-        rows = size * max(1, _MOST_CELLS // cells)
-        most = max(map(_num_records, users))
-        parts = [slice(first, first + rows) for first in range(0, most, rows)]
-        stacked = _Stacked.of(users, parts[0], size, places, device, lengths)
+        lengths = self._lengths(users)
         start = [at_least_float32(parameter.detach()) for parameter in self._parameters]
         way = [tensor.new_zeros((places, *tensor.shape)) for tensor in start]
         clip_norm = torch.tensor(rule.clip_norm, dtype=torch.float64, device=device)
-        step = self._step_of(rule)
-        for _ in range(self._update.local_epochs):
-            for part in parts:
-                if len(parts) > 1:
-                    stacked = _Stacked.of(users, part, size, places, device, lengths)
-                for number in range(stacked.most_batches):
-                    with warnings.catch_warnings():
-                        # Some operations are computed user by user, and torch says so each time.
-                        warnings.filterwarnings("ignore", "There is a performance drop")
-                        way = step(way, start, *stacked.local_batch(number), clip_norm)
+        step = self._vectorised.step_of(rule)
+        for stacked, number in self._local_batches(users, places, lengths):
+            with warnings.catch_warnings():
+                # Some operations are computed user by user, and torch says so each time.
+                warnings.filterwarnings("ignore", "There is a performance drop")
+                way = step(way, start, *stacked.local_batch(number), clip_norm)
         return [tensor[: len(users)] for tensor in way]
 
-    def _step_of(self, rule: ClipRule) -> Callable[..., list[Tensor]]:
-        """One local step of all users, compiled on CUDA.
-
-        The clip norm is an argument of the step, so that a rule at another clip norm is no new one.
-        """
-        if self._step is None or self._step[0] is not type(rule):
-            step = partial(self._local_step, rule)
-            compiled = torch.compile(step, dynamic=False) if self._compiles else step
-            self._step = (type(rule), compiled)
-        return self._step[1]
-
-    def _local_step(
-        self,
-        rule: ClipRule,
-        way: list[Tensor],
-        start: list[Tensor],
-        batch: Batch,
-        mask_UB: Tensor,
-        acts_U: Tensor,
-        clip_norm: Tensor,
-    ) -> list[Tensor]:
-        """The users' ways after one more local step; who has no batch left stays where it is."""
-        theta = [theta_0 + gone for theta_0, gone in zip(start, way, strict=True)]
-        weights = {
-            name: now.to(parameter.dtype)
-            for name, parameter, now in zip(self._names, self._parameters, theta, strict=True)
-        }
-        dtype = self._compute_dtype
-        with (
-            torch.autocast(clip_norm.device.type, dtype, enabled=dtype is not None),
-            # The other kinds of attention would be computed user by user.
-            sdpa_kernel(SDPBackend.MATH),
-        ):
-            gradients = vmap(grad(self._losses.of_one))(weights, batch, mask_UB)
-        moved = [
-            self._update.local_step(now, theta_0, gradients[name].to(now.dtype)) - theta_0
-            for now, theta_0, name in zip(theta, start, self._names, strict=True)
-        ]
-        clipped, _ = self._clipped(moved, rule, clip_norm)
-        return [
-            torch.where(_over(acts_U, new), new, old) for new, old in zip(clipped, way, strict=True)
-        ]
-
-    def _clipped(
-        self, updates: list[Tensor], rule: ClipRule, clip_norm: Tensor | None = None
-    ) -> tuple[list[Tensor], Tensor]:
-        """Each user's update scaled to the rule's bound, and the squared norms (layers, users).
-
-        `clip_norm` is the rule's own where it lives on the device: compiled code reads it there.
-        """
-        squares = torch.stack(
-            [
-                torch.linalg.vector_norm(t.flatten(1), dim=1, dtype=torch.float64).square()
-                for t in updates
-            ]
-        )
-        layers = self._layer_numbers if rule.by_layer else [0] * len(updates)
-        squared = torch.stack(
-            [
-                squares[[place for place, layer in enumerate(layers) if layer == number]].sum(0)
-                for number in range(max(layers) + 1)
-            ]
-        )
-        margin = ROUNDING_MARGIN * max(torch.finfo(tensor.dtype).eps for tensor in updates)
-        factors = clip_factors(squared, rule, margin=margin, clip_norm=clip_norm)[layers]
-        scaled = [
-            torch.where(
-                _over(factor > 0, tensor), tensor * _over(factor.to(tensor.dtype), tensor), 0.0
+    def _lstm_ways(
+        self, lstm: StackedLSTM, users: Sequence[Batch], rule: ClipRule
+    ) -> list[Tensor] | None:
+        """The same by the LSTM's own program."""
+        eps = torch.finfo(self._parameters[0].dtype).eps
+        lstm.start(len(users))
+        for stacked, number in self._local_batches(users, len(users), lengths_of(users, None)):
+            batch, mask_UB, _ = stacked.local_batch(number)
+            lstm.step(
+                batch["input_ids"],
+                batch["labels"],
+                mask_UB,
+                resting=stacked.resting(number),
+                factors=lambda squares: self._clip.factors(squares, rule, eps)[0],
             )
-            for factor, tensor in zip(factors, updates, strict=True)
-        ]
-        return scaled, squared
+        return None if lstm.has_kernels else lstm.ways()
+
+    def _adapter_ways(
+        self, adapters: StackedAdapters, users: Sequence[Batch], rule: ClipRule
+    ) -> list[Tensor]:
+        """The same by one model for all users' adapters."""
+        eps = torch.finfo(at_least_float32(self._parameters[0]).dtype).eps
+        places = self._most_users if self._compiles else len(users)
+        lengths = self._lengths(users)
+        execution = Execution.choose(
+            self._model,
+            self._record_loss,
+            length=max(lengths.values(), default=1),
+            compute_dtype=self._compute_dtype,
+            compile_blocks=self._compiles,
+        )
+        with adapters.started(places, execution):
+            for stacked, number in self._local_batches(users, places, lengths):
+                adapters.step(
+                    *stacked.local_batch(number),
+                    execution=execution,
+                    by_parameter=rule.by_layer,
+                    factors=lambda squares: self._clip.factors(squares, rule, eps)[0],
+                )
+        return [tensor[: len(users)] for tensor in adapters.ways()]
+
+    def _lengths(self, users: Sequence[Batch]) -> dict[str, int]:
+        """How long records are made: as they are, or few lengths where code is compiled."""
+        return lengths_of(users, self._longest if self._compiles else None)
+
+    def _local_batches(
+        self, users: Sequence[Batch], places: int, lengths: dict[str, int]
+    ) -> Iterator[tuple[StackedRecords, int]]:
+        """The local batches of all epochs: the records they are in, and their number there."""
+        size = self._update.local_batch_size
+        cells = places * size * max(lengths.values(), default=1)
+        rows = size * max(1, _MOST_CELLS // cells)
+        most = max(map(num_records, users))
+        parts = [slice(first, first + rows) for first in range(0, most, rows)]
+        stacked: StackedRecords | None = None
+        for _ in range(self._update.local_epochs):
+            for part in parts:
+                if stacked is None or len(parts) > 1:
+                    device = self._parameters[0].device
+                    stacked = StackedRecords.of(users, part, size, places, device, lengths)
+                for number in range(stacked.most_batches):
+                    yield stacked, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,103 +315,3 @@ class _Trained:
     sums: list[Tensor]
     num_within: int
     weight: float
-
-
-class _Losses(nn.Module):
-    """The mean loss of a local batch, as a module whose weights can be given."""
-
-    def __init__(self, model: nn.Module, record_loss: RecordLoss) -> None:
-        super().__init__()
-        self.model = model
-        self._record_loss = record_loss
-
-    def forward(self, batch: Batch) -> Tensor:
-        """One loss per record."""
-        return self._record_loss(self.model, batch)
-
-    def of_one(self, weights: dict[str, Tensor], batch: Batch, mask_B: Tensor) -> Tensor:
-        """The mean loss of one user's records with these weights; padded rows have mask 0."""
-        losses = functional_call(self, weights, (batch,))
-        # Not a product: the loss of a padded row may be anything, also not finite.
-        return torch.where(mask_B, losses, 0.0).sum() / mask_B.sum().clamp(min=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Stacked:
-    """Some records of several users, padded to the same number and length."""
-
-    tensors: dict[str, Tensor]
-    counts_U: Tensor
-    batch_size: int
-
-    @staticmethod
-    def of(
-        users: Sequence[Batch],
-        part: slice,
-        batch_size: int,
-        places: int,
-        device: torch.device,
-        lengths: dict[str, int],
-    ) -> _Stacked:
-        """The users' records of this part side by side, and after them places without records."""
-        counts = [len(range(*part.indices(_num_records(group)))) for group in users]
-        counts += [0] * (places - len(users))
-        rows = -(-max(counts) // batch_size) * batch_size
-        tensors: dict[str, Tensor] = {}
-        for name, first in users[0].items():
-            padded = name in lengths
-            shape = (lengths[name], *first.shape[2:]) if padded else first.shape[1:]
-            whole = first.new_full((places, rows, *shape), PADDING[name] if padded else 0)
-            for place, group in enumerate(users):
-                own, some = whole[place, : counts[place]], group[name][part]
-                (own[:, : some.shape[1]] if padded else own).copy_(some)
-                if not padded:
-                    # A padded row must be readable: it is a copy of a row of the same user.
-                    whole[place, counts[place] :] = group[name][:1]
-            tensors[name] = whole.to(device)
-        return _Stacked(
-            tensors=tensors,
-            counts_U=torch.tensor(counts, device=device),
-            batch_size=batch_size,
-        )
-
-    @property
-    def most_batches(self) -> int:
-        """How many local batches the user with the most records has."""
-        return next(iter(self.tensors.values())).shape[1] // self.batch_size
-
-    def local_batch(self, number: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Local batch `number` of every user, which rows count, and which users have one."""
-        first = number * self.batch_size
-        rows = slice(first, first + self.batch_size)
-        places = torch.arange(first, first + self.batch_size, device=self.counts_U.device)
-        mask_UB = places[None, :] < self.counts_U[:, None]
-        return {name: t[:, rows] for name, t in self.tensors.items()}, mask_UB, mask_UB.any(1)
-
-
-def _over(values_U: Tensor, like: Tensor) -> Tensor:
-    """One value a user, to be combined with the users' tensors."""
-    return values_U.view(-1, *[1] * (like.dim() - 1))
-
-
-def _num_records(group: Batch) -> int:
-    return len(next(iter(group.values())))
-
-
-def _lengths(users: Sequence[Batch], longest: int | None) -> dict[str, int]:
-    """How long the records of each padded tensor are made.
-
-    With `longest` that is a power of two or `longest`, so that code is compiled for few lengths
-    only. A model has no positions for more.
-    """
-    found = {
-        name: max(group[name].shape[1] for group in users)
-        for name, tensor in users[0].items()
-        if is_padded(name, tensor)
-    }
-    if longest is None:
-        return found
-    return {
-        name: max(length, min(longest, 1 << (max(length, 1) - 1).bit_length()))
-        for name, length in found.items()
-    }
