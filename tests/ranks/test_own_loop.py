@@ -34,7 +34,7 @@ def everything(_: int) -> Seen:
         "flat": Loop.of(Data.of(), usual_plan()),
         "adaptive": Loop.of(
             Data.of(),
-            usual_plan(clip=AdaptiveClip(clip_norm=0.5, count_noise=3.0), clip_norm=None),
+            usual_plan(clip=AdaptiveClip(clip_norm=30.0, count_noise=3.0), clip_norm=None),
         ),
         "noise alone": Loop.of(
             Data.of(), usual_plan(), loss=lambda model, batch: 0 * squared_error(model, batch)
