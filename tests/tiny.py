@@ -14,13 +14,15 @@ from userdp.data.store import UserStore, write_store
 WORDS = tuple("red green blue amber violet grey pink teal black white".split())
 
 
-def make_store(path: Path, records_per_user: Sequence[int], *, seed: int = 0) -> UserStore:
+def make_store(
+    path: Path, records_per_user: Sequence[int], *, seed: int = 0, prefix: str = "u"
+) -> UserStore:
     """User i has `records_per_user[i]` records of 3 to 8 words."""
     rng = np.random.default_rng(seed)
     records = [
         Record(
             text=" ".join(rng.choice(WORDS, size=rng.integers(3, 9))),
-            owners=(f"u{user}",),
+            owners=(f"{prefix}{user}",),
             where=f"record {user}.{number}",
         )
         for user, count in enumerate(records_per_user)

@@ -190,7 +190,8 @@ def check_ranks(
     place = path / RANKS
     before = place.read_text(encoding="ascii").strip() if place.is_file() else "1"
     now = _ranks_in_words(num_ranks, sharded)
-    if repeated and before != now:
+    is_other_way = before != now
+    if repeated and is_other_way:
         raise InputError(
             f"{repeated:,} steps since the last checkpoint must be taken again exactly as they "
             f"were, by {before} ranks, and here are {now}. Start {before} ranks until the "

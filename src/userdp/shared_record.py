@@ -125,6 +125,7 @@ def check_owner(record: RunRecord, ranks: Ranks) -> None:
     """Refuse a record that every rank has made for itself: each has its own secret."""
     if record.ranks.count != ranks.count:
         raise InputError(
-            f"{ranks.count} ranks take each step together, and this record was made by one process "
-            "for itself: leave `record` out, or use userdp.train, which shares one."
+            f"{ranks.count} ranks take each step together, and this record is that of "
+            f"{record.ranks.count}: leave `record` out, or make one for all of them, "
+            "shared(Ranks.found(), lambda: RunRecord.create(...))."
         )

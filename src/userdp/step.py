@@ -94,7 +94,7 @@ class PrivateStep:
         ranks: Ranks | None = None,
     ) -> None:
         refuse_mixing(model)
-        self._ranks = ranks or (Ranks.found() if record is None else record.ranks)
+        self._ranks = ranks or Ranks.found()
         self._row_lengths = row_lengths
         self._parameters = list(trainable_parameters(model).values())
         check_optimizer(optimizer, self._parameters)

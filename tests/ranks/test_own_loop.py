@@ -12,6 +12,7 @@ from own_loop import Data, Loop, squared_error, usual_plan
 from torch import nn
 
 from ranks_runner import answers, on_ranks
+from userdp import StepSettings
 from userdp.clipping import fast
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import AdaptiveClip
@@ -19,6 +20,7 @@ from userdp.errors import InputError, MixedExamplesError, StoppedRunError
 from userdp.losses import Batch
 from userdp.ranks import Ranks
 from userdp.ranks.group import timeout_seconds
+from userdp.run_record import RunRecord
 
 Seen = dict[str, Any]
 
@@ -105,6 +107,12 @@ def failing(rank: int) -> list[str]:
     # A rank that was started with something else.
     note(lambda: Loop.of(Data.of(), usual_plan(), rate=0.1 + rank))
 
+    # A record that each rank has made for itself.
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = RunRecord.create(usual_plan(), model, optimizer, settings=StepSettings())
+    note(lambda: Loop.of(Data.of(), usual_plan(), model=model, record=own))
+
     # Weights that move on one rank alone.
     loop = Loop.of(Data.of(), usual_plan())
     if rank:
@@ -140,9 +148,11 @@ def test_what_fails_or_is_seen_on_one_rank_is_known_to_all() -> None:
     assert first[2] == second[2]
     assert "rank 1 has another optimizer or learning rate than rank 0" in first[2]
     assert first[3] == second[3]
-    assert "rank 1 has other weights than rank 0" in first[3]
+    assert "2 ranks take each step together, and this record is that of 1" in first[3]
     assert first[4] == second[4]
-    assert "keeps something of one group for the next" in first[4]
+    assert "rank 1 has other weights than rank 0" in first[4]
+    assert first[5] == second[5]
+    assert "keeps something of one group for the next" in first[5]
 
 
 def differing(rank: int) -> tuple[torch.Tensor, int, bool, tuple[str, ...]]:
@@ -180,7 +190,7 @@ def hanging(rank: int) -> str:
     loop = Loop.of(Data.of(), usual_plan())
     loop.take()
     if rank:
-        time.sleep(4)
+        time.sleep(2.5)
         return ""
     try:
         loop.take()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ from runs import CASES, RECORDS, Seen, Stopped, distance, rows, run, store_of
 
 from ranks_runner import answers, on_ranks
 from tiny import make_model, make_store
+from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.run_check import check_run
+from userdp.validation import Validation
+from userdp.validation_curve import read_points
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +120,38 @@ def test_a_run_goes_on_with_another_number_of_ranks(root: Path, tmp_path: Path, 
         assert len({item.digest for item in found}) == 1
         assert distance(found[0], alone) < 1e-6
         assert_same_record(out, tmp_path / "1")
+
+
+@pytest.mark.slow
+def test_forks_dry_runs_averages_and_measurements_on_two_ranks(root: Path, tmp_path: Path) -> None:
+    make_store(tmp_path / "others", [2] * 5, seed=9, prefix="other")
+    others = UserStore.open(tmp_path / "others")
+    options: dict[str, Any] = {"ema": 0.9, "validation": Validation(store=others, every=2)}
+    out: dict[int, Path] = {1: tmp_path / "one", 2: tmp_path / "two"}
+    seen: dict[int, list[Seen]] = {}
+    on(1, root, out[1], **options)
+    # A fork has noise of its own weights, so both begin with the same.
+    for name in ("", "-store"):
+        shutil.copytree(tmp_path / f"one{name}", tmp_path / f"two{name}")
+    for count, place in out.items():
+        seen[count] = on(count, root, place, fork=True, steps=9, **options)
+        assert check_run(place).problems == ()
+        assert [row["kind"] for row in rows(place)].count("earlier") == 1
+    assert distance(seen[2][0], seen[1][0]) < 1e-6
+    assert seen[2][0].digest == seen[2][1].digest
+    assert seen[2][0].epsilon == seen[1][0].epsilon
+    ours, theirs = (read_points(out[count] / "validation.jsonl") for count in (1, 2))
+    assert [point.step for point in ours] == [point.step for point in theirs] == [0, 2, 3]
+    assert all(a.loss == pytest.approx(b.loss, rel=1e-5) for a, b in zip(ours, theirs, strict=True))
+    dry = on(2, root, tmp_path / "dry", dry_run=True)
+    assert [item.steps for item in dry] == [6, 6]
+    assert dry[0].head == dry[1].head
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_given_back_on_every_rank(root: Path, tmp_path: Path) -> None:
+    whole = on(2, root, tmp_path / "run", "users, LoRA")
+    again = on(2, root, tmp_path / "run", "users, LoRA", resume=True)
+    assert {item.digest for item in (*whole, *again)} == {whole[0].digest}
+    assert {item.head for item in (*whole, *again)} == {whole[0].head}
+    assert {item.epsilon for item in (*whole, *again)} == {whole[0].epsilon}

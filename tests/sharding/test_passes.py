@@ -161,17 +161,42 @@ def test_a_user_in_eight_microbatches_on_four_ranks_moves_the_sum_by_one_clip_no
     assert min(moved) > 0.99
 
 
+def _shard_otherwise(model: Any, *, mp_policy: Any = None, split: bool = False) -> None:
+    """Divide a model in a way that cannot be trained: rounded, or within the first rank alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(
+        "cpu", (2, 1) if split else (2,), mesh_dim_names=("a", "b")[: 1 + split]
+    )
+    own = mesh["b"] if split else mesh
+    for module in (*model.base_model.model.model.layers, model):
+        fully_shard(module, mesh=own, mp_policy=mp_policy or MixedPrecisionPolicy())
+
+
 def refusals() -> list[str]:
     """What a sharded model is refused for."""
     from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from userdp import Plan, PrivateStep, UserIndex
-    from userdp.sharding.shard import shard
+    from userdp.ranks import Ranks
+    from userdp.sharding.shard import passes_of, shard
 
     found: list[str] = []
     with pytest.raises(InputError) as error:
         shard(nn.Linear(4, 4))
     found.append(str(error.value))
+    faults: list[dict[str, Any]] = [
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        {"split": True},
+    ]
+    for fault in faults:
+        other = make_model(lora=True)
+        _shard_otherwise(other, **fault)
+        with pytest.raises(InputError) as error:
+            passes_of(other, Ranks.found())
+        found.append(str(error.value))
     model, _, parameters = made()
     plan = Plan.sample_users(
         num_users=4, expected_cohort_size=2, group_size=1, steps=2, epsilon=20.0, delta=1e-2
@@ -193,7 +218,14 @@ def refusals() -> list[str]:
 def test_what_ranks_cannot_do_together_is_refused() -> None:
     found = run_ranks(2, refusals)[0]
     for words, message in zip(
-        ["proven by tests", "Adafactor", "causal_lm_loss alone", "compile_blocks"],
+        [
+            "proven by tests",
+            "MixedPrecisionPolicy",
+            "only rows over all ranks",
+            "Adafactor",
+            "causal_lm_loss alone",
+            "compile_blocks",
+        ],
         found,
         strict=True,
     ):

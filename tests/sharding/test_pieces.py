@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,9 @@ def noised(name: str) -> list[Tensor]:
         values = pieces.summed(total)
         pieces.add_noise_(values, total, noise_stddev=0.5, step=step, streams=STREAMS)
         if step == 1:
+            # Once a step, every trained value once; uneven shards are padded.
+            padded = [-(-s[0] // ranks.count) * ranks.count * prod(s[1:]) for s in SHAPES]
+            assert pieces.bytes_sent == 2 * 4 * sum(padded)
             # The state goes through a checkpoint: whole tensors, on a new object.
             state = pieces.state_dict()
             if state:

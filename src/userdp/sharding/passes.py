@@ -73,6 +73,11 @@ class Passes:
         for module in self._modules:
             module.unshard()
         for name, leaf in self._model.named_parameters():
+            if leaf.dtype != shards[name].dtype:
+                raise InputError(
+                    f"{name!r} is gathered in {leaf.dtype} and held in {shards[name].dtype}: leave "
+                    "out MixedPrecisionPolicy, and give compute_dtype instead."
+                )
             if is_shard(shards[name]):
                 set_leaf(shards[name], leaf)
         for module in self._modules:

@@ -124,7 +124,11 @@ def passes_of(model: nn.Module, ranks: Ranks) -> Passes | None:
         check_shardable(model)
         # torch's part of it takes half a second to load.
         from userdp.sharding.passes import Passes
+        from userdp.sharding.pieces import Piece
 
+        for parameter in model.parameters():
+            # Frozen ones, too: ranks that share a row of work would have to have the same users.
+            Piece.of(parameter, ranks.rank, ranks.count)
         _passes[model] = Passes(model, ranks)
     return _passes[model]
 
