@@ -234,6 +234,9 @@ class TrainingSettings(WithParts):
     checkpoint_blocks: bool = Field(
         False, description="Run blocks again in the backward pass: less memory, slower (fast)."
     )
+    chunk_logits: bool | None = Field(
+        None, description="Logits in pieces, for memory (fast); default: where they are large."
+    )
     join_records: bool | None = Field(
         None,
         description="Several short records in one row (fast); default: for users it saves much.",
