@@ -197,7 +197,7 @@ def test_captured_cohort_sums_are_as_close_to_float32_as_the_plain_loop_in_bfloa
     option: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Several pieces, also for short users.
-    monkeypatch.setattr(chunked_head, "LOGITS_AT_ONCE", 2**20)
+    monkeypatch.setattr(chunked_head, "CUDA_LOGITS_AT_ONCE", 2**20)
     monkeypatch.setattr(chunk_choice, "pair_is_cheaper", lambda *sizes: False)
     model = _model("gpt2")
     parameters = list(model.parameters())

@@ -221,6 +221,8 @@ def test_plan_predicts(tmp_path: Path) -> None:
         assert row["gpu_hours"] == pytest.approx(row["gpus"] * row["hours"])
         assert row["step_seconds"] > 0
     assert "GPUs" in (tmp_path / "plot.svg").read_text()
-    assert picture(predictions(H200, MODELS["gpt2"], RUN, 1), "one").startswith("<svg")
+    assert picture({"one": predictions(H200, MODELS["gpt2"], RUN, 1)}, "one").startswith("<svg")
+    with pytest.raises(InputError, match="fits on none"):
+        picture({"none": predictions(H200, FULL["llama-70b"], RUN, 2)}, "none")
     with pytest.raises(InputError, match="--gpus"):
         answer(*arguments[:9], "--machine", tmp_path / "m.json")

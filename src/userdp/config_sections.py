@@ -237,6 +237,9 @@ class TrainingSettings(WithParts):
     shard: bool = Field(
         False, description="Divide the model over the ranks of torchrun, for memory (FSDP2)."
     )
+    chunk_logits: bool | None = Field(
+        None, description="Logits in pieces, for memory (fast); default: where they are large."
+    )
     join_records: bool | None = Field(
         None,
         description="Several short records in one row (fast); default: for users it saves much.",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from userdp import Plan, PrivateStep, UserIndex
 from userdp.clipping.rules import FlatClip
+from userdp.clipping.settings import StepSettings
 from userdp.streams import RunSecret
 
 LENGTH = 4096
@@ -81,3 +82,12 @@ def test_private_step_trains_on_records_of_4096_tokens() -> None:
         step.apply(groups[int(rows[0])] for rows in cohort)
     for start, now, total in zip(before, parameters, expected, strict=True):
         torch.testing.assert_close(start - now, total / 2, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [False, True])
+def test_a_user_of_32768_tokens_runs_in_pieces_beside_others(chunk: bool) -> None:
+    groups = [records([1_024] * 32, seed=1), records([90, 8], seed=2), records([7], seed=3)]
+    model = long_llama().double()
+    settings = StepSettings(chunk_logits=chunk, microbatch_tokens=4_096, check=False)
+    comparing.assert_same_as_plain(model, groups, settings=settings)

@@ -19,6 +19,7 @@ from userdp.clipping.rules import AutomaticClip
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.planner import Candidate, Norms, Recommendation, Setting
+from userdp.scale import Prediction
 from userdp.statement import epsilon_text
 from userdp.task_names import TaskName
 from userdp.units import Adjacency
@@ -163,23 +164,26 @@ def plan(
     rates = _rates(_width(model))
     mechanisms = mechanism_table.compared(setting, found.best, noise_memory)
     hardware = plan_scale.machine_of(machine)
-    predicted = (
-        plan_scale.predicted(
+
+    def on_gpus(rank: int) -> list[Prediction]:
+        return plan_scale.predicted(
             found.best,
-            gpus=gpus,
+            gpus=gpus or 1,
             size=size,
-            rank=lora_rank,
+            rank=rank,
             length=sequence_length,
             machine=hardware,
         )
-        if gpus is not None
-        else []
-    )
+
+    predicted = [] if gpus is None else on_gpus(lora_rank)
     if plot is not None:
         drawn = charts.plan_svg(_by_compute(setting, norms), found)
         if predicted:
             title = f"{size.value}, {num_users:,} users, {steps:,} steps: time of the run"
-            drawn = plan_scale.picture(predicted, title)
+            names = {True: "all weights", False: f"LoRA of rank {lora_rank or 16}"}
+            others = on_gpus(0 if lora_rank else 16)
+            both = {names[not lora_rank]: predicted, names[bool(lora_rank)]: others}
+            drawn = plan_scale.picture(both, title)
         plot.write_text(drawn, encoding="utf-8")
         common.say(f"wrote {plot}")
     common.emit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -86,20 +86,35 @@ def in_words(found: Sequence[Prediction], size: Size, rank: int, machine: Machin
     return lines
 
 
-def picture(found: Sequence[Prediction], title: str) -> str:
-    """Hours against GPUs, both in powers of two, as an SVG; perfect scaling is dashed."""
-    across = [math.log2(one.gpus) for one in found]
-    hours = [math.log2(one.hours) for one in found]
-    ideal = [hours[0] - x for x in across]
+def picture(series: Mapping[str, Sequence[Prediction]], title: str) -> str:
+    """Hours against GPUs, both in powers of two, as an SVG, where the model fits.
+
+    Dashed: if every GPU helped the first line as much as its first one does.
+    """
+    drawn = {
+        label: [(math.log2(one.gpus), math.log2(one.hours)) for one in found if one.fits]
+        for label, found in series.items()
+    }
+    drawn = {label: points for label, points in drawn.items() if points}
+    if not drawn:
+        raise InputError("--plot: the model fits on none of these numbers of GPUs. Give more.")
+    begin, hours = next(iter(drawn.values()))[0]
+    every = [point for points in drawn.values() for point in points]
+    last = max(x for x, _ in every)
+    drawn["if every GPU helped as much as the first"] = [
+        (begin, hours),
+        (last, hours + begin - last),
+    ]
+    every += drawn["if every GPU helped as much as the first"]
     left, top, width, height = 70, 40, 380, 240
-    bottom = top + height
-    x = svg.scale([*across, across[-1] + 1e-9], left, left + width)
-    low, high = math.floor(min(ideal)), math.ceil(max(hours))
+    bottom, below = top + height, 56 + 16 * len(drawn)
+    x = svg.scale([0, last + 1e-9], left, left + width)
+    low, high = math.floor(min(y for _, y in every)), math.ceil(max(y for _, y in every))
     y = svg.scale([low, high], bottom, top)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {svg.WIDTH} {bottom + 84}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {svg.WIDTH} {bottom + below}" '
         f'font-family="sans-serif" font-size="11" role="img" aria-label="{title}">\n'
-        f'<rect width="{svg.WIDTH}" height="{bottom + 84}" fill="white"/>\n',
+        f'<rect width="{svg.WIDTH}" height="{bottom + below}" fill="white"/>\n',
         svg.text(left, 22, title, 12),
     ]
     for power in range(low, high + 1, max(1, (high - low) // 6)):
@@ -108,22 +123,24 @@ def picture(found: Sequence[Prediction], title: str) -> str:
             f'<line x1="{left}" x2="{left + width}" y1="{y(power):.1f}" y2="{y(power):.1f}" '
             f'stroke="{svg.FAINT}"/>\n'
         )
-    for one, place in zip(found, across, strict=True):
-        parts.append(svg.text(x(place), bottom + 18, f"{one.gpus:,}", anchor="middle"))
+    for one in next(iter(series.values())):
+        place = x(math.log2(one.gpus))
+        parts.append(svg.text(place, bottom + 18, f"{one.gpus:,}", anchor="middle"))
     parts.append(svg.text(left + width / 2, bottom + 36, "GPUs", 11, anchor="middle"))
-    series = [
-        ("predicted", hours, svg.COLOURS[1], ""),
-        ("if every GPU helped as much as the first", ideal, svg.COLOURS[0], "5 4"),
-    ]
-    for number, (label, values, colour, dash) in enumerate(series):
-        dashes = f' stroke-dasharray="{dash}"' if dash else ""
-        places = [(x(a), y(b)) for a, b in zip(across, values, strict=True)]
-        parts.append(svg.polyline(places, colour=colour, width=2.2, dash=dashes) + "\n")
+    for number, (label, points) in enumerate(drawn.items()):
+        is_last = number == len(drawn) - 1
+        colour = svg.COLOURS[0] if is_last else svg.COLOURS[1 + number]
+        dash = ' stroke-dasharray="5 4"' if is_last else ""
+        places = [(x(a), y(b)) for a, b in points]
+        parts.append(svg.polyline(places, colour=colour, width=2.2, dash=dash) + "\n")
+        if not is_last:
+            dots = [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{colour}"/>' for a, b in places]
+            parts.append("".join(dots) + "\n")
         parts.append(svg.text(left, bottom + 56 + 16 * number, label, 11, colour=colour))
     return "".join([*parts, "</svg>\n"])
 
 
 def _hours(hours: float) -> str:
     if hours >= 48:
-        return f"{hours / 24:.3g} days"
+        return f"{hours / 24:.2g} days"
     return f"{hours:.3g} h" if hours >= 1 else f"{hours * 60:.2g} min"

@@ -35,8 +35,9 @@ from userdp.clipping.kernels.products import TILE, products_with_squares, users_
 from userdp.index import IGNORED_LABEL
 from userdp.losses import logits_of, wide_dtype
 
-# Logits that are held at a time.
-LOGITS_AT_ONCE = 2**27
+# Logits that are held at a time. A GPU needs large products to be busy.
+LOGITS_AT_ONCE = 2**23
+CUDA_LOGITS_AT_ONCE = 2**27
 _RETURNED = "returned"
 
 
@@ -111,9 +112,10 @@ def chunked_sum(head: Any, hidden: Tensor, labels: Tensor, weights: Tensor) -> T
     return (losses * weights.to(losses.dtype)).sum(dim=1)
 
 
-def _pieces(count: int, other: int, multiple: int) -> Iterator[slice]:
-    """Slices of `count`, each with at most `LOGITS_AT_ONCE` logits beside `other`."""
-    size = max(multiple, LOGITS_AT_ONCE // other // multiple * multiple)
+def _pieces(like: Tensor, count: int, other: int, multiple: int) -> Iterator[slice]:
+    """Slices of `count`, each with few logits beside `other`; the device decides how few."""
+    most = CUDA_LOGITS_AT_ONCE if like.is_cuda else LOGITS_AT_ONCE
+    size = max(multiple, most // other // multiple * multiple)
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
 
@@ -157,7 +159,7 @@ class _FrozenHead(torch.autograd.Function):
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels: Tensor) -> Tensor:
         losses = hidden_ND.new_empty(len(hidden_ND), dtype=wide_dtype(hidden_ND.dtype))
         inner = torch.empty_like(hidden_ND)
-        for part in _pieces(len(hidden_ND), len(weight_VD), 1):
+        for part in _pieces(hidden_ND, len(hidden_ND), len(weight_VD), 1):
             logits = hidden_ND[part] @ weight_VD.t()
             found = running.fused(_losses_and_gradient, logits, labels[part], any_rows=True)
             losses[part] = found[0]
@@ -192,7 +194,7 @@ class _TrainedHead(torch.autograd.Function):
         hidden_ND = hidden.flatten(0, 1)
         losses = hidden_ND.new_empty(len(hidden_ND), dtype=wide_dtype(hidden_ND.dtype))
         sums = torch.empty_like(losses)
-        for part in _pieces(len(hidden_ND), len(weight_VD), 1):
+        for part in _pieces(hidden_ND, len(hidden_ND), len(weight_VD), 1):
             logits = hidden_ND[part] @ weight_VD.t()
             found = running.fused(_losses_and_sums, logits, labels[part], any_rows=True)
             losses[part], sums[part] = found
@@ -213,7 +215,7 @@ class _TrainedHead(torch.autograd.Function):
         count = len(ends[0]) if ends else len(hidden_ND) // length
         whole = hidden.new_empty((count, *weight.shape) if ctx.stored else weight.shape)
         squares: list[Tensor] = []
-        for part in _pieces(len(weight), len(hidden_ND), TILE):
+        for part in _pieces(weight, len(weight), len(hidden_ND), TILE):
             words = weight[part]
             y_NW = running.fused(
                 _gradient_of_words,

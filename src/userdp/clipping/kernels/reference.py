@@ -26,6 +26,8 @@ from userdp.losses import at_least_float32, wide_dtype
 # on tensor cores, which cut digits off where torch rounds.
 GRAM_ROUNDINGS = 9
 TORCH_GRAM_ROUNDINGS = 3
+# Values whose squares are added up one after the other.
+NORM_PIECE = 1_024
 # How many standard deviations `exposure` adds for the spread of its sum over tokens.
 FEW_TOKENS = 1.0
 # Up to this many tokens of a user, comparing all of them with each other is cheaper than sorting.
@@ -35,7 +37,13 @@ MOST_TOKENS_COMPARED = 256
 def squared_norms(values_U: Tensor) -> Tensor:
     """The squared L2 norm of every user's values."""
     flat = values_U.flatten(1)
-    return torch.linalg.vector_norm(flat, dim=1, dtype=wide_dtype(flat.dtype)).square()
+    # On a CPU torch takes a norm by adding up one square after the other: over 67 million values
+    # in float32 half a percent is lost. Norms of short pieces lose nothing, nor does `sum`.
+    whole = flat.shape[1] // NORM_PIECE * NORM_PIECE
+    pieces = flat[:, :whole].unflatten(1, (-1, NORM_PIECE))
+    wide = wide_dtype(flat.dtype)
+    squares = torch.linalg.vector_norm(pieces, dim=2, dtype=wide).square().sum(1)
+    return squares + torch.linalg.vector_norm(flat[:, whole:], dim=1, dtype=wide).square()
 
 
 def add_weighted_sum(total: Tensor, values_U: Tensor, factors_U: Tensor) -> None:
