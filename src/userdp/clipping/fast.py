@@ -37,7 +37,6 @@ from userdp.clipping.flat import ClippedSum, FlatBuffer, HalfAddedError
 from userdp.clipping.gradients.many_users import ManyUsers, look_at
 from userdp.clipping.gradients.one_user import OneUser
 from userdp.clipping.gradients.survey import Survey, stores_little_by_row
-from userdp.clipping.kernels import preload
 from userdp.clipping.module_state import ModuleState
 from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.rules import ClipRule
@@ -96,8 +95,6 @@ class FastClipping:
         on_cuda = self._device.type == "cuda"
         self._compile = on_cuda if settings.compile_blocks is None else settings.compile_blocks
         self._graphs = self._compile and on_cuda
-        if self._compile:
-            preload.begin()
         self._settings = settings
         self._dtype = settings.compute_dtype
         if settings.checkpoint_blocks:
