@@ -39,7 +39,6 @@ from userdp.clipping.gradients.chunk_choice import chunks_logits, keeps_logits
 from userdp.clipping.gradients.many_users import ManyUsers, look_at
 from userdp.clipping.gradients.one_user import OneUser
 from userdp.clipping.gradients.survey import Survey, stores_little_by_row
-from userdp.clipping.kernels import preload
 from userdp.clipping.module_state import ModuleState
 from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.rules import ClipRule
@@ -95,8 +94,6 @@ class FastClipping:
         may_compile = on_cuda and not any(is_shard(parameter) for parameter in model.parameters())
         self._compile = may_compile if settings.compile_blocks is None else settings.compile_blocks
         self._graphs = self._compile and on_cuda
-        if self._compile:
-            preload.begin()
         self._settings = settings
         self._dtype = settings.compute_dtype
         if settings.checkpoint_blocks:

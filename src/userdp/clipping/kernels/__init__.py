@@ -2,7 +2,6 @@
 
 reference     everything in torch: what the CPU runs, and what the kernels are tested against
 running       compiled on CUDA, and in full precision
-preload       what compiling needs, loaded in the background
 products      every user's product a_u^T b_u, with its squared norm
 hopper        the same in one kernel, for Hopper GPUs (Gluon)
 gram          norms of pairs, and scaling with its rounding errors (Triton, `gram_kernels`)

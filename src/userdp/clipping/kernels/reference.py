@@ -105,9 +105,20 @@ def gram_norms(x_ULI: Tensor, y_ULO: Tensor, starts: Tensor | None = None) -> Te
     With `starts`, user u has rows `starts[u]` to `starts[u + 1]` of both.
     """
     if starts is not None:
-        ranges = list(itertools.pairwise(starts.tolist()))
-        users = [(x_ULI[i:j].flatten(0, 1), y_ULO[i:j].flatten(0, 1)) for i, j in ranges]
-        return torch.cat([gram_norms(x[None], y[None]) for x, y in users])
+        first, *ends = starts.tolist()
+        counts = [stop - start for start, stop in itertools.pairwise([first, *ends])]
+        found: list[Tensor] = []
+        # Neighbours with equally many rows go together; a place without rows has norm zero.
+        for count, alike in itertools.groupby(counts):
+            users = len(list(alike))
+            last = first + users * count
+            if count:
+                own = [t[first:last].reshape(users, -1, t.shape[2]) for t in (x_ULI, y_ULO)]
+                found.append(gram_norms(*own))
+            else:
+                found.append(at_least_float32(x_ULI.new_zeros(users)))
+            first = last
+        return torch.cat(found)
     x, y = at_least_float32(x_ULI), at_least_float32(y_ULO)
     terms = torch.bmm(x, x.mT) * torch.bmm(y, y.mT)
     least = least_square(x.dtype)

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from userdp.clipping.kernels import preload
-
 # torch compiles a function once for each shape; its default would give up at 8.
 RECOMPILATIONS = 256
 T = TypeVar("T")
@@ -49,7 +47,6 @@ def compiled(function: Callable[..., Any], *, any_rows: bool) -> Callable[..., A
 
     What is compiled for one shape may be a little faster. Compiling takes many seconds.
     """
-    preload.wait()
     # Only the sizes that are noted may be any: if torch chose others by what it has seen before,
     # the next process, which sees the shapes in another order, would not find its code on disk.
     for_any = torch.compile(function, dynamic=False)
