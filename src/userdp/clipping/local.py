@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from userdp.clipping.batches.users import PADDING, is_padded, kind_of
+from userdp.clipping.batches.users import kind_of
 from userdp.clipping.execute.models import most_positions
 from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
 from userdp.clipping.flat import ClippedSum, FlatBuffer
@@ -33,8 +33,11 @@ from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
+from userdp.clipping.stacked.lstm import StackedLSTM, stacked_lstm
+from userdp.clipping.stacked.records import StackedRecords, lengths_of, num_records
 from userdp.losses import Batch, RecordLoss, at_least_float32
 from userdp.updates.contract import LocalTraining
+from userdp.updates.fedavg import FedAvg
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,10 +89,17 @@ class LocalClipping:
         self._step: tuple[type[ClipRule], Callable[..., list[Tensor]]] | None = None
         self.skip_failing = False
         self.differs = False
+        # The word LSTM has a program of its own, which is faster than the vectorised model.
+        self._lstm: StackedLSTM | None = None
+        if isinstance(update, FedAvg) and settings.compute_dtype is None:
+            self._lstm = stacked_lstm(model, self._parameters, record_loss, update)
+        if self._lstm is not None:
+            self._most_users = self._lstm.most_users
         # torch's recurrent layers keep a list of their weights outside of their parameters, which
         # cannot be exchanged.
         self._has_copies = not any(isinstance(m, nn.RNNBase) for m in model.modules())
-        self._has_copies &= device != "cpu" or copies <= _LARGEST_ON_CPU
+        if self._lstm is None:
+            self._has_copies &= device != "cpu" or copies <= _LARGEST_ON_CPU
         # The kinds of rows on which the model cannot be vectorised. One user's odd rows must not
         # decide how those of others are computed.
         self._alone: set[str] = set()
@@ -110,7 +120,7 @@ class LocalClipping:
 
     def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
         """The weighted sum of the users' clipped updates. Secret."""
-        listed = [group for group in groups if _num_records(group)]
+        listed = [group for group in groups if num_records(group)]
         total = FlatBuffer(self._parameters)
         within, weight = 0, 0.0
         failures = Failures(self.skip_failing)
@@ -141,7 +151,7 @@ class LocalClipping:
         for group in groups:
             kinds.setdefault(kind_of(group), []).append(group)
         for alike in kinds.values():
-            ordered = sorted(alike, key=_num_records)
+            ordered = sorted(alike, key=num_records)
             for first in range(0, len(ordered), self._most_users):
                 yield ordered[first : first + self._most_users]
 
@@ -163,7 +173,7 @@ class LocalClipping:
             return None
         # The updates are clipped once more, as those of every other path are.
         clipped, squared = self._clipped([-tensor for tensor in way], rule)
-        weights = [self._update.weight(_num_records(group)) for group in users]
+        weights = [self._update.weight(num_records(group)) for group in users]
         factors = torch.tensor(weights, dtype=clipped[0].dtype, device=clipped[0].device)
         return _Trained(
             sums=[torch.tensordot(factors, tensor, dims=1) for tensor in clipped],
@@ -184,31 +194,56 @@ class LocalClipping:
 
     def _ways(self, users: Sequence[Batch], rule: ClipRule) -> list[Tensor]:
         """theta - theta^0 of every user after its local training (Alg. 1, UserUpdateFedAvg)."""
+        if self._lstm is not None:
+            return self._lstm_ways(self._lstm, users, rule)
         device = self._parameters[0].device
         # Compiled code is for one number of users, so places without a user fill up the last
         # microbatch.
         places = self._most_users if self._compiles else len(users)
-        size = self._update.local_batch_size
-        lengths = _lengths(users, self._longest if self._compiles else None)
-        cells = places * size * max(lengths.values(), default=1)
-        rows = size * max(1, _MOST_CELLS // cells)
-        most = max(map(_num_records, users))
-        parts = [slice(first, first + rows) for first in range(0, most, rows)]
-        stacked = _Stacked.of(users, parts[0], size, places, device, lengths)
+        lengths = lengths_of(users, self._longest if self._compiles else None)
         start = [at_least_float32(parameter.detach()) for parameter in self._parameters]
         way = [tensor.new_zeros((places, *tensor.shape)) for tensor in start]
         clip_norm = torch.tensor(rule.clip_norm, dtype=torch.float64, device=device)
         step = self._step_of(rule)
+        for stacked, number in self._local_batches(users, places, lengths):
+            with warnings.catch_warnings():
+                # Some operations are computed user by user, and torch says so each time.
+                warnings.filterwarnings("ignore", "There is a performance drop")
+                way = step(way, start, *stacked.local_batch(number), clip_norm)
+        return [tensor[: len(users)] for tensor in way]
+
+    def _lstm_ways(self, lstm: StackedLSTM, users: Sequence[Batch], rule: ClipRule) -> list[Tensor]:
+        """The same by the LSTM's own program."""
+        eps = torch.finfo(self._parameters[0].dtype).eps
+        lstm.start(len(users))
+        for stacked, number in self._local_batches(users, len(users), lengths_of(users, None)):
+            batch, mask_UB, _ = stacked.local_batch(number)
+            lstm.step(
+                batch["input_ids"],
+                batch["labels"],
+                mask_UB,
+                resting=stacked.resting(number),
+                factors=lambda squares: self._factors(squares, rule, eps)[0],
+            )
+        return lstm.ways()
+
+    def _local_batches(
+        self, users: Sequence[Batch], places: int, lengths: dict[str, int]
+    ) -> Iterator[tuple[StackedRecords, int]]:
+        """The local batches of all epochs: the records they are in, and their number there."""
+        size = self._update.local_batch_size
+        cells = places * size * max(lengths.values(), default=1)
+        rows = size * max(1, _MOST_CELLS // cells)
+        most = max(map(num_records, users))
+        parts = [slice(first, first + rows) for first in range(0, most, rows)]
+        stacked: StackedRecords | None = None
         for _ in range(self._update.local_epochs):
             for part in parts:
-                if len(parts) > 1:
-                    stacked = _Stacked.of(users, part, size, places, device, lengths)
+                if stacked is None or len(parts) > 1:
+                    device = self._parameters[0].device
+                    stacked = StackedRecords.of(users, part, size, places, device, lengths)
                 for number in range(stacked.most_batches):
-                    with warnings.catch_warnings():
-                        # Some operations are computed user by user, and torch says so each time.
-                        warnings.filterwarnings("ignore", "There is a performance drop")
-                        way = step(way, start, *stacked.local_batch(number), clip_norm)
-        return [tensor[: len(users)] for tensor in way]
+                    yield stacked, number
 
     def _step_of(self, rule: ClipRule) -> Callable[..., list[Tensor]]:
         """One local step of all users, compiled on CUDA.
@@ -266,15 +301,8 @@ class LocalClipping:
                 for t in updates
             ]
         )
-        layers = self._layer_numbers
-        squared = torch.stack(
-            [
-                squares[[place for place, layer in enumerate(layers) if layer == number]].sum(0)
-                for number in range(max(layers) + 1)
-            ]
-        )
-        margin = ROUNDING_MARGIN * max(torch.finfo(tensor.dtype).eps for tensor in updates)
-        factors = clip_factors(squared, rule, margin=margin, clip_norm=clip_norm)[layers]
+        eps = max(torch.finfo(tensor.dtype).eps for tensor in updates)
+        factors, squared = self._factors(squares, rule, eps, clip_norm)
         scaled = [
             torch.where(
                 _over(factor > 0, tensor), tensor * _over(factor.to(tensor.dtype), tensor), 0.0
@@ -282,6 +310,20 @@ class LocalClipping:
             for factor, tensor in zip(factors, updates, strict=True)
         ]
         return scaled, squared
+
+    def _factors(
+        self, squares: Tensor, rule: ClipRule, eps: float, clip_norm: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """From squared norms (parameters, users): their factors, and the norms (layers, users)."""
+        layers = self._layer_numbers
+        squared = torch.stack(
+            [
+                squares[[place for place, layer in enumerate(layers) if layer == number]].sum(0)
+                for number in range(max(layers) + 1)
+            ]
+        )
+        factors = clip_factors(squared, rule, margin=ROUNDING_MARGIN * eps, clip_norm=clip_norm)
+        return factors[layers], squared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,82 +354,6 @@ class _Losses(nn.Module):
         return torch.where(mask_B, losses, 0.0).sum() / mask_B.sum().clamp(min=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Stacked:
-    """Some records of several users, padded to the same number and length."""
-
-    tensors: dict[str, Tensor]
-    counts_U: Tensor
-    batch_size: int
-
-    @staticmethod
-    def of(
-        users: Sequence[Batch],
-        part: slice,
-        batch_size: int,
-        places: int,
-        device: torch.device,
-        lengths: dict[str, int],
-    ) -> _Stacked:
-        """The users' records of this part side by side, and after them places without records."""
-        counts = [len(range(*part.indices(_num_records(group)))) for group in users]
-        counts += [0] * (places - len(users))
-        rows = -(-max(counts) // batch_size) * batch_size
-        tensors: dict[str, Tensor] = {}
-        for name, first in users[0].items():
-            padded = name in lengths
-            shape = (lengths[name], *first.shape[2:]) if padded else first.shape[1:]
-            whole = first.new_full((places, rows, *shape), PADDING[name] if padded else 0)
-            for place, group in enumerate(users):
-                own, some = whole[place, : counts[place]], group[name][part]
-                (own[:, : some.shape[1]] if padded else own).copy_(some)
-                if not padded:
-                    # A padded row must be readable: it is a copy of a row of the same user.
-                    whole[place, counts[place] :] = group[name][:1]
-            tensors[name] = whole.to(device)
-        return _Stacked(
-            tensors=tensors,
-            counts_U=torch.tensor(counts, device=device),
-            batch_size=batch_size,
-        )
-
-    @property
-    def most_batches(self) -> int:
-        """How many local batches the user with the most records has."""
-        return next(iter(self.tensors.values())).shape[1] // self.batch_size
-
-    def local_batch(self, number: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Local batch `number` of every user, which rows count, and which users have one."""
-        first = number * self.batch_size
-        rows = slice(first, first + self.batch_size)
-        places = torch.arange(first, first + self.batch_size, device=self.counts_U.device)
-        mask_UB = places[None, :] < self.counts_U[:, None]
-        return {name: t[:, rows] for name, t in self.tensors.items()}, mask_UB, mask_UB.any(1)
-
-
 def _over(values_U: Tensor, like: Tensor) -> Tensor:
     """One value a user, to be combined with the users' tensors."""
     return values_U.view(-1, *[1] * (like.dim() - 1))
-
-
-def _num_records(group: Batch) -> int:
-    return len(next(iter(group.values())))
-
-
-def _lengths(users: Sequence[Batch], longest: int | None) -> dict[str, int]:
-    """How long the records of each padded tensor are made.
-
-    With `longest` that is a power of two or `longest`, so that code is compiled for few lengths
-    only. A model has no positions for more.
-    """
-    found = {
-        name: max(group[name].shape[1] for group in users)
-        for name, tensor in users[0].items()
-        if is_padded(name, tensor)
-    }
-    if longest is None:
-        return found
-    return {
-        name: max(length, min(longest, 1 << (max(length, 1) - 1).bit_length()))
-        for name, length in found.items()
-    }

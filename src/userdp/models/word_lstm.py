@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.modeling_outputs import CausalLMOutput
 
 # Rows of the embedding table with a smaller norm are divided by this instead.
-_SMALLEST_LENGTH = 1e-12
+SMALLEST_LENGTH = 1e-12
 
 
 class WordLSTMConfig(PreTrainedConfig):
@@ -85,7 +85,7 @@ class WordLSTM(PreTrainedModel):
         # The table is brought to length 1 where it is used, so that every step of an optimizer
         # keeps this property.
         words = self.embedding.weight / self.embedding.weight.norm(dim=1, keepdim=True).clamp(
-            min=_SMALLEST_LENGTH
+            min=SMALLEST_LENGTH
         )
         embedded = F.embedding(input_ids, words)
         gates = (self.input_gate, self.forget_gate, self.cell_gate, self.output_gate)

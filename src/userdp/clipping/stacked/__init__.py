@@ -1,0 +1,1 @@
+"""Local training of stacked copies of the word LSTM, without autograd."""

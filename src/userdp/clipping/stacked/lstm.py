@@ -1,0 +1,244 @@
+"""One local step of stacked word LSTMs: forward and backward written out, updates in place.
+
+The users' copies stand side by side, and every product is one batched product over them. Compared
+with autograd, the words' part of the gates is one product for all positions, the gradient of each
+weight is one product over all positions, a weight moves by the product itself, and clipping costs
+no pass of its own: a copy is kept as it was before clipping, together with its factor, and the next
+step reads it as theta^0 + factor (theta - theta^0).
+
+`models.word_lstm` says what the model computes; with autograd it is the oracle of this file.
+
+Shapes: U users, B records, T positions that predict, N = T B, time first; D width of the words,
+H of the state. Gates lie in the order enter, keep, new, leave. All is secret until noise is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from userdp.clipping.stacked.cells import TorchCells, TritonCells
+from userdp.clipping.stacked.room import Room, settle_
+from userdp.clipping.stacked.words import TorchWords
+from userdp.losses import IGNORED_LABEL, RecordLoss, causal_lm_loss
+from userdp.models.word_lstm import WordLSTM
+from userdp.updates.fedavg import FedAvg
+
+# From squared norms (parameters, users) to factors of the same shape.
+Factors = Callable[[Tensor], Tensor]
+
+# So many numbers may stand side by side in the copies of a microbatch. A processor is fastest while
+# the copies stay in its cache.
+_MOST_STACKED = {"cpu": 2**24, "cuda": 2**31}
+_MOST_USERS = 1024
+
+_NAMES = (
+    "embedding.weight",
+    *(f"{gate}_gate.weight" for gate in ("input", "forget", "cell", "output")),
+    *(f"{gate}_gate.bias" for gate in ("input", "forget", "cell", "output")),
+    "output_embedding.weight",
+    "output_embedding.bias",
+)
+_WEIGHTS, _BIASES = slice(1, 5), slice(5, 9)
+
+
+def stacked_lstm(
+    model: nn.Module, parameters: Sequence[Tensor], record_loss: RecordLoss, update: FedAvg
+) -> StackedLSTM | None:
+    """The program for these local steps; None unless the model is exactly the word LSTM."""
+    if type(model) is not WordLSTM or record_loss is not causal_lm_loss:
+        return None
+    if type(update).local_step is not FedAvg.local_step:
+        return None
+    own = dict(model.named_parameters())
+    plain = all(
+        type(module) in (WordLSTM, nn.Embedding, nn.Linear)
+        and "forward" not in vars(module)
+        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        for module in model.modules()
+    )
+    dtypes = {parameter.dtype for parameter in parameters}
+    fits = (
+        plain
+        and set(own) == set(_NAMES)
+        and {id(parameter) for parameter in parameters} == {id(p) for p in own.values()}
+        and len(dtypes) == 1
+        and dtypes <= {torch.float32, torch.float64}
+    )
+    return StackedLSTM(model, parameters, update) if fits else None
+
+
+class StackedLSTM:
+    """The copies of a microbatch of users, and their local steps."""
+
+    def __init__(self, model: WordLSTM, parameters: Sequence[Tensor], update: FedAvg) -> None:
+        own = dict(model.named_parameters())
+        self._parameters = [own[name] for name in _NAMES]
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        # Where each parameter of this file's order stands in the caller's.
+        self._places = [places[id(parameter)] for parameter in self._parameters]
+        self._room = Room(self._parameters[0].detach())
+        self._eta, self._penalty = update.local_learning_rate, update.update_penalty
+        self._width = model.config.embedding_size
+        self._size = model.config.state_size
+        numbers = sum(parameter.numel() for parameter in self._parameters)
+        device = self._parameters[0].device.type
+        # The kernels are for float32.
+        self._kernels = device == "cuda" and self._parameters[0].dtype == torch.float32
+        self.most_users = max(1, min(_MOST_USERS, _MOST_STACKED.get(device, 0) // numbers))
+
+    def start(self, num_users: int) -> None:
+        """So many users stand at the weights of the model."""
+        given = [parameter.detach() for parameter in self._parameters]
+        self._starts = {
+            "table": given[0],
+            "weight": torch.cat(given[_WEIGHTS]),
+            "bias": torch.cat(given[_BIASES]),
+            "out_weight": given[9],
+            "out_bias": given[10],
+        }
+        self._theta: dict[str, Tensor] = {}
+        for name, tensor in self._starts.items():
+            copies = self._room.take(f"theta {name}", num_users, *tensor.shape)
+            self._theta[name] = copies.copy_(tensor)
+        self._factors_PU = given[0].new_ones((len(_NAMES), num_users))
+        table = self._theta["table"]
+        if self._kernels:
+            from userdp.clipping.kernels.word_table import TritonWords
+
+            self._words, self._cells = TritonWords(table, given[0]), TritonCells(self._room)
+        else:
+            self._words = TorchWords(table, given[0], self._room)
+            self._cells = TorchCells(self._room)
+
+    def step(
+        self,
+        ids_UBL: Tensor,
+        labels_UBL: Tensor,
+        mask_UB: Tensor,
+        *,
+        resting: int,
+        factors: Factors,
+    ) -> None:
+        """A local step of all users but the first `resting`, who have no records left."""
+        users = slice(resting, None)
+        mask = mask_UB[users].to(self._factors_PU.dtype)
+        ids, labels, weights = _positions(ids_UBL[users], labels_UBL[users], mask)
+        positions, records = ids.shape[1], ids_UBL.shape[1]
+        if not positions:
+            return
+        # The clipping that the step before left.
+        factor = self._factors_PU[:, users]
+        self._words.begin(users, factor[0])
+        gates = (-1, 4, self._size)
+        weight, bias, out_weight, out_bias = (
+            self._theta[name][users] for name in ("weight", "bias", "out_weight", "out_bias")
+        )
+        starts = self._starts
+        weight_start = starts["weight"].view(4, self._size, -1)
+        self._settle_weight(weight.view(*gates, weight.shape[2]), weight_start, factor[_WEIGHTS].T)
+        settle_(bias.view(gates), starts["bias"].view(4, -1), factor[_BIASES].T)
+        settle_(out_weight, starts["out_weight"], factor[9])
+        settle_(out_bias, starts["out_bias"], factor[10])
+
+        # Forward. Slot t of `read` is what the gates read at position t: word t, state t - 1.
+        width = self._width
+        read = self._room.take("read", len(ids), positions + records, weight.shape[2])
+        read[:, :positions, :width] = self._words.rows(ids)
+        entered, states = read[:, :positions], read[:, records:, width:]
+        pre = self._room.take("gates", len(ids), positions, weight.shape[1])
+        torch.baddbmm(bias[:, None], entered[..., :width], weight[..., :width].mT, out=pre)
+        self._cells.forward(pre, read[..., width:], weight[..., width:], records)
+        out = torch.baddbmm(out_bias[:, None], states, out_weight.mT)
+
+        # Backward. Every gradient is taken before its weight moves.
+        out_gradient = self._words.output_gradient(out, labels, weights)
+        of_states = torch.bmm(out_gradient, out_weight)
+        of_gates = self._cells.backward(pre, of_states, weight[..., width:], records)
+        of_words = torch.bmm(of_gates, weight[..., :width])
+        squares = self._words.step(ids, entered[..., :width], of_words, self._eta, self._penalty)
+        self._move(weight, starts["weight"], of_gates, entered)
+        self._move(out_weight, starts["out_weight"], out_gradient, states)
+        self._move(bias, starts["bias"], of_gates.sum(1))
+        self._move(out_bias, starts["out_bias"], out_gradient.sum(1))
+
+        squares_PU = torch.cat(
+            (
+                squares[None],
+                self._squared_weight(weight.view(*gates, weight.shape[2]), weight_start),
+                _squared(bias.view(gates), starts["bias"].view(4, -1)),
+                _squared(out_weight[:, None], starts["out_weight"]),
+                _squared(out_bias[:, None], starts["out_bias"]),
+            )
+        )
+        self._factors_PU[:, users] = self._in_callers_order(factors, squares_PU)
+
+    def ways(self) -> list[Tensor]:
+        """theta - theta^0 of every user, clipped, in the caller's order of parameters."""
+        found: dict[int, Tensor] = {}
+        pieces = {"table": [0], "weight": [1, 2, 3, 4], "bias": [5, 6, 7, 8]}
+        pieces |= {"out_weight": [9], "out_bias": [10]}
+        for name, numbers in pieces.items():
+            way = self._theta[name] - self._starts[name]
+            for number, part in zip(numbers, way.chunk(len(numbers), 1), strict=True):
+                factor = self._factors_PU[number].view(-1, *[1] * (part.dim() - 1))
+                found[self._places[number]] = torch.where(factor > 0, part * factor, 0.0)
+        return [found[place] for place in range(len(found))]
+
+    def _settle_weight(self, theta_UGX: Tensor, start_GX: Tensor, factor_UG: Tensor) -> None:
+        if self._kernels:
+            from userdp.clipping.kernels import local_steps
+
+            local_steps.settle_(theta_UGX, start_GX, factor_UG)
+        else:
+            settle_(theta_UGX, start_GX, factor_UG)
+
+    def _squared_weight(self, theta_UGX: Tensor, start_GX: Tensor) -> Tensor:
+        if self._kernels:
+            from userdp.clipping.kernels import local_steps
+
+            return local_steps.squared_ways(theta_UGX, start_GX).T
+        return _squared(theta_UGX, start_GX)
+
+    def _move(
+        self, theta: Tensor, start: Tensor, left: Tensor, right: Tensor | None = None
+    ) -> None:
+        """theta -= eta (gradient + penalty (theta - theta^0)); the gradient is left^T right."""
+        if right is not None and not self._penalty:
+            theta.baddbmm_(left.mT, right, alpha=-self._eta)
+            return
+        gradient = left if right is None else torch.bmm(left.mT, right)
+        if self._penalty:
+            gradient = gradient + self._penalty * (theta - start)
+        theta.add_(gradient, alpha=-self._eta)
+
+    def _in_callers_order(self, factors: Factors, squares_PU: Tensor) -> Tensor:
+        """The factors of squared norms; layers are numbered in the caller's order."""
+        ordered = torch.empty_like(squares_PU)
+        ordered[self._places] = squares_PU
+        return factors(ordered)[self._places].to(self._factors_PU.dtype)
+
+
+def _positions(
+    ids_UBL: Tensor, labels_UBL: Tensor, mask_UB: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Words, labels and weights in the loss of all positions but the last, time first, (U, N).
+
+    The loss is the mean over the records of the mean over a record's labels (`causal_lm_loss`).
+    """
+    labels = labels_UBL[:, :, 1:]
+    counts = labels != IGNORED_LABEL
+    share = mask_UB / (counts.sum(2).clamp(min=1) * mask_UB.sum(1, keepdim=True).clamp(min=1))
+    weights = torch.where(counts, share[..., None], 0.0)
+    ids = ids_UBL[:, :, :-1]
+    # Any word does where nothing is predicted: its weight is zero.
+    labels = torch.where(counts, labels, 0)
+    return tuple(tensor.mT.flatten(1) for tensor in (ids, labels, weights))  # type: ignore
+
+
+def _squared(theta_UGX: Tensor, start: Tensor) -> Tensor:
+    """The squared way from the beginning of each user and each of G parts, (G, U)."""
+    way = (theta_UGX - start).flatten(2)
+    return torch.linalg.vector_norm(way, dim=2, dtype=torch.float64).square().T

@@ -1,0 +1,90 @@
+"""The embedding table of stacked LSTMs: its part in the loss, and its local step, in torch.
+
+Every user has its own table E (vocabulary, width). Its rows are brought to length 1 where they are
+used: w_v = E_v / |E_v|. The output o_t of a position is compared with all rows, so the logits are
+l_tv = o_t w_v. With the weight k_t of a position in the loss and its label y_t, the gradients are
+
+    g_tv = k_t (softmax(l_t)_v - [v = y_t])        of the logits,
+    d_v  = sum_t g_tv o_t + sum_{t: id_t = v} x'_t     of w_v, where x' is the input's gradient,
+    (d_v - w_v (w_v d_v)) / |E_v|                      of E_v.
+
+A row shorter than `SMALLEST_LENGTH` is divided by that constant, which has no gradient.
+
+`kernels.word_table` computes the same on CUDA and reads the table twice a step. Here the softmax is
+written down, and nothing of its size is allocated twice: a processor spends longer on fresh memory
+than on the products.
+
+Shapes: U users, N positions, V words, D width. Everything is secret until noise is added.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from userdp.clipping.stacked.room import Room, settle_
+from userdp.models.word_lstm import SMALLEST_LENGTH
+
+
+class TorchWords:
+    """The users' tables. `theta_UVD` is before the last clipping, which is its factor."""
+
+    def __init__(self, theta_UVD: Tensor, start_VD: Tensor, room: Room) -> None:
+        self._theta, self._start, self._room = theta_UVD, start_VD, room
+        self._inverse_UV = self._bent_UV = theta_UVD[:0, :, 0]
+
+    def begin(self, users: slice, factor_U: Tensor) -> None:
+        """A local step of these users begins: clip what the step before left."""
+        self._table = self._theta[users]
+        settle_(self._table, self._start, factor_U)
+        lengths = torch.linalg.vector_norm(self._table, dim=2)
+        self._inverse_UV = 1 / lengths.clamp(min=SMALLEST_LENGTH)
+        # Where the length is the constant it has no gradient.
+        self._turns_UV = (lengths >= SMALLEST_LENGTH).to(lengths.dtype)
+
+    def rows(self, ids_UN: Tensor) -> Tensor:
+        """The words w of these ids, (U, N, D)."""
+        wide = ids_UN[..., None].expand(-1, -1, self._table.shape[2])
+        return self._table.gather(1, wide) * self._inverse_UV.gather(1, ids_UN)[..., None]
+
+    def output_gradient(self, out_UND: Tensor, labels_UN: Tensor, weights_UN: Tensor) -> Tensor:
+        """The gradient of the outputs o; a position of weight zero may have any valid label."""
+        users, positions, _ = out_UND.shape
+        words = self._table.shape[1]
+        inverse = self._inverse_UV[:, None]
+        logits = self._room.take("logits", users, positions, words)
+        torch.bmm(out_UND, self._table.mT, out=logits)
+        logits *= inverse
+        self._gradient = self._room.take("softmax", users, positions, words)
+        torch.softmax(logits, 2, out=self._gradient)
+        self._gradient *= weights_UN[..., None]
+        self._gradient.scatter_add_(2, labels_UN[..., None], -weights_UN[..., None])
+        # w_v d_v without the inputs: sum_t g_tv l_tv.
+        logits *= self._gradient
+        self._bent_UV = logits.sum(1)
+        self._gradient *= inverse
+        self._out = out_UND
+        return torch.bmm(self._gradient, self._table)
+
+    def step(
+        self, ids_UN: Tensor, inputs_UND: Tensor, gradient_UND: Tensor, eta: float, penalty: float
+    ) -> Tensor:
+        """theta - eta grad, in place; returns the squared way from the beginning, (U,).
+
+        `inputs_UND` are the words that went in, `gradient_UND` is their gradient.
+        """
+        table, inverse_UV = self._table, self._inverse_UV
+        turns = self._turns_UV.gather(1, ids_UN)[..., None]
+        along = (inputs_UND * gradient_UND).sum(2, keepdim=True) * turns
+        own = (gradient_UND - inputs_UND * along) * inverse_UV.gather(1, ids_UN)[..., None]
+        # The whole gradient first, then one sum: each row of the table is rounded once.
+        gradient = self._room.take("way", *table.shape)
+        torch.bmm(self._gradient.mT, self._out, out=gradient)
+        bent = self._bent_UV * inverse_UV.square() * self._turns_UV
+        gradient.addcmul_(table, bent[..., None], value=-1)
+        gradient.scatter_add_(1, ids_UN[..., None].expand_as(own), own)
+        if penalty:
+            gradient.add_(table - self._start, alpha=penalty)
+        table.add_(gradient, alpha=-eta)
+        way = torch.sub(table, self._start, out=self._room.take("way", *table.shape))
+        return torch.linalg.vector_norm(way.flatten(1), dim=1, dtype=torch.float64).square()
