@@ -37,7 +37,6 @@ from userdp.clipping.stacked.lstm import StackedLSTM, stacked_lstm
 from userdp.clipping.stacked.records import StackedRecords, lengths_of, num_records
 from userdp.losses import Batch, RecordLoss, at_least_float32
 from userdp.updates.contract import LocalTraining
-from userdp.updates.fedavg import FedAvg
 
 _LOG = logging.getLogger(__name__)
 
@@ -91,8 +90,8 @@ class LocalClipping:
         self.differs = False
         # The word LSTM has a program of its own, which is faster than the vectorised model.
         self._lstm: StackedLSTM | None = None
-        if isinstance(update, FedAvg) and settings.compute_dtype is None:
-            self._lstm = stacked_lstm(model, self._parameters, record_loss, update)
+        if update.descent is not None and settings.compute_dtype is None:
+            self._lstm = stacked_lstm(model, self._parameters, record_loss, update.descent)
         if self._lstm is not None:
             self._most_users = self._lstm.most_users
         # torch's recurrent layers keep a list of their weights outside of their parameters, which
@@ -315,15 +314,15 @@ class LocalClipping:
         self, squares: Tensor, rule: ClipRule, eps: float, clip_norm: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """From squared norms (parameters, users): their factors, and the norms (layers, users)."""
+        # Rows are picked one by one: a list of numbers would have to travel to the device first.
         layers = self._layer_numbers
-        squared = torch.stack(
-            [
-                squares[[place for place, layer in enumerate(layers) if layer == number]].sum(0)
-                for number in range(max(layers) + 1)
-            ]
-        )
+        members = [
+            [squares[place] for place, layer in enumerate(layers) if layer == number]
+            for number in range(max(layers) + 1)
+        ]
+        squared = torch.stack([torch.stack(own).sum(0) for own in members])
         factors = clip_factors(squared, rule, margin=ROUNDING_MARGIN * eps, clip_norm=clip_norm)
-        return factors[layers], squared
+        return torch.stack([factors[layer] for layer in layers]), squared
 
 
 @dataclass(frozen=True, kw_only=True)

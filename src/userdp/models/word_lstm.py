@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-# Rows of the embedding table with a smaller norm are divided by this instead.
-SMALLEST_LENGTH = 1e-12
-
 
 class WordLSTMConfig(PreTrainedConfig):
     """Sizes of the model; the defaults are the paper's."""
@@ -50,6 +47,8 @@ class WordLSTM(PreTrainedModel):
 
     config_class = WordLSTMConfig
     base_model_prefix = "word_lstm"
+    # Rows of the embedding table with a smaller norm are divided by this instead.
+    smallest_length = 1e-12
 
     def __init__(self, config: WordLSTMConfig) -> None:
         super().__init__(config)
@@ -85,7 +84,7 @@ class WordLSTM(PreTrainedModel):
         # The table is brought to length 1 where it is used, so that every step of an optimizer
         # keeps this property.
         words = self.embedding.weight / self.embedding.weight.norm(dim=1, keepdim=True).clamp(
-            min=SMALLEST_LENGTH
+            min=self.smallest_length
         )
         embedded = F.embedding(input_ids, words)
         gates = (self.input_gate, self.forget_gate, self.cell_gate, self.output_gate)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from userdp.parts import Part, Registry
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
     from userdp.losses import Batch, RecordLoss
 
     ClipFunction = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descent:
+    """Local steps are theta - rate (gradient + penalty (theta - theta_0)), before clipping."""
+
+    rate: float
+    penalty: float
 
 
 class LocalTraining(Protocol):
@@ -40,6 +49,11 @@ class LocalTraining(Protocol):
 
     def local_step(self, theta: Tensor, theta_0: Tensor, gradient: Tensor) -> Tensor:
         """The weights after one more local step, before the way from `theta_0` is clipped."""
+        ...
+
+    @property
+    def descent(self) -> Descent | None:
+        """The local step in numbers, for programs that write it out; None if it is another."""
         ...
 
     def weight(self, num_records: int) -> float:

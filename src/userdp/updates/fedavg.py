@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from userdp.errors import InputError
-from userdp.updates.contract import UPDATE_RULES, UpdateRule
+from userdp.updates.contract import UPDATE_RULES, Descent, UpdateRule
 from userdp.updates.estimators import (
     ClippedDenominator,
     Estimator,
@@ -165,6 +165,13 @@ class FedAvg(UpdateRule):
             gradient = gradient + self.update_penalty * (theta - theta_0)
         # As torch's own SGD computes it, to the last bit.
         return theta.add(gradient, alpha=-self.local_learning_rate)
+
+    @property
+    def descent(self) -> Descent | None:
+        """The local step in numbers. A rule made from this one may have another step."""
+        if type(self).local_step is not FedAvg.local_step:
+            return None
+        return Descent(rate=self.local_learning_rate, penalty=self.update_penalty)
 
     @property
     def words(self) -> str:

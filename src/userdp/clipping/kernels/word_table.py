@@ -11,6 +11,7 @@ order that could change, so sums are the same every time.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -21,8 +22,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from userdp.models.word_lstm import SMALLEST_LENGTH
 
 # Programs that share the table of a user in the second pass.
 _SPLITS = 4
@@ -43,7 +42,7 @@ ATTENTION = Tiles(positions=128, words=64, warps=8, stages=2)
 STEP = Tiles(positions=32, words=128, warps=8, stages=2)
 
 
-def _constants(tiles: Tiles, positions: int, width: int) -> dict[str, Any]:
+def _constants(tiles: Tiles, positions: int, width: int, smallest: float) -> dict[str, Any]:
     """A product needs powers of two, 16 at least: 96 dimensions are 64 and 32."""
     left = max(16, 1 << (width.bit_length() - 1))
     right = max(16, triton.next_power_of_2(width - left)) if width > left else 0
@@ -54,7 +53,7 @@ def _constants(tiles: Tiles, positions: int, width: int) -> dict[str, Any]:
         "RIGHT": right,
         "POSITIONS": min(tiles.positions, max(16, triton.next_power_of_2(positions))),
         "WORDS": tiles.words,
-        "SMALLEST": SMALLEST_LENGTH,
+        "SMALLEST": smallest,
         # Three products in TF32 are one in float32.
         "PRECISION": "tf32" if tf32 else "tf32x3",
         "num_warps": tiles.warps,
@@ -63,9 +62,9 @@ def _constants(tiles: Tiles, positions: int, width: int) -> dict[str, Any]:
 
 
 @triton.jit
-def _settled(theta, start, factor, offsets, inside):
-    before = tl.load(start + offsets, inside, 0.0)
-    now = tl.load(theta + offsets, inside, 0.0)
+def _settled(theta, start, factor, offsets, inside, POLICY: tl.constexpr):
+    before = tl.load(start + offsets, inside, 0.0, eviction_policy="evict_last")
+    now = tl.load(theta + offsets, inside, 0.0, eviction_policy=POLICY)
     # What is not finite has the factor zero, and must not be multiplied by it.
     return before + tl.where(factor > 0, factor * (now - before), 0.0), before
 
@@ -114,12 +113,17 @@ def _attention_kernel(
         exists = words < num_words
         places = words[:, None] * WIDTH
         table_left, _ = _settled(
-            theta, start, factor, places + left[None, :], exists[:, None] & has_left[None, :]
+            theta, start, factor, places + left[None, :], exists[:, None] & has_left[None, :], ""
         )
         squares = tl.sum(table_left * table_left, 1)
         if RIGHT:
             table_right, _ = _settled(
-                theta, start, factor, places + right[None, :], exists[:, None] & has_right[None, :]
+                theta,
+                start,
+                factor,
+                places + right[None, :],
+                exists[:, None] & has_right[None, :],
+                "",
             )
             squares += tl.sum(table_right * table_right, 1)
         inverse = 1.0 / tl.maximum(tl.sqrt(squares), SMALLEST)
@@ -155,12 +159,23 @@ def _attention_kernel(
 
 
 @triton.jit
+def _moved(theta, start, factor, offsets, inside, gradient, along, inverse, eta, penalty):
+    now, before = _settled(theta, start, factor, offsets, inside, "evict_first")
+    gradient = (gradient - now * along[:, None]) * inverse[:, None]
+    now -= eta * (gradient + penalty * (now - before))
+    tl.store(theta + offsets, now, inside)
+    way = tl.where(inside, now - before, 0.0)
+    return tl.sum(way * way, 1).to(tl.float64)
+
+
+@triton.jit
 def _step_kernel(
     theta,
     start,
     factors,
     outputs,
     gradients,
+    alongs,
     log_sums,
     weights,
     labels,
@@ -196,16 +211,15 @@ def _step_kernel(
         exists = words < num_words
         places = words[:, None] * WIDTH
         in_left = exists[:, None] & has_left[None, :]
-        word_left, before_left = _settled(theta, start, factor, places + left[None, :], in_left)
+        word_left, _ = _settled(theta, start, factor, places + left[None, :], in_left, "")
         squares = tl.sum(word_left * word_left, 1)
         if RIGHT:
             in_right = exists[:, None] & has_right[None, :]
-            word_right, before_right = _settled(
-                theta, start, factor, places + right[None, :], in_right
-            )
+            word_right, _ = _settled(theta, start, factor, places + right[None, :], in_right, "")
             squares += tl.sum(word_right * word_right, 1)
         length = tl.sqrt(squares)
         inverse = 1.0 / tl.maximum(length, SMALLEST)
+        along = tl.zeros((WORDS,), tl.float32)
         of_left = tl.zeros((WORDS, LEFT), tl.float32)
         if RIGHT:
             of_right = tl.zeros((WORDS, RIGHT), tl.float32)
@@ -225,9 +239,11 @@ def _step_kernel(
             log_sum = tl.load(log_sums + numbers, has_position, float("inf"))
             weight = tl.load(weights + numbers, has_position, 0.0)
             label = tl.load(labels + numbers, has_position, -1)
-            shares = tl.exp(logits * inverse[:, None] - log_sum[None, :])
+            logits *= inverse[:, None]
+            shares = tl.exp(logits - log_sum[None, :])
             shares = tl.where(words[:, None] == label[None, :], shares - 1.0, shares)
             shares *= weight[None, :]
+            along += tl.sum(shares * logits, 1)
             of_left = tl.dot(shares, out_left, of_left, input_precision=PRECISION)
             if RIGHT:
                 of_right = tl.dot(shares, out_right, of_right, input_precision=PRECISION)
@@ -235,36 +251,50 @@ def _step_kernel(
             entered = tl.load(ids + numbers, has_position, -1)
             is_word = (words[:, None] == entered[None, :]).to(tl.float32)
             if tl.sum(is_word) > 0:
+                own_along = tl.load(alongs + numbers, has_position, 0.0)
+                along += tl.sum(is_word * own_along[None, :], 1)
                 own_left = tl.load(gradients + rows + left[None, :], reads_left, 0.0)
                 of_left = tl.dot(is_word, own_left, of_left, input_precision=PRECISION)
                 if RIGHT:
                     own_right = tl.load(gradients + rows + right[None, :], reads_right, 0.0)
                     of_right = tl.dot(is_word, own_right, of_right, input_precision=PRECISION)
-        along = tl.sum(word_left * of_left, 1)
+        # The gradient along a word turns nothing. A length below the smallest is a constant.
+        along = tl.where(length >= SMALLEST, along * inverse, 0.0)
+        # The rows are read again: kept until here, they would crowd out everything else.
+        way += _moved(
+            theta,
+            start,
+            factor,
+            places + left[None, :],
+            in_left,
+            of_left,
+            along,
+            inverse,
+            eta,
+            penalty,
+        )
         if RIGHT:
-            along += tl.sum(word_right * of_right, 1)
-        # A length below the smallest is a constant, without a gradient.
-        along = tl.where(length >= SMALLEST, along * inverse * inverse, 0.0)[:, None]
-        inverse = inverse[:, None]
-        of_left = (of_left - word_left * along) * inverse
-        new = word_left - eta * (of_left + penalty * (word_left - before_left))
-        tl.store(theta + places + left[None, :], new, in_left)
-        gone = tl.where(in_left, new - before_left, 0.0).to(tl.float64)
-        way += tl.sum(gone * gone, 1)
-        if RIGHT:
-            of_right = (of_right - word_right * along) * inverse
-            new = word_right - eta * (of_right + penalty * (word_right - before_right))
-            tl.store(theta + places + right[None, :], new, in_right)
-            gone = tl.where(in_right, new - before_right, 0.0).to(tl.float64)
-            way += tl.sum(gone * gone, 1)
+            way += _moved(
+                theta,
+                start,
+                factor,
+                places + right[None, :],
+                in_right,
+                of_right,
+                along,
+                inverse,
+                eta,
+                penalty,
+            )
     tl.store(squared + user * tl.num_programs(0) + tl.program_id(0), tl.sum(way))
 
 
 class TritonWords:
     """The users' tables, as `stacked.words.TorchWords`."""
 
-    def __init__(self, theta_UVD: Tensor, start_VD: Tensor) -> None:
+    def __init__(self, theta_UVD: Tensor, start_VD: Tensor, smallest: float) -> None:
         self._theta, self._start = theta_UVD, start_VD.contiguous()
+        self._smallest = smallest
 
     def begin(self, users: slice, factor_U: Tensor) -> None:
         """A local step of these users begins."""
@@ -277,7 +307,7 @@ class TritonWords:
         wide = ids_UN[..., None].expand_as(before)
         moved = torch.where(factor > 0, self._table.gather(1, wide) - before, 0.0)
         found = before + factor * moved
-        return found / found.norm(dim=2, keepdim=True).clamp(min=SMALLEST_LENGTH)
+        return found / found.norm(dim=2, keepdim=True).clamp(min=self._smallest)
 
     def output_gradient(self, out_UND: Tensor, labels_UN: Tensor, weights_UN: Tensor) -> Tensor:
         """The gradient of the outputs o; a position of weight zero may have any valid label."""
@@ -286,7 +316,7 @@ class TritonWords:
         users, positions, width = self._out.shape
         means = torch.empty_like(self._out)
         self._log_sums = means.new_empty((users, positions))
-        constants = _constants(ATTENTION, positions, width)
+        constants = _constants(ATTENTION, positions, width, self._smallest)
         _attention_kernel[(-(-positions // constants["POSITIONS"]), users)](
             self._table,
             self._start,
@@ -304,10 +334,11 @@ class TritonWords:
         self, ids_UN: Tensor, inputs_UND: Tensor, gradient_UND: Tensor, eta: float, penalty: float
     ) -> Tensor:
         """theta - eta grad, in place; returns the squared way from the beginning, (U,)."""
-        del inputs_UND
+        # How far each word's gradient goes along the word itself.
+        alongs = (inputs_UND * gradient_UND).sum(2)
         users, positions, width = self._out.shape
         num_words = self._table.shape[1]
-        constants = _constants(STEP, positions, width)
+        constants = _constants(STEP, positions, width, self._smallest)
         tiles = -(-num_words // constants["WORDS"])
         a_program = -(-tiles // _SPLITS) * constants["WORDS"]
         squared = torch.zeros((users, _SPLITS), dtype=torch.float64, device=self._out.device)
@@ -317,6 +348,7 @@ class TritonWords:
             self._factor_U,
             self._out,
             gradient_UND.contiguous(),
+            alongs,
             self._log_sums,
             self._weights,
             self._labels,

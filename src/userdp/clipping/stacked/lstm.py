@@ -23,8 +23,7 @@ from userdp.clipping.stacked.cells import TorchCells, TritonCells
 from userdp.clipping.stacked.room import Room, settle_
 from userdp.clipping.stacked.words import TorchWords
 from userdp.losses import IGNORED_LABEL, RecordLoss, causal_lm_loss
-from userdp.models.word_lstm import WordLSTM
-from userdp.updates.fedavg import FedAvg
+from userdp.updates.contract import Descent
 
 # From squared norms (parameters, users) to factors of the same shape.
 Factors = Callable[[Tensor], Tensor]
@@ -34,6 +33,8 @@ Factors = Callable[[Tensor], Tensor]
 _MOST_STACKED = {"cpu": 2**24, "cuda": 2**31}
 _MOST_USERS = 1024
 
+# This file knows the model by its name: the models are built on top of clipping.
+_MODEL = "userdp.models.word_lstm.WordLSTM"
 _NAMES = (
     "embedding.weight",
     *(f"{gate}_gate.weight" for gate in ("input", "forget", "cell", "output")),
@@ -45,16 +46,15 @@ _WEIGHTS, _BIASES = slice(1, 5), slice(5, 9)
 
 
 def stacked_lstm(
-    model: nn.Module, parameters: Sequence[Tensor], record_loss: RecordLoss, update: FedAvg
+    model: nn.Module, parameters: Sequence[Tensor], record_loss: RecordLoss, descent: Descent
 ) -> StackedLSTM | None:
     """The program for these local steps; None unless the model is exactly the word LSTM."""
-    if type(model) is not WordLSTM or record_loss is not causal_lm_loss:
-        return None
-    if type(update).local_step is not FedAvg.local_step:
+    kind = type(model)
+    if f"{kind.__module__}.{kind.__qualname__}" != _MODEL or record_loss is not causal_lm_loss:
         return None
     own = dict(model.named_parameters())
     plain = all(
-        type(module) in (WordLSTM, nn.Embedding, nn.Linear)
+        type(module) in (kind, nn.Embedding, nn.Linear)
         and "forward" not in vars(module)
         and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
         for module in model.modules()
@@ -67,27 +67,30 @@ def stacked_lstm(
         and len(dtypes) == 1
         and dtypes <= {torch.float32, torch.float64}
     )
-    return StackedLSTM(model, parameters, update) if fits else None
+    return StackedLSTM(model, parameters, descent) if fits else None
 
 
 class StackedLSTM:
     """The copies of a microbatch of users, and their local steps."""
 
-    def __init__(self, model: WordLSTM, parameters: Sequence[Tensor], update: FedAvg) -> None:
+    def __init__(self, model: nn.Module, parameters: Sequence[Tensor], descent: Descent) -> None:
         own = dict(model.named_parameters())
         self._parameters = [own[name] for name in _NAMES]
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
-        # Where each parameter of this file's order stands in the caller's.
+        # Where each parameter of this file's order stands in the caller's, and the reverse.
         self._places = [places[id(parameter)] for parameter in self._parameters]
+        device = self._parameters[0].device
+        self._to_own = torch.tensor(self._places, device=device)
+        self._to_callers = self._to_own.argsort()
         self._room = Room(self._parameters[0].detach())
-        self._eta, self._penalty = update.local_learning_rate, update.update_penalty
-        self._width = model.config.embedding_size
-        self._size = model.config.state_size
+        self._eta, self._penalty = descent.rate, descent.penalty
+        self._width = self._parameters[0].shape[1]
+        self._size = self._parameters[5].shape[0]
+        self._smallest = float(model.smallest_length)  # pyright: ignore
         numbers = sum(parameter.numel() for parameter in self._parameters)
-        device = self._parameters[0].device.type
         # The kernels are for float32.
-        self._kernels = device == "cuda" and self._parameters[0].dtype == torch.float32
-        self.most_users = max(1, min(_MOST_USERS, _MOST_STACKED.get(device, 0) // numbers))
+        self._kernels = device.type == "cuda" and self._parameters[0].dtype == torch.float32
+        self.most_users = max(1, min(_MOST_USERS, _MOST_STACKED.get(device.type, 0) // numbers))
 
     def start(self, num_users: int) -> None:
         """So many users stand at the weights of the model."""
@@ -104,13 +107,13 @@ class StackedLSTM:
             copies = self._room.take(f"theta {name}", num_users, *tensor.shape)
             self._theta[name] = copies.copy_(tensor)
         self._factors_PU = given[0].new_ones((len(_NAMES), num_users))
-        table = self._theta["table"]
+        tables = (self._theta["table"], given[0], self._smallest)
         if self._kernels:
             from userdp.clipping.kernels.word_table import TritonWords
 
-            self._words, self._cells = TritonWords(table, given[0]), TritonCells(self._room)
+            self._words, self._cells = TritonWords(*tables), TritonCells(self._room)
         else:
-            self._words = TorchWords(table, given[0], self._room)
+            self._words = TorchWords(*tables, self._room)
             self._cells = TorchCells(self._room)
 
     def step(
@@ -216,9 +219,7 @@ class StackedLSTM:
 
     def _in_callers_order(self, factors: Factors, squares_PU: Tensor) -> Tensor:
         """The factors of squared norms; layers are numbered in the caller's order."""
-        ordered = torch.empty_like(squares_PU)
-        ordered[self._places] = squares_PU
-        return factors(ordered)[self._places].to(self._factors_PU.dtype)
+        return factors(squares_PU[self._to_callers])[self._to_own].to(self._factors_PU.dtype)
 
 
 def _positions(

@@ -8,7 +8,7 @@ l_tv = o_t w_v. With the weight k_t of a position in the loss and its label y_t,
     d_v  = sum_t g_tv o_t + sum_{t: id_t = v} x'_t     of w_v, where x' is the input's gradient,
     (d_v - w_v (w_v d_v)) / |E_v|                      of E_v.
 
-A row shorter than `SMALLEST_LENGTH` is divided by that constant, which has no gradient.
+A row shorter than the smallest length is divided by that constant, which has no gradient.
 
 `kernels.word_table` computes the same on CUDA and reads the table twice a step. Here the softmax is
 written down, and nothing of its size is allocated twice: a processor spends longer on fresh memory
@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from userdp.clipping.stacked.room import Room, settle_
-from userdp.models.word_lstm import SMALLEST_LENGTH
 
 
 class TorchWords:
     """The users' tables. `theta_UVD` is before the last clipping, which is its factor."""
 
-    def __init__(self, theta_UVD: Tensor, start_VD: Tensor, room: Room) -> None:
+    def __init__(self, theta_UVD: Tensor, start_VD: Tensor, smallest: float, room: Room) -> None:
         self._theta, self._start, self._room = theta_UVD, start_VD, room
+        self._smallest = smallest
         self._inverse_UV = self._bent_UV = theta_UVD[:0, :, 0]
 
     def begin(self, users: slice, factor_U: Tensor) -> None:
@@ -38,9 +38,9 @@ class TorchWords:
         self._table = self._theta[users]
         settle_(self._table, self._start, factor_U)
         lengths = torch.linalg.vector_norm(self._table, dim=2)
-        self._inverse_UV = 1 / lengths.clamp(min=SMALLEST_LENGTH)
+        self._inverse_UV = 1 / lengths.clamp(min=self._smallest)
         # Where the length is the constant it has no gradient.
-        self._turns_UV = (lengths >= SMALLEST_LENGTH).to(lengths.dtype)
+        self._turns_UV = (lengths >= self._smallest).to(lengths.dtype)
 
     def rows(self, ids_UN: Tensor) -> Tensor:
         """The words w of these ids, (U, N, D)."""
