@@ -17,7 +17,7 @@ ROOT = Path(userdp.__file__).parent
 GROUND = {"errors", "units", "index", "history", "parts", "streams", "chain", "durable"}
 # The file of a population lies beside a store: stores name it, and what spends adds to it.
 GROUND |= {"budget_file", "interrupts", "lock", "remembered", "rows_file", "task_names"}
-GROUND |= {"chacha", "compiled", "quantisation_names", "schedules"}
+GROUND |= {"chacha", "compiled", "quantisation_names", "schedules", "stacked_lora"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses", "tasks"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the
@@ -81,7 +81,6 @@ ABOVE = {
     | {"config", "data", "earlier", "evaluation", "run_files", "validation_curve"}
     | {"tasks"},
     "trackers": GROUND,
-    "stacked_lora": GROUND,
     "personalization": GROUND | {"data", "evaluation", "losses", "models", "stacked_lora"},
     "watching": GROUND | {"averaging", "ledger", "run_record", "step", "trackers", "validation"},
     "spending": GROUND | {"accounting", "paid", "statement"},

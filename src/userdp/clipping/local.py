@@ -26,6 +26,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from userdp.clipping.batches.users import kind_of
+from userdp.clipping.execute.execution import Execution
 from userdp.clipping.execute.models import most_positions
 from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
 from userdp.clipping.flat import ClippedSum, FlatBuffer
@@ -33,6 +34,7 @@ from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
+from userdp.clipping.stacked.lora import StackedAdapters, stacked_adapters
 from userdp.clipping.stacked.lstm import StackedLSTM, stacked_lstm
 from userdp.clipping.stacked.records import StackedRecords, lengths_of, num_records
 from userdp.losses import Batch, RecordLoss, at_least_float32
@@ -50,6 +52,9 @@ _LARGEST_ON_CPU = 2**18
 # So many numbers of a tensor may stand side by side in the records of a microbatch. Somebody with
 # many records is stacked in parts, so that the memory of a step follows from public numbers.
 _MOST_CELLS = 2**25
+# So many tokens go through a model with adapters at once: as many again as on the fast path gain
+# nothing on a processor.
+_MOST_TOKENS = (2**12, 2**15)
 # The length of records if nobody says it, as in the probe.
 _USUAL_LENGTH = 128
 
@@ -94,15 +99,24 @@ class LocalClipping:
             self._lstm = stacked_lstm(model, self._parameters, record_loss, update.descent)
         if self._lstm is not None:
             self._most_users = self._lstm.most_users
+        # So do adapters on a frozen model: the base runs once for all users.
+        self._adapters: StackedAdapters | None = None
+        if update.descent is not None and self._lstm is None:
+            self._adapters = stacked_adapters(model, self._parameters, update.descent)
         # torch's recurrent layers keep a list of their weights outside of their parameters, which
         # cannot be exchanged.
         self._has_copies = not any(isinstance(m, nn.RNNBase) for m in model.modules())
-        if self._lstm is None:
+        if self._lstm is None and self._adapters is None:
             self._has_copies &= device != "cpu" or copies <= _LARGEST_ON_CPU
         # The kinds of rows on which the model cannot be vectorised. One user's odd rows must not
         # decide how those of others are computed.
         self._alone: set[str] = set()
         self._longest = sequence_length or most_positions(model) or _USUAL_LENGTH
+        if self._adapters is not None:
+            tokens = settings.microbatch_tokens or _MOST_TOKENS[device == "cuda"]
+            at_once = tokens // (self._longest * update.local_batch_size)
+            self._most_users = max(1, min(self._most_users, at_once))
+        self._record_loss, self._model = record_loss, model
 
     @property
     def trains_many_at_once(self) -> bool:
@@ -195,6 +209,8 @@ class LocalClipping:
         """theta - theta^0 of every user after its local training (Alg. 1, UserUpdateFedAvg)."""
         if self._lstm is not None:
             return self._lstm_ways(self._lstm, users, rule)
+        if self._adapters is not None:
+            return self._adapter_ways(self._adapters, users, rule)
         device = self._parameters[0].device
         # Compiled code is for one number of users, so places without a user fill up the last
         # microbatch.
@@ -225,6 +241,30 @@ class LocalClipping:
                 factors=lambda squares: self._factors(squares, rule, eps)[0],
             )
         return lstm.ways()
+
+    def _adapter_ways(
+        self, adapters: StackedAdapters, users: Sequence[Batch], rule: ClipRule
+    ) -> list[Tensor]:
+        """The same by one model for all users' adapters."""
+        eps = torch.finfo(at_least_float32(self._parameters[0]).dtype).eps
+        places = self._most_users if self._compiles else len(users)
+        lengths = lengths_of(users, self._longest if self._compiles else None)
+        execution = Execution.choose(
+            self._model,
+            self._record_loss,
+            length=max(lengths.values(), default=1),
+            compute_dtype=self._compute_dtype,
+            compile_blocks=self._compiles,
+        )
+        with adapters.started(places, execution):
+            for stacked, number in self._local_batches(users, places, lengths):
+                adapters.step(
+                    *stacked.local_batch(number),
+                    execution=execution,
+                    by_parameter=rule.by_layer,
+                    factors=lambda squares: self._factors(squares, rule, eps)[0],
+                )
+        return [tensor[: len(users)] for tensor in adapters.ways()]
 
     def _local_batches(
         self, users: Sequence[Batch], places: int, lengths: dict[str, int]

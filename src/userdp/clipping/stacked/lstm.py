@@ -14,19 +14,16 @@ H of the state. Gates lie in the order enter, keep, new, leave. All is secret un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from userdp.clipping.stacked.cells import TorchCells, TritonCells
-from userdp.clipping.stacked.room import Room, settle_
+from userdp.clipping.stacked.room import Factors, Room, settle_
 from userdp.clipping.stacked.words import TorchWords
 from userdp.losses import IGNORED_LABEL, RecordLoss, causal_lm_loss
 from userdp.updates.contract import Descent
-
-# From squared norms (parameters, users) to factors of the same shape.
-Factors = Callable[[Tensor], Tensor]
 
 # So many numbers may stand side by side in the copies of a microbatch. A processor is fastest while
 # the copies stay in its cache.

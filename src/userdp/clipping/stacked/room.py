@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+# From squared norms (parameters, users) to factors of the same shape.
+Factors = Callable[[Tensor], Tensor]
 
 
 class Room:
