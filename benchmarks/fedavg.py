@@ -8,7 +8,9 @@ The floor counts what must move at least: in each local step the weights of ever
 written five times over (forward, backward, gradient, update, clipping). How fast bytes move is
 measured by a copy in the same run.
 
-Run: python benchmarks/fedavg.py [--users 1024] [--json FILE]        (CPU: fewer users)
+Another row has transformers with adapters (`fedavg_lora.py`).
+
+Run: python benchmarks/fedavg.py [--rows lstm lora] [--users 1024] [--json FILE]
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,16 +97,8 @@ def bytes_a_second(device: str) -> float:
     return 2 * source.numel() * 4 / best
 
 
-def main() -> None:
-    """Measure and print one row."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--users", type=int, default=1024 if device == "cuda" else 8)
-    parser.add_argument("--alone", type=int, default=8 if device == "cuda" else 4)
-    parser.add_argument("--compile", choices=["yes", "no"], help="default: on a GPU")
-    parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def lstm_row(options: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Users a second of the LSTM."""
     torch.manual_seed(0)
     config = WordLSTMConfig()
     model = nn.Sequential(WordLSTM(config)).to(device).eval()[0]
@@ -127,30 +122,60 @@ def main() -> None:
         sequence_length=UNROLL + 1,
     )
     first = seconds(lambda: many.clipped_sum(users, CLIP), device)
-    at_once = min(
-        seconds(lambda: many.clipped_sum(users, CLIP), device) for _ in range(options.repeat)
-    )
     alone = OneAtATime(config).to(device)
     alone.train_on(users[0])
-    one_by_one = seconds(lambda: [alone.train_on(one) for one in users[: options.alone]], device)
+    at_once, one_by_one = [], []
+    # In turns, so that what else the machine does slows down both.
+    for _ in range(options.repeat):
+        at_once.append(seconds(lambda: many.clipped_sum(users, CLIP), device))
+        one_by_one.append(
+            seconds(lambda: [alone.train_on(one) for one in users[: options.alone]], device)
+        )
     parameters = sum(p.numel() for p in model.parameters())
     local_steps = WORDS // UNROLL // BATCH
     moved = parameters * 4 * PASSES * local_steps
     floor = bytes_a_second(device) / moved
-    row = {
+    rate, alone_rate = options.users / min(at_once), options.alone / min(one_by_one)
+    return {
+        "row": "lstm",
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
         "users": options.users,
         "parameters": parameters,
-        "users_a_second": options.users / at_once,
-        "one_at_a_time": options.alone / one_by_one,
-        "times_one_at_a_time": options.users / at_once / (options.alone / one_by_one),
-        "share_of_the_floor": options.users / at_once / floor,
+        "users_a_second": rate,
+        "one_at_a_time": alone_rate,
+        "times_one_at_a_time": rate / alone_rate,
+        "share_of_the_floor": rate / floor,
         "first_call_seconds": first,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
     }
-    print(json.dumps(row, indent=1))
+
+
+def main() -> None:
+    """Measure and print the rows."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_gpu = device == "cuda"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--rows", nargs="+", choices=["lstm", "lora"], default=["lstm"])
+    parser.add_argument("--users", type=int, default=1024 if on_gpu else 8)
+    parser.add_argument("--alone", type=int, default=8 if on_gpu else 4)
+    parser.add_argument("--adapter-users", type=int, default=64 if on_gpu else 4)
+    parser.add_argument("--small", action="store_true", help="a small transformer")
+    parser.add_argument("--compile", choices=["yes", "no"], help="default: on a GPU")
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    if "lstm" in options.rows:
+        rows.append(lstm_row(options, device))
+        print(json.dumps(rows[-1], indent=1), flush=True)
+    if "lora" in options.rows:
+        from fedavg_lora import row
+
+        rows.append(row(users=options.adapter_users, device=device, small=options.small))
+        print(json.dumps(rows[-1], indent=1), flush=True)
     if options.json:
-        options.json.write_text(json.dumps(row) + "\n", encoding="utf-8")
+        options.json.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

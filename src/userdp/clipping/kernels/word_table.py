@@ -38,8 +38,8 @@ class Tiles:
 
 
 # The fastest of those measured on an H200.
-ATTENTION = Tiles(positions=128, words=64, warps=8, stages=2)
-STEP = Tiles(positions=32, words=128, warps=8, stages=2)
+ATTENTION = Tiles(positions=128, words=64, warps=8, stages=1)
+STEP = Tiles(positions=16, words=128, warps=8, stages=1)
 
 
 def _constants(tiles: Tiles, positions: int, width: int, smallest: float) -> dict[str, Any]:
