@@ -184,15 +184,29 @@ class LocalClipping:
                     type(error).__name__,
                 )
             return None
-        # The updates are clipped once more, as those of every other path are.
-        clipped, squared = self._clipped([-tensor for tensor in way], rule)
         weights = [self._update.weight(num_records(group)) for group in users]
-        factors = torch.tensor(weights, dtype=clipped[0].dtype, device=clipped[0].device)
+        sums, squared = self._summed(way, rule, weights)
         return _Trained(
-            sums=[torch.tensordot(factors, tensor, dims=1) for tensor in clipped],
+            sums=sums,
             num_within=int((squared.sum(0).sqrt() <= rule.clip_norm).sum()),
             weight=sum(weights),
         )
+
+    def _summed(
+        self, way: list[Tensor] | None, rule: ClipRule, weights: list[float]
+    ) -> tuple[list[Tensor], Tensor]:
+        """The users' updates -way, weighted and added up, and the squared norms (layers, users).
+
+        They are clipped once more, as those of every other path are.
+        """
+        if way is None:
+            assert self._lstm is not None
+            eps = torch.finfo(self._parameters[0].dtype).eps
+            factors, squared = self._factors(self._lstm.squared_ways(), rule, eps)
+            return self._lstm.summed_ways(-factors * factors.new_tensor(weights)), squared
+        clipped, squared = self._clipped([-tensor for tensor in way], rule)
+        factors = torch.tensor(weights, dtype=clipped[0].dtype, device=clipped[0].device)
+        return [torch.tensordot(factors, tensor, dims=1) for tensor in clipped], squared
 
     def _is_data_fault(self, users: list[Batch], rule: ClipRule) -> bool:
         """Whether made-up records of the same shapes pass: then these users' data is at fault."""
@@ -205,8 +219,11 @@ class LocalClipping:
             return False
         return True
 
-    def _ways(self, users: Sequence[Batch], rule: ClipRule) -> list[Tensor]:
-        """theta - theta^0 of every user after its local training (Alg. 1, UserUpdateFedAvg)."""
+    def _ways(self, users: Sequence[Batch], rule: ClipRule) -> list[Tensor] | None:
+        """theta - theta^0 of every user after its local training (Alg. 1, UserUpdateFedAvg).
+
+        None if the LSTM's program keeps them, to add them up itself.
+        """
         if self._lstm is not None:
             return self._lstm_ways(self._lstm, users, rule)
         if self._adapters is not None:
@@ -227,7 +244,9 @@ class LocalClipping:
                 way = step(way, start, *stacked.local_batch(number), clip_norm)
         return [tensor[: len(users)] for tensor in way]
 
-    def _lstm_ways(self, lstm: StackedLSTM, users: Sequence[Batch], rule: ClipRule) -> list[Tensor]:
+    def _lstm_ways(
+        self, lstm: StackedLSTM, users: Sequence[Batch], rule: ClipRule
+    ) -> list[Tensor] | None:
         """The same by the LSTM's own program."""
         eps = torch.finfo(self._parameters[0].dtype).eps
         lstm.start(len(users))
@@ -240,7 +259,7 @@ class LocalClipping:
                 resting=stacked.resting(number),
                 factors=lambda squares: self._factors(squares, rule, eps)[0],
             )
-        return lstm.ways()
+        return None if lstm.has_kernels else lstm.ways()
 
     def _adapter_ways(
         self, adapters: StackedAdapters, users: Sequence[Batch], rule: ClipRule
@@ -355,7 +374,7 @@ class LocalClipping:
     ) -> tuple[Tensor, Tensor]:
         """From squared norms (parameters, users): their factors, and the norms (layers, users)."""
         # Rows are picked one by one: a list of numbers would have to travel to the device first.
-        layers = self._layer_numbers
+        layers = self._layer_numbers if rule.by_layer else [0] * len(squares)
         members = [
             [squares[place] for place, layer in enumerate(layers) if layer == number]
             for number in range(max(layers) + 1)

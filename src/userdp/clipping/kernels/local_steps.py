@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from userdp.clipping.kernels.word_table import is_positive
+
 _BLOCK = 1024
 
 
@@ -22,11 +24,12 @@ def _settle_kernel(theta, start, factors, size, parts, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < size
     factor = tl.load(factors + number)
+    # A copy whose factor is one stays as it is.
+    inside &= is_positive(tl.abs(1 - factor))
     before = tl.load(start + (number % parts) * size + offsets, inside, 0.0)
-    now = tl.load(theta + number * size + offsets, inside, 0.0)
-    # What is not finite has the factor zero, and must not be multiplied by it.
-    settled = before + tl.where(factor > 0, factor * (now - before), 0.0)
-    tl.store(theta + number * size + offsets, settled, inside)
+    # What is not finite has the factor zero: it is not read.
+    now = tl.load(theta + number * size + offsets, inside & is_positive(factor), 0.0)
+    tl.store(theta + number * size + offsets, before + factor * (now - before), inside)
 
 
 @triton.jit
@@ -44,6 +47,25 @@ def _squared_kernel(theta, start, out, size, parts, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _sum_kernel(theta, start, factors, weights, out, size, parts, users, BLOCK: tl.constexpr):
+    part = tl.program_id(1).to(tl.int64)
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < size
+    before = tl.load(start + part * size + offsets, inside, 0.0)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for user in range(users):
+        number = user * parts + part
+        factor = tl.load(factors + number)
+        weight = tl.load(weights + number)
+        # What is not finite has the factor zero: it is not read.
+        counts = inside & is_positive(factor)
+        now = tl.load(theta + number * size + offsets, counts, 0.0)
+        way = tl.where(counts, factor * (now - before), 0.0)
+        total += way.to(tl.float64) * weight
+    tl.store(out + part * size + offsets, total.to(tl.float32), inside)
+
+
+@triton.jit
 def _tanh(x):
     # The quotient loses digits near zero, where a few terms of the series are exact.
     square = x * x
@@ -56,6 +78,7 @@ def _tanh(x):
 @triton.jit
 def _cell_kernel(
     gates,
+    biases,
     cells,
     states,
     first,
@@ -70,10 +93,11 @@ def _cell_kernel(
     inside = offsets < records * SIZE
     record, unit = offsets // SIZE, offsets % SIZE
     place = gates + (user * positions + first + record) * (4 * SIZE) + unit
-    enter = tl.sigmoid(tl.load(place, inside, 0.0))
-    keep = tl.sigmoid(tl.load(place + SIZE, inside, 0.0))
-    new = _tanh(tl.load(place + 2 * SIZE, inside, 0.0))
-    leave = tl.sigmoid(tl.load(place + 3 * SIZE, inside, 0.0))
+    bias = biases + user * (4 * SIZE) + unit
+    enter = tl.sigmoid(tl.load(place, inside, 0.0) + tl.load(bias))
+    keep = tl.sigmoid(tl.load(place + SIZE, inside, 0.0) + tl.load(bias + SIZE))
+    new = _tanh(tl.load(place + 2 * SIZE, inside, 0.0) + tl.load(bias + 2 * SIZE))
+    leave = tl.sigmoid(tl.load(place + 3 * SIZE, inside, 0.0) + tl.load(bias + 3 * SIZE))
     slot = user * (positions + records) + first + record
     cell = keep * tl.load(cells + slot * SIZE + unit, inside, 0.0) + enter * new
     tl.store(place, enter, inside)
@@ -138,12 +162,50 @@ def squared_ways(theta_UGX: Tensor, start_GX: Tensor) -> Tensor:
     return out
 
 
-def cell(gates: Tensor, cells: Tensor, states: Tensor, first: int, records: int) -> None:
-    """One position forward: gates become their values, and the next cells and states are set."""
+def summed_ways(
+    theta_UGX: Tensor, start_GX: Tensor, factor_UG: Tensor, weight_UG: Tensor
+) -> Tensor:
+    """The users' ways from the beginning, clipped by their factors and weighted, in one sum.
+
+    The weights are float64, and so is the sum until it is written.
+    """
+    users, parts = factor_UG.shape
+    out = torch.empty_like(start_GX)
+    size = start_GX[0].numel()
+    _sum_kernel[(triton.cdiv(size, _BLOCK), parts)](
+        theta_UGX,
+        start_GX,
+        factor_UG.contiguous(),
+        weight_UG.contiguous(),
+        out,
+        size,
+        parts,
+        users,
+        BLOCK=_BLOCK,
+    )
+    return out
+
+
+def cell(
+    gates: Tensor, bias: Tensor, cells: Tensor, states: Tensor, first: int, records: int
+) -> None:
+    """One position forward: gates become their values, and the next cells and states are set.
+
+    `bias` (users, gates times state) is dense.
+    """
     users, positions, wide = gates.shape
     size = wide // 4
     _cell_kernel[(triton.cdiv(records * size, _BLOCK), users)](
-        gates, cells, states, first, records, positions, states.stride(1), SIZE=size, BLOCK=_BLOCK
+        gates,
+        bias,
+        cells,
+        states,
+        first,
+        records,
+        positions,
+        states.stride(1),
+        SIZE=size,
+        BLOCK=_BLOCK,
     )
 
 

@@ -15,67 +15,36 @@ order that could change, so sums are the same every time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-# Programs that share the table of a user in the second pass.
-_SPLITS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """How much of the logits a program computes at once, and by how many warps."""
-
-    positions: int
-    words: int
-    warps: int
-    stages: int
-
-
-# The fastest of those measured on an H200.
-ATTENTION = Tiles(positions=128, words=64, warps=8, stages=1)
-STEP = Tiles(positions=16, words=128, warps=8, stages=1)
-
-
-def _constants(tiles: Tiles, positions: int, width: int, smallest: float) -> dict[str, Any]:
-    """A product needs powers of two, 16 at least: 96 dimensions are 64 and 32."""
-    left = max(16, 1 << (width.bit_length() - 1))
-    right = max(16, triton.next_power_of_2(width - left)) if width > left else 0
-    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return {
-        "WIDTH": width,
-        "LEFT": left,
-        "RIGHT": right,
-        "POSITIONS": min(tiles.positions, max(16, triton.next_power_of_2(positions))),
-        "WORDS": tiles.words,
-        "SMALLEST": smallest,
-        # Three products in TF32 are one in float32.
-        "PRECISION": "tf32" if tf32 else "tf32x3",
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
-    }
 
 
 @triton.jit
-def _settled(theta, start, factor, offsets, inside, POLICY: tl.constexpr):
-    before = tl.load(start + offsets, inside, 0.0, eviction_policy="evict_last")
-    now = tl.load(theta + offsets, inside, 0.0, eviction_policy=POLICY)
-    # What is not finite has the factor zero, and must not be multiplied by it.
-    return before + tl.where(factor > 0, factor * (now - before), 0.0), before
+def is_positive(number):
+    """Whether a number is above zero, as one of a mask's truth values."""
+    return tl.where(number > 0, 1, 0) > 0
 
 
 @triton.jit
-def _attention_kernel(
+def settled(theta, start, factor, offsets, inside):
+    """theta^0 + factor (theta - theta^0). A copy whose factor is one is itself, to the bit."""
+    # A factor of zero may stand for numbers that are not finite: those are not read.
+    now = tl.load(theta + offsets, inside & is_positive(factor), 0.0)
+    before = tl.load(
+        start + offsets, inside & is_positive(tl.abs(1 - factor)), 0.0, eviction_policy="evict_last"
+    )
+    return before + factor * (now - before)
+
+
+@triton.jit
+def attention_kernel(
     theta,
     start,
     factors,
     outputs,
-    means,
+    labels,
+    weights,
+    gradients,
     log_sums,
     num_words,
     num_positions,
@@ -87,6 +56,7 @@ def _attention_kernel(
     SMALLEST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """The gradient of the outputs of some positions of a user, and the sums of their softmax."""
     user = tl.program_id(1).to(tl.int64)
     factor = tl.load(factors + user)
     theta += user * num_words * WIDTH
@@ -95,16 +65,14 @@ def _attention_kernel(
     rows = (user * num_positions + positions[:, None]) * WIDTH
     left = tl.arange(0, LEFT)
     has_left = left < WIDTH
-    out_left = tl.load(
-        outputs + rows + left[None, :], has_position[:, None] & has_left[None, :], 0.0
-    )
+    in_left = has_position[:, None] & has_left[None, :]
+    out_left = tl.load(outputs + rows + left[None, :], in_left, 0.0)
     mean_left = tl.zeros((POSITIONS, LEFT), tl.float32)
     if RIGHT:
         right = LEFT + tl.arange(0, RIGHT)
         has_right = right < WIDTH
-        out_right = tl.load(
-            outputs + rows + right[None, :], has_position[:, None] & has_right[None, :], 0.0
-        )
+        in_right = has_position[:, None] & has_right[None, :]
+        out_right = tl.load(outputs + rows + right[None, :], in_right, 0.0)
         mean_right = tl.zeros((POSITIONS, RIGHT), tl.float32)
     largest = tl.full((POSITIONS,), float("-inf"), tl.float32)
     total = tl.zeros((POSITIONS,), tl.float32)
@@ -112,25 +80,22 @@ def _attention_kernel(
         words = first + tl.arange(0, WORDS)
         exists = words < num_words
         places = words[:, None] * WIDTH
-        table_left, _ = _settled(
-            theta, start, factor, places + left[None, :], exists[:, None] & has_left[None, :], ""
+        table_left = settled(
+            theta, start, factor, places + left[None, :], exists[:, None] & has_left[None, :]
         )
         squares = tl.sum(table_left * table_left, 1)
         if RIGHT:
-            table_right, _ = _settled(
-                theta,
-                start,
-                factor,
-                places + right[None, :],
-                exists[:, None] & has_right[None, :],
-                "",
+            table_right = settled(
+                theta, start, factor, places + right[None, :], exists[:, None] & has_right[None, :]
             )
             squares += tl.sum(table_right * table_right, 1)
         inverse = 1.0 / tl.maximum(tl.sqrt(squares), SMALLEST)
+        # Minus infinity for a word that does not exist.
+        missing = tl.where(exists, 0.0, float("-inf"))
         logits = tl.dot(out_left, tl.trans(table_left), input_precision=PRECISION)
         if RIGHT:
             logits = tl.dot(out_right, tl.trans(table_right), logits, input_precision=PRECISION)
-        logits = tl.where(exists[None, :], logits * inverse[None, :], float("-inf"))
+        logits = logits * inverse[None, :] + missing[None, :]
         larger = tl.maximum(largest, tl.max(logits, 1))
         shrink = tl.exp(largest - larger)
         shares = tl.exp(logits - larger[:, None])
@@ -144,23 +109,68 @@ def _attention_kernel(
                 shares, table_right, mean_right * shrink[:, None], input_precision=PRECISION
             )
         largest = larger
-    tl.store(
-        means + rows + left[None, :],
-        mean_left / total[:, None],
-        has_position[:, None] & has_left[None, :],
-    )
+    # The outputs' gradient: the mean word less the word that came, times the position's weight.
+    numbers = user * num_positions + positions
+    weight = tl.load(weights + numbers, has_position, 0.0)
+    came = tl.load(labels + numbers, has_position, 0)[:, None] * WIDTH
+    word_left = settled(theta, start, factor, came + left[None, :], in_left)
+    squares = tl.sum(word_left * word_left, 1)
     if RIGHT:
-        tl.store(
-            means + rows + right[None, :],
-            mean_right / total[:, None],
-            has_position[:, None] & has_right[None, :],
-        )
-    tl.store(log_sums + user * num_positions + positions, largest + tl.log(total), has_position)
+        word_right = settled(theta, start, factor, came + right[None, :], in_right)
+        squares += tl.sum(word_right * word_right, 1)
+    inverse = 1.0 / tl.maximum(tl.sqrt(squares), SMALLEST)
+    of_left = (mean_left / total[:, None] - word_left * inverse[:, None]) * weight[:, None]
+    tl.store(gradients + rows + left[None, :], of_left, in_left)
+    if RIGHT:
+        of_right = (mean_right / total[:, None] - word_right * inverse[:, None]) * weight[:, None]
+        tl.store(gradients + rows + right[None, :], of_right, in_right)
+    # The position's share of a word in the gradient is exp(logit - this). Without weight it is 0.
+    log_sum = largest + tl.log(total) - tl.log(weight)
+    tl.store(log_sums + numbers, log_sum, has_position)
 
 
 @triton.jit
-def _moved(theta, start, factor, offsets, inside, gradient, along, inverse, eta, penalty):
-    now, before = _settled(theta, start, factor, offsets, inside, "evict_first")
+def _outputs_at(outputs, log_sums, positions, num_positions, columns, WIDTH: tl.constexpr):
+    inside = (positions < num_positions)[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(outputs + positions[:, None] * WIDTH + columns[None, :], inside, 0.0)
+
+
+@triton.jit
+def _pulled(
+    word_left,
+    word_right,
+    out_left,
+    out_right,
+    log_sum,
+    inverse,
+    along,
+    of_left,
+    of_right,
+    RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The gradient of these words by the softmax of some positions is added."""
+    logits = tl.dot(word_left, tl.trans(out_left), input_precision=PRECISION)
+    if RIGHT:
+        logits = tl.dot(word_right, tl.trans(out_right), logits, input_precision=PRECISION)
+    logits *= inverse[:, None]
+    shares = tl.exp(logits - log_sum[None, :])
+    along += tl.sum(shares * logits, 1)
+    of_left = tl.dot(shares, out_left, of_left, input_precision=PRECISION)
+    if RIGHT:
+        of_right = tl.dot(shares, out_right, of_right, input_precision=PRECISION)
+    return along, of_left, of_right
+
+
+@triton.jit
+def _moved(
+    theta, start, factor, offsets, inside, gradient, pulls, pulled, along, inverse, eta, penalty
+):
+    """These rows take their step; returns the squared way of each from the beginning."""
+    gradient += tl.load(pulls, pulled, 0.0)
+    now = tl.load(theta + offsets, inside & is_positive(factor), 0.0, eviction_policy="evict_first")
+    before = tl.load(start + offsets, inside, 0.0, eviction_policy="evict_last")
+    now = tl.where(factor == 1, now, before + tl.where(factor > 0, factor * (now - before), 0.0))
     gradient = (gradient - now * along[:, None]) * inverse[:, None]
     now -= eta * (gradient + penalty * (now - before))
     tl.store(theta + offsets, now, inside)
@@ -169,41 +179,59 @@ def _moved(theta, start, factor, offsets, inside, gradient, along, inverse, eta,
 
 
 @triton.jit
-def _step_kernel(
+def step_kernel(
     theta,
     start,
     factors,
     outputs,
-    gradients,
-    alongs,
     log_sums,
-    weights,
-    labels,
-    ids,
+    slots,
+    pulls,
+    alongs,
     squared,
     eta,
     penalty,
     num_words,
     num_positions,
+    num_pulls,
     words_a_program,
     WIDTH: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
-    POSITIONS: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    MORE: tl.constexpr,
     WORDS: tl.constexpr,
     SMALLEST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """Some words of a user take their local step; the squared way of these words."""
     user = tl.program_id(1).to(tl.int64)
     factor = tl.load(factors + user)
     theta += user * num_words * WIDTH
+    slots += user * num_words
     outputs += user * num_positions * WIDTH
-    gradients += user * num_positions * WIDTH
+    log_sums += user * num_positions
+    pulls += user * num_pulls * WIDTH
+    alongs += user * num_pulls
     left = tl.arange(0, LEFT)
     has_left = left < WIDTH
+    right = LEFT + tl.arange(0, RIGHT if RIGHT else 1)
+    has_right = right < WIDTH
+    # The first positions are read once for all words: FIRST and SECOND of them.
+    early = tl.arange(0, FIRST)
+    early_left = _outputs_at(outputs, log_sums, early, num_positions, left, WIDTH)
+    early_sum = tl.load(log_sums + early, early < num_positions, float("inf"))
+    early_right = early_left
     if RIGHT:
-        right = LEFT + tl.arange(0, RIGHT)
-        has_right = right < WIDTH
+        early_right = _outputs_at(outputs, log_sums, early, num_positions, right, WIDTH)
+    if SECOND:
+        later = FIRST + tl.arange(0, SECOND)
+        later_left = _outputs_at(outputs, log_sums, later, num_positions, left, WIDTH)
+        later_sum = tl.load(log_sums + later, later < num_positions, float("inf"))
+        later_right = later_left
+        if RIGHT:
+            later_right = _outputs_at(outputs, log_sums, later, num_positions, right, WIDTH)
     way = tl.zeros((WORDS,), tl.float64)
     begin = tl.program_id(0) * words_a_program
     for first in range(begin, tl.minimum(begin + words_a_program, num_words), WORDS):
@@ -211,53 +239,73 @@ def _step_kernel(
         exists = words < num_words
         places = words[:, None] * WIDTH
         in_left = exists[:, None] & has_left[None, :]
-        word_left, _ = _settled(theta, start, factor, places + left[None, :], in_left, "")
+        in_right = exists[:, None] & has_right[None, :]
+        word_left = settled(theta, start, factor, places + left[None, :], in_left)
         squares = tl.sum(word_left * word_left, 1)
+        word_right = word_left
         if RIGHT:
-            in_right = exists[:, None] & has_right[None, :]
-            word_right, _ = _settled(theta, start, factor, places + right[None, :], in_right, "")
+            word_right = settled(theta, start, factor, places + right[None, :], in_right)
             squares += tl.sum(word_right * word_right, 1)
         length = tl.sqrt(squares)
         inverse = 1.0 / tl.maximum(length, SMALLEST)
         along = tl.zeros((WORDS,), tl.float32)
         of_left = tl.zeros((WORDS, LEFT), tl.float32)
+        of_right = of_left
         if RIGHT:
             of_right = tl.zeros((WORDS, RIGHT), tl.float32)
-        for block in range(0, num_positions, POSITIONS):
-            positions = block + tl.arange(0, POSITIONS)
-            has_position = positions < num_positions
-            rows = positions[:, None] * WIDTH
-            numbers = user * num_positions + positions
-            reads_left = has_position[:, None] & has_left[None, :]
-            out_left = tl.load(outputs + rows + left[None, :], reads_left, 0.0)
-            logits = tl.dot(word_left, tl.trans(out_left), input_precision=PRECISION)
-            if RIGHT:
-                reads_right = has_position[:, None] & has_right[None, :]
-                out_right = tl.load(outputs + rows + right[None, :], reads_right, 0.0)
-                logits = tl.dot(word_right, tl.trans(out_right), logits, input_precision=PRECISION)
-            # A position that does not exist has no share of any word.
-            log_sum = tl.load(log_sums + numbers, has_position, float("inf"))
-            weight = tl.load(weights + numbers, has_position, 0.0)
-            label = tl.load(labels + numbers, has_position, -1)
-            logits *= inverse[:, None]
-            shares = tl.exp(logits - log_sum[None, :])
-            shares = tl.where(words[:, None] == label[None, :], shares - 1.0, shares)
-            shares *= weight[None, :]
-            along += tl.sum(shares * logits, 1)
-            of_left = tl.dot(shares, out_left, of_left, input_precision=PRECISION)
-            if RIGHT:
-                of_right = tl.dot(shares, out_right, of_right, input_precision=PRECISION)
-            # The words that went in. A sum over equal words in a fixed order is a product.
-            entered = tl.load(ids + numbers, has_position, -1)
-            is_word = (words[:, None] == entered[None, :]).to(tl.float32)
-            if tl.sum(is_word) > 0:
-                own_along = tl.load(alongs + numbers, has_position, 0.0)
-                along += tl.sum(is_word * own_along[None, :], 1)
-                own_left = tl.load(gradients + rows + left[None, :], reads_left, 0.0)
-                of_left = tl.dot(is_word, own_left, of_left, input_precision=PRECISION)
+        along, of_left, of_right = _pulled(
+            word_left,
+            word_right,
+            early_left,
+            early_right,
+            early_sum,
+            inverse,
+            along,
+            of_left,
+            of_right,
+            RIGHT,
+            PRECISION,
+        )
+        if SECOND:
+            along, of_left, of_right = _pulled(
+                word_left,
+                word_right,
+                later_left,
+                later_right,
+                later_sum,
+                inverse,
+                along,
+                of_left,
+                of_right,
+                RIGHT,
+                PRECISION,
+            )
+        if MORE:
+            for block in range(FIRST + SECOND, num_positions, FIRST):
+                rest = block + tl.arange(0, FIRST)
+                rest_left = _outputs_at(outputs, log_sums, rest, num_positions, left, WIDTH)
+                rest_right = rest_left
                 if RIGHT:
-                    own_right = tl.load(gradients + rows + right[None, :], reads_right, 0.0)
-                    of_right = tl.dot(is_word, own_right, of_right, input_precision=PRECISION)
+                    rest_right = _outputs_at(outputs, log_sums, rest, num_positions, right, WIDTH)
+                rest_sum = tl.load(log_sums + rest, rest < num_positions, float("inf"))
+                along, of_left, of_right = _pulled(
+                    word_left,
+                    word_right,
+                    rest_left,
+                    rest_right,
+                    rest_sum,
+                    inverse,
+                    along,
+                    of_left,
+                    of_right,
+                    RIGHT,
+                    PRECISION,
+                )
+        # What labels and inputs add is there already, for the few words that have any.
+        slot = tl.load(slots + words, exists, 0)
+        has_pull = slot > 0
+        along += tl.load(alongs + slot - 1, has_pull, 0.0)
+        pull = pulls + (slot - 1)[:, None] * WIDTH
         # The gradient along a word turns nothing. A length below the smallest is a constant.
         along = tl.where(length >= SMALLEST, along * inverse, 0.0)
         # The rows are read again: kept until here, they would crowd out everything else.
@@ -268,6 +316,8 @@ def _step_kernel(
             places + left[None, :],
             in_left,
             of_left,
+            pull + left[None, :],
+            has_pull[:, None] & has_left[None, :],
             along,
             inverse,
             eta,
@@ -281,84 +331,11 @@ def _step_kernel(
                 places + right[None, :],
                 in_right,
                 of_right,
+                pull + right[None, :],
+                has_pull[:, None] & has_right[None, :],
                 along,
                 inverse,
                 eta,
                 penalty,
             )
     tl.store(squared + user * tl.num_programs(0) + tl.program_id(0), tl.sum(way))
-
-
-class TritonWords:
-    """The users' tables, as `stacked.words.TorchWords`."""
-
-    def __init__(self, theta_UVD: Tensor, start_VD: Tensor, smallest: float) -> None:
-        self._theta, self._start = theta_UVD, start_VD.contiguous()
-        self._smallest = smallest
-
-    def begin(self, users: slice, factor_U: Tensor) -> None:
-        """A local step of these users begins."""
-        self._table, self._factor_U = self._theta[users], factor_U.contiguous()
-
-    def rows(self, ids_UN: Tensor) -> Tensor:
-        """The words w of these ids, (U, N, D)."""
-        factor = self._factor_U[:, None, None]
-        before = self._start[ids_UN]
-        wide = ids_UN[..., None].expand_as(before)
-        moved = torch.where(factor > 0, self._table.gather(1, wide) - before, 0.0)
-        found = before + factor * moved
-        return found / found.norm(dim=2, keepdim=True).clamp(min=self._smallest)
-
-    def output_gradient(self, out_UND: Tensor, labels_UN: Tensor, weights_UN: Tensor) -> Tensor:
-        """The gradient of the outputs o; a position of weight zero may have any valid label."""
-        self._out, self._labels = out_UND.contiguous(), labels_UN.contiguous()
-        self._weights = weights_UN.contiguous()
-        users, positions, width = self._out.shape
-        means = torch.empty_like(self._out)
-        self._log_sums = means.new_empty((users, positions))
-        constants = _constants(ATTENTION, positions, width, self._smallest)
-        _attention_kernel[(-(-positions // constants["POSITIONS"]), users)](
-            self._table,
-            self._start,
-            self._factor_U,
-            self._out,
-            means,
-            self._log_sums,
-            self._table.shape[1],
-            positions,
-            **constants,
-        )
-        return (means - self.rows(self._labels)) * self._weights[..., None]
-
-    def step(
-        self, ids_UN: Tensor, inputs_UND: Tensor, gradient_UND: Tensor, eta: float, penalty: float
-    ) -> Tensor:
-        """theta - eta grad, in place; returns the squared way from the beginning, (U,)."""
-        # How far each word's gradient goes along the word itself.
-        alongs = (inputs_UND * gradient_UND).sum(2)
-        users, positions, width = self._out.shape
-        num_words = self._table.shape[1]
-        constants = _constants(STEP, positions, width, self._smallest)
-        tiles = -(-num_words // constants["WORDS"])
-        a_program = -(-tiles // _SPLITS) * constants["WORDS"]
-        squared = torch.zeros((users, _SPLITS), dtype=torch.float64, device=self._out.device)
-        _step_kernel[(_SPLITS, users)](
-            self._table,
-            self._start,
-            self._factor_U,
-            self._out,
-            gradient_UND.contiguous(),
-            alongs,
-            self._log_sums,
-            self._weights,
-            self._labels,
-            ids_UN.contiguous(),
-            squared,
-            eta,
-            penalty,
-            num_words,
-            positions,
-            a_program,
-            **constants,
-        )
-        return squared.sum(1)

@@ -19,10 +19,15 @@ class TorchCells:
     def __init__(self, room: Room) -> None:
         self._room = room
 
+    def entered(self, words: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """What words and biases contribute to the gates, for `forward`."""
+        gates = self._room.take("gates", *words.shape[:2], weight.shape[1])
+        return torch.baddbmm(bias[:, None], words, weight.mT, out=gates)
+
     def forward(self, gates: Tensor, states: Tensor, weight: Tensor, records: int) -> None:
         """Fill `states` (one slot more than positions): slot t + 1 is the state after position t.
 
-        `gates` come as what words and biases contribute, and become the gates' values.
+        `gates` come as `entered` gave them, and become the gates' values.
         """
         users, positions, wide = gates.shape
         size = wide // 4
@@ -87,8 +92,14 @@ class TritonCells:
     def __init__(self, room: Room) -> None:
         self._room = room
 
+    def entered(self, words: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """What words contribute to the gates, for `forward`."""
+        self._bias = bias
+        gates = self._room.take("gates", *words.shape[:2], weight.shape[1])
+        return torch.bmm(words, weight.mT, out=gates)
+
     def forward(self, gates: Tensor, states: Tensor, weight: Tensor, records: int) -> None:
-        """As `TorchCells.forward`."""
+        """As `TorchCells.forward`; the biases are added here."""
         from userdp.clipping.kernels import local_steps
 
         users, positions, wide = gates.shape
@@ -99,7 +110,7 @@ class TritonCells:
             now = slice(first, first + records)
             if first:
                 gates[:, now].baddbmm_(states[:, now], weight.mT)
-            local_steps.cell(gates, self._cells, states, first, records)
+            local_steps.cell(gates, self._bias, self._cells, states, first, records)
 
     def backward(self, gates: Tensor, of_states: Tensor, weight: Tensor, records: int) -> Tensor:
         """As `TorchCells.backward`; the gradient lies where the gates' values were."""

@@ -39,7 +39,15 @@ _NAMES = (
     "output_embedding.weight",
     "output_embedding.bias",
 )
-_WEIGHTS, _BIASES = slice(1, 5), slice(5, 9)
+# Which of them lie in one tensor of this file.
+_PIECES = {
+    "table": slice(0, 1),
+    "weight": slice(1, 5),
+    "bias": slice(5, 9),
+    "out_weight": slice(9, 10),
+    "out_bias": slice(10, 11),
+}
+_BESIDES = ("weight", "bias", "out_weight", "out_bias")
 
 
 def stacked_lstm(
@@ -86,27 +94,21 @@ class StackedLSTM:
         self._smallest = float(model.smallest_length)  # pyright: ignore
         numbers = sum(parameter.numel() for parameter in self._parameters)
         # The kernels are for float32.
-        self._kernels = device.type == "cuda" and self._parameters[0].dtype == torch.float32
+        self.has_kernels = device.type == "cuda" and self._parameters[0].dtype == torch.float32
         self.most_users = max(1, min(_MOST_USERS, _MOST_STACKED.get(device.type, 0) // numbers))
 
     def start(self, num_users: int) -> None:
         """So many users stand at the weights of the model."""
         given = [parameter.detach() for parameter in self._parameters]
-        self._starts = {
-            "table": given[0],
-            "weight": torch.cat(given[_WEIGHTS]),
-            "bias": torch.cat(given[_BIASES]),
-            "out_weight": given[9],
-            "out_bias": given[10],
-        }
+        self._starts = {name: torch.cat(given[numbers]) for name, numbers in _PIECES.items()}
         self._theta: dict[str, Tensor] = {}
         for name, tensor in self._starts.items():
             copies = self._room.take(f"theta {name}", num_users, *tensor.shape)
             self._theta[name] = copies.copy_(tensor)
         self._factors_PU = given[0].new_ones((len(_NAMES), num_users))
-        tables = (self._theta["table"], given[0], self._smallest)
-        if self._kernels:
-            from userdp.clipping.kernels.word_table import TritonWords
+        tables = (self._theta["table"], self._starts["table"], self._smallest)
+        if self.has_kernels:
+            from userdp.clipping.stacked.triton_words import TritonWords
 
             self._words, self._cells = TritonWords(*tables), TritonCells(self._room)
         else:
@@ -132,75 +134,94 @@ class StackedLSTM:
         # The clipping that the step before left.
         factor = self._factors_PU[:, users]
         self._words.begin(users, factor[0])
-        gates = (-1, 4, self._size)
-        weight, bias, out_weight, out_bias = (
-            self._theta[name][users] for name in ("weight", "bias", "out_weight", "out_bias")
-        )
-        starts = self._starts
-        weight_start = starts["weight"].view(4, self._size, -1)
-        self._settle_weight(weight.view(*gates, weight.shape[2]), weight_start, factor[_WEIGHTS].T)
-        settle_(bias.view(gates), starts["bias"].view(4, -1), factor[_BIASES].T)
-        settle_(out_weight, starts["out_weight"], factor[9])
-        settle_(out_bias, starts["out_bias"], factor[10])
+        theta = {name: self._theta[name][users] for name in _PIECES}
+        for name in _BESIDES:
+            self._settle(*self._by_part(name, theta[name]), factor[_PIECES[name]].T)
+        weight, bias, out_weight = theta["weight"], theta["bias"], theta["out_weight"]
 
         # Forward. Slot t of `read` is what the gates read at position t: word t, state t - 1.
         width = self._width
         read = self._room.take("read", len(ids), positions + records, weight.shape[2])
-        read[:, :positions, :width] = self._words.rows(ids)
         entered, states = read[:, :positions], read[:, records:, width:]
-        pre = self._room.take("gates", len(ids), positions, weight.shape[1])
-        torch.baddbmm(bias[:, None], entered[..., :width], weight[..., :width].mT, out=pre)
-        self._cells.forward(pre, read[..., width:], weight[..., width:], records)
-        out = torch.baddbmm(out_bias[:, None], states, out_weight.mT)
+        self._words.rows_into(entered[..., :width], ids)
+        gates = self._cells.entered(entered[..., :width], weight[..., :width], bias)
+        self._cells.forward(gates, read[..., width:], weight[..., width:], records)
+        out = torch.baddbmm(theta["out_bias"][:, None], states, out_weight.mT)
 
         # Backward. Every gradient is taken before its weight moves.
         out_gradient = self._words.output_gradient(out, labels, weights)
         of_states = torch.bmm(out_gradient, out_weight)
-        of_gates = self._cells.backward(pre, of_states, weight[..., width:], records)
+        of_gates = self._cells.backward(gates, of_states, weight[..., width:], records)
         of_words = torch.bmm(of_gates, weight[..., :width])
         squares = self._words.step(ids, entered[..., :width], of_words, self._eta, self._penalty)
-        self._move(weight, starts["weight"], of_gates, entered)
-        self._move(out_weight, starts["out_weight"], out_gradient, states)
-        self._move(bias, starts["bias"], of_gates.sum(1))
-        self._move(out_bias, starts["out_bias"], out_gradient.sum(1))
+        self._move(weight, self._starts["weight"], of_gates, entered)
+        self._move(out_weight, self._starts["out_weight"], out_gradient, states)
+        self._move(bias, self._starts["bias"], of_gates.sum(1))
+        self._move(theta["out_bias"], self._starts["out_bias"], out_gradient.sum(1))
 
-        squares_PU = torch.cat(
-            (
-                squares[None],
-                self._squared_weight(weight.view(*gates, weight.shape[2]), weight_start),
-                _squared(bias.view(gates), starts["bias"].view(4, -1)),
-                _squared(out_weight[:, None], starts["out_weight"]),
-                _squared(out_bias[:, None], starts["out_bias"]),
-            )
-        )
+        others = [self._squared(*self._by_part(name, theta[name])) for name in _BESIDES]
+        squares_PU = torch.cat((squares[None], *others))
         self._factors_PU[:, users] = self._in_callers_order(factors, squares_PU)
 
     def ways(self) -> list[Tensor]:
         """theta - theta^0 of every user, clipped, in the caller's order of parameters."""
         found: dict[int, Tensor] = {}
-        pieces = {"table": [0], "weight": [1, 2, 3, 4], "bias": [5, 6, 7, 8]}
-        pieces |= {"out_weight": [9], "out_bias": [10]}
-        for name, numbers in pieces.items():
+        for name, numbers in _PIECES.items():
             way = self._theta[name] - self._starts[name]
-            for number, part in zip(numbers, way.chunk(len(numbers), 1), strict=True):
+            parts = way.chunk(numbers.stop - numbers.start, 1)
+            for number, part in enumerate(parts, numbers.start):
                 factor = self._factors_PU[number].view(-1, *[1] * (part.dim() - 1))
                 found[self._places[number]] = torch.where(factor > 0, part * factor, 0.0)
         return [found[place] for place in range(len(found))]
 
-    def _settle_weight(self, theta_UGX: Tensor, start_GX: Tensor, factor_UG: Tensor) -> None:
-        if self._kernels:
+    def squared_ways(self) -> Tensor:
+        """The squared norms of `ways`, (parameters, users), without writing those down."""
+        squares = [
+            self._squared(*self._by_part(name, theta)) for name, theta in self._theta.items()
+        ]
+        factors = self._factors_PU.double()
+        # Squares of what is not finite are not finite, and such a way is zero.
+        clipped = torch.where(factors > 0, torch.cat(squares) * factors.square(), 0.0)
+        return clipped[self._to_callers]
+
+    def summed_ways(self, weights_PU: Tensor) -> list[Tensor]:
+        """`ways` times these weights, added up over the users; for CUDA."""
+        from userdp.clipping.kernels import local_steps
+
+        weights_PU = weights_PU.double()[self._to_own]
+        found: dict[int, Tensor] = {}
+        for name, numbers in _PIECES.items():
+            parts = self._by_part(name, self._theta[name])
+            factors, weights = self._factors_PU[numbers].T, weights_PU[numbers].T
+            sums = local_steps.summed_ways(*parts, factors, weights)
+            for number, part in enumerate(sums, numbers.start):
+                found[self._places[number]] = part.view_as(self._parameters[number])
+        return [found[place] for place in range(len(found))]
+
+    def _by_part(self, name: str, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """The users' copies as (users, parts, numbers), and their beginning as (parts, numbers).
+
+        The weights of the four gates lie in one tensor, and each is a parameter of its own.
+        """
+        parts = _PIECES[name].stop - _PIECES[name].start
+        return theta.view(len(theta), parts, -1), self._starts[name].view(parts, -1)
+
+    def _settle(self, theta_UGX: Tensor, start_GX: Tensor, factor_UG: Tensor) -> None:
+        if self.has_kernels:
             from userdp.clipping.kernels import local_steps
 
             local_steps.settle_(theta_UGX, start_GX, factor_UG)
         else:
             settle_(theta_UGX, start_GX, factor_UG)
 
-    def _squared_weight(self, theta_UGX: Tensor, start_GX: Tensor) -> Tensor:
-        if self._kernels:
+    def _squared(self, theta_UGX: Tensor, start_GX: Tensor) -> Tensor:
+        """The squared way from the beginning of each user and each of G parts, (G, U)."""
+        if self.has_kernels:
             from userdp.clipping.kernels import local_steps
 
             return local_steps.squared_ways(theta_UGX, start_GX).T
-        return _squared(theta_UGX, start_GX)
+        way = theta_UGX - start_GX
+        return torch.linalg.vector_norm(way, dim=2, dtype=torch.float64).square().T
 
     def _move(
         self, theta: Tensor, start: Tensor, left: Tensor, right: Tensor | None = None
@@ -234,9 +255,3 @@ def _positions(
     # Any word does where nothing is predicted: its weight is zero.
     labels = torch.where(counts, labels, 0)
     return tuple(tensor.mT.flatten(1) for tensor in (ids, labels, weights))  # type: ignore
-
-
-def _squared(theta_UGX: Tensor, start: Tensor) -> Tensor:
-    """The squared way from the beginning of each user and each of G parts, (G, U)."""
-    way = (theta_UGX - start).flatten(2)
-    return torch.linalg.vector_norm(way, dim=2, dtype=torch.float64).square().T

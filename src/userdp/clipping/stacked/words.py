@@ -42,10 +42,11 @@ class TorchWords:
         # Where the length is the constant it has no gradient.
         self._turns_UV = (lengths >= self._smallest).to(lengths.dtype)
 
-    def rows(self, ids_UN: Tensor) -> Tensor:
-        """The words w of these ids, (U, N, D)."""
+    def rows_into(self, rows_UND: Tensor, ids_UN: Tensor) -> None:
+        """Write the words w of these ids."""
         wide = ids_UN[..., None].expand(-1, -1, self._table.shape[2])
-        return self._table.gather(1, wide) * self._inverse_UV.gather(1, ids_UN)[..., None]
+        inverse = self._inverse_UV.gather(1, ids_UN)[..., None]
+        torch.mul(self._table.gather(1, wide), inverse, out=rows_UND)
 
     def output_gradient(self, out_UND: Tensor, labels_UN: Tensor, weights_UN: Tensor) -> Tensor:
         """The gradient of the outputs o; a position of weight zero may have any valid label."""
