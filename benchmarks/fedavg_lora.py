@@ -72,7 +72,7 @@ def _ordinary(model: nn.Module, batch: Batch, settings: StepSettings, device: st
         loss = execution.losses(model, batch).mean()
         gradients = torch.autograd.grad(loss, parameters)
         with torch.no_grad():
-            torch._foreach_add_(parameters, gradients, alpha=-1e-9)
+            torch._foreach_add_(parameters, gradients, alpha=-1e-9)  # pyright: ignore
 
     with execution.prepared(model):
         if device != "cuda":

@@ -15,28 +15,25 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from userdp.clipping.batches.users import kind_of
 from userdp.clipping.execute.execution import Execution
 from userdp.clipping.execute.models import most_positions
-from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
 from userdp.clipping.flat import ClippedSum, FlatBuffer
-from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
+from userdp.clipping.stacked.clip import StackedClip
 from userdp.clipping.stacked.lora import StackedAdapters, stacked_adapters
 from userdp.clipping.stacked.lstm import StackedLSTM, stacked_lstm
 from userdp.clipping.stacked.records import StackedRecords, lengths_of, num_records
+from userdp.clipping.stacked.vectorised import Vectorised
 from userdp.losses import Batch, RecordLoss, at_least_float32
 from userdp.updates.contract import LocalTraining
 
@@ -77,12 +74,7 @@ class LocalClipping:
         self._parameters = list(parameters)
         self._update = update
         self._compute_dtype = settings.compute_dtype
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._names = [f"model.{names[id(parameter)]}" for parameter in self._parameters]
-        self._losses = _Losses(model, record_loss)
-        self._layers = Layers(model, self._parameters)
-        # By the rule of the present sum: compiled code reads plain numbers.
-        self._layer_numbers: list[int] = []
+        self._clip = StackedClip(model, self._parameters)
         device = self._parameters[0].device.type
         self._compiles = (
             device == "cuda" if settings.compile_blocks is None else settings.compile_blocks
@@ -90,7 +82,15 @@ class LocalClipping:
         copies = sum(parameter.numel() for parameter in self._parameters)
         stacked = _MOST_STACKED.get(device, _MOST_STACKED["cpu"])
         self._most_users = max(1, min(_MOST_USERS, stacked // copies))
-        self._step: tuple[type[ClipRule], Callable[..., list[Tensor]]] | None = None
+        self._vectorised = Vectorised(
+            model,
+            self._parameters,
+            update,
+            self._clip,
+            record_loss=record_loss,
+            compute_dtype=settings.compute_dtype,
+            compiles=self._compiles,
+        )
         self.skip_failing = False
         self.differs = False
         # The word LSTM has a program of its own, which is faster than the vectorised model.
@@ -137,7 +137,7 @@ class LocalClipping:
         total = FlatBuffer(self._parameters)
         within, weight = 0, 0.0
         failures = Failures(self.skip_failing)
-        self._layer_numbers = self._layers.by(rule)
+        self._clip.use(rule)
         for users in self._microbatches(listed):
             if self._has_copies and kind_of(users[0]) not in self._alone:
                 found = self._trained(users, rule)
@@ -202,9 +202,9 @@ class LocalClipping:
         if way is None:
             assert self._lstm is not None
             eps = torch.finfo(self._parameters[0].dtype).eps
-            factors, squared = self._factors(self._lstm.squared_ways(), rule, eps)
+            factors, squared = self._clip.factors(self._lstm.squared_ways(), rule, eps)
             return self._lstm.summed_ways(-factors * factors.new_tensor(weights)), squared
-        clipped, squared = self._clipped([-tensor for tensor in way], rule)
+        clipped, squared = self._clip.clipped([-tensor for tensor in way], rule)
         factors = torch.tensor(weights, dtype=clipped[0].dtype, device=clipped[0].device)
         return [torch.tensordot(factors, tensor, dims=1) for tensor in clipped], squared
 
@@ -232,11 +232,11 @@ class LocalClipping:
         # Compiled code is for one number of users, so places without a user fill up the last
         # microbatch.
         places = self._most_users if self._compiles else len(users)
-        lengths = lengths_of(users, self._longest if self._compiles else None)
+        lengths = self._lengths(users)
         start = [at_least_float32(parameter.detach()) for parameter in self._parameters]
         way = [tensor.new_zeros((places, *tensor.shape)) for tensor in start]
         clip_norm = torch.tensor(rule.clip_norm, dtype=torch.float64, device=device)
-        step = self._step_of(rule)
+        step = self._vectorised.step_of(rule)
         for stacked, number in self._local_batches(users, places, lengths):
             with warnings.catch_warnings():
                 # Some operations are computed user by user, and torch says so each time.
@@ -257,7 +257,7 @@ class LocalClipping:
                 batch["labels"],
                 mask_UB,
                 resting=stacked.resting(number),
-                factors=lambda squares: self._factors(squares, rule, eps)[0],
+                factors=lambda squares: self._clip.factors(squares, rule, eps)[0],
             )
         return None if lstm.has_kernels else lstm.ways()
 
@@ -267,7 +267,7 @@ class LocalClipping:
         """The same by one model for all users' adapters."""
         eps = torch.finfo(at_least_float32(self._parameters[0]).dtype).eps
         places = self._most_users if self._compiles else len(users)
-        lengths = lengths_of(users, self._longest if self._compiles else None)
+        lengths = self._lengths(users)
         execution = Execution.choose(
             self._model,
             self._record_loss,
@@ -281,9 +281,13 @@ class LocalClipping:
                     *stacked.local_batch(number),
                     execution=execution,
                     by_parameter=rule.by_layer,
-                    factors=lambda squares: self._factors(squares, rule, eps)[0],
+                    factors=lambda squares: self._clip.factors(squares, rule, eps)[0],
                 )
         return [tensor[: len(users)] for tensor in adapters.ways()]
+
+    def _lengths(self, users: Sequence[Batch]) -> dict[str, int]:
+        """How long records are made: as they are, or few lengths where code is compiled."""
+        return lengths_of(users, self._longest if self._compiles else None)
 
     def _local_batches(
         self, users: Sequence[Batch], places: int, lengths: dict[str, int]
@@ -303,86 +307,6 @@ class LocalClipping:
                 for number in range(stacked.most_batches):
                     yield stacked, number
 
-    def _step_of(self, rule: ClipRule) -> Callable[..., list[Tensor]]:
-        """One local step of all users, compiled on CUDA.
-
-        The clip norm is an argument of the step, so that a rule at another clip norm is no new one.
-        """
-        if self._step is None or self._step[0] is not type(rule):
-            step = partial(self._local_step, rule)
-            compiled = torch.compile(step, dynamic=False) if self._compiles else step
-            self._step = (type(rule), compiled)
-        return self._step[1]
-
-    def _local_step(
-        self,
-        rule: ClipRule,
-        way: list[Tensor],
-        start: list[Tensor],
-        batch: Batch,
-        mask_UB: Tensor,
-        acts_U: Tensor,
-        clip_norm: Tensor,
-    ) -> list[Tensor]:
-        """The users' ways after one more local step; who has no batch left stays where it is."""
-        theta = [theta_0 + gone for theta_0, gone in zip(start, way, strict=True)]
-        weights = {
-            name: now.to(parameter.dtype)
-            for name, parameter, now in zip(self._names, self._parameters, theta, strict=True)
-        }
-        dtype = self._compute_dtype
-        with (
-            torch.autocast(clip_norm.device.type, dtype, enabled=dtype is not None),
-            # The other kinds of attention would be computed user by user.
-            sdpa_kernel(SDPBackend.MATH),
-        ):
-            gradients = vmap(grad(self._losses.of_one))(weights, batch, mask_UB)
-        moved = [
-            self._update.local_step(now, theta_0, gradients[name].to(now.dtype)) - theta_0
-            for now, theta_0, name in zip(theta, start, self._names, strict=True)
-        ]
-        clipped, _ = self._clipped(moved, rule, clip_norm)
-        return [
-            torch.where(_over(acts_U, new), new, old) for new, old in zip(clipped, way, strict=True)
-        ]
-
-    def _clipped(
-        self, updates: list[Tensor], rule: ClipRule, clip_norm: Tensor | None = None
-    ) -> tuple[list[Tensor], Tensor]:
-        """Each user's update scaled to the rule's bound, and the squared norms (layers, users).
-
-        `clip_norm` is the rule's own where it lives on the device: compiled code reads it there.
-        """
-        squares = torch.stack(
-            [
-                torch.linalg.vector_norm(t.flatten(1), dim=1, dtype=torch.float64).square()
-                for t in updates
-            ]
-        )
-        eps = max(torch.finfo(tensor.dtype).eps for tensor in updates)
-        factors, squared = self._factors(squares, rule, eps, clip_norm)
-        scaled = [
-            torch.where(
-                _over(factor > 0, tensor), tensor * _over(factor.to(tensor.dtype), tensor), 0.0
-            )
-            for factor, tensor in zip(factors, updates, strict=True)
-        ]
-        return scaled, squared
-
-    def _factors(
-        self, squares: Tensor, rule: ClipRule, eps: float, clip_norm: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """From squared norms (parameters, users): their factors, and the norms (layers, users)."""
-        # Rows are picked one by one: a list of numbers would have to travel to the device first.
-        layers = self._layer_numbers if rule.by_layer else [0] * len(squares)
-        members = [
-            [squares[place] for place, layer in enumerate(layers) if layer == number]
-            for number in range(max(layers) + 1)
-        ]
-        squared = torch.stack([torch.stack(own).sum(0) for own in members])
-        factors = clip_factors(squared, rule, margin=ROUNDING_MARGIN * eps, clip_norm=clip_norm)
-        return torch.stack([factors[layer] for layer in layers]), squared
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Trained:
@@ -391,27 +315,3 @@ class _Trained:
     sums: list[Tensor]
     num_within: int
     weight: float
-
-
-class _Losses(nn.Module):
-    """The mean loss of a local batch, as a module whose weights can be given."""
-
-    def __init__(self, model: nn.Module, record_loss: RecordLoss) -> None:
-        super().__init__()
-        self.model = model
-        self._record_loss = record_loss
-
-    def forward(self, batch: Batch) -> Tensor:
-        """One loss per record."""
-        return self._record_loss(self.model, batch)
-
-    def of_one(self, weights: dict[str, Tensor], batch: Batch, mask_B: Tensor) -> Tensor:
-        """The mean loss of one user's records with these weights; padded rows have mask 0."""
-        losses = functional_call(self, weights, (batch,))
-        # Not a product: the loss of a padded row may be anything, also not finite.
-        return torch.where(mask_B, losses, 0.0).sum() / mask_B.sum().clamp(min=1)
-
-
-def _over(values_U: Tensor, like: Tensor) -> Tensor:
-    """One value a user, to be combined with the users' tensors."""
-    return values_U.view(-1, *[1] * (like.dim() - 1))

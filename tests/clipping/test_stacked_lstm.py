@@ -1,0 +1,183 @@
+"""The word LSTM's own program of local steps: as one user at a time, and each user for itself."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models_zoo import ragged_batch
+from userdp.clipping.rules import ClipRule, FlatClip, PerLayerClip, PerVectorClip
+from userdp.clipping.settings import StepSettings
+from userdp.clipping.stacked.lstm import StackedLSTM, stacked_lstm
+from userdp.clipping.summation import summation
+from userdp.losses import Batch, causal_lm_loss, masked_lm_loss
+from userdp.models.word_lstm import WordLSTM, WordLSTMConfig
+from userdp.updates.contract import Descent
+from userdp.updates.fedavg import FedAvg
+
+WORDS = 31
+# The last user's record of one token predicts nothing.
+RAGGED = ([9, 4, 2], [6], [3, 12, 5, 2], [7, 7], [4, 4, 4, 4, 4], [1])
+DESCENT = Descent(rate=0.5, penalty=0.0)
+
+
+def lstm(dtype: torch.dtype = torch.float32) -> WordLSTM:
+    torch.manual_seed(0)
+    config = WordLSTMConfig(vocab_size=WORDS, embedding_size=6, state_size=5)
+    return WordLSTM(config).to(dtype).eval()
+
+
+def cohort() -> list[Batch]:
+    found = [ragged_batch(list(lengths), seed=s) for s, lengths in enumerate(RAGGED)]
+    # Some labels in the middle of a record do not count, and a word stands twice in a row.
+    found[2]["labels"][1, 3:5] = -100
+    found[3]["input_ids"][0, :4] = found[3]["labels"][0, :4] = 7
+    return found
+
+
+def summed(model: nn.Module, update: FedAvg, rule: ClipRule, path: str) -> Tensor:
+    made = summation(
+        model,
+        list(model.parameters()),
+        update,
+        rule,
+        record_loss=causal_lm_loss,
+        settings=StepSettings(path=path),  # type: ignore[arg-type]
+        sequence_length=16,
+    )
+    found = made.clipped_sum(cohort(), rule).total.values
+    if path == "fast":
+        assert made._lstm is not None  # type: ignore[attr-defined]
+        assert made.trains_many_at_once  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("penalty", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        FlatClip(clip_norm=0.3),
+        PerLayerClip(clip_norm=0.3),
+        PerVectorClip(norms=(0.3, 0.05), groups=("*embedding*", "*")),
+        FlatClip(clip_norm=math.inf),
+    ],
+)
+def test_users_side_by_side_are_the_users_one_by_one(
+    rule: ClipRule, penalty: float, dtype: torch.dtype, most: float
+) -> None:
+    update = FedAvg(
+        local_learning_rate=0.5,
+        local_epochs=2,
+        local_batch_size=2,
+        user_weight_cap=3.0,
+        update_penalty=penalty,
+    )
+    one_by_one = summed(lstm(dtype), update, rule, "plain")
+    at_once = summed(lstm(dtype), update, rule, "fast")
+    assert float(one_by_one.norm()) > 0.1
+    assert float((at_once - one_by_one).norm()) <= most * float(one_by_one.norm())
+
+
+def program(model: nn.Module, parameters: Sequence[Tensor] | None = None) -> StackedLSTM:
+    made = stacked_lstm(model, parameters or list(model.parameters()), causal_lm_loss, DESCENT)
+    assert made is not None
+    return made
+
+
+def batch_of(users: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    ids = torch.randint(0, WORDS, (users, 2, 5))
+    return ids, ids.clone(), torch.ones(users, 2, dtype=torch.bool)
+
+
+def half_of_all(squares_PU: Tensor) -> Tensor:
+    """Factors as clipping gives them: zero for a user who is not finite."""
+    counts = torch.isfinite(squares_PU).all(0, keepdim=True)
+    return torch.where(counts, torch.full_like(squares_PU, 0.5), 0.0)
+
+
+def test_a_user_who_is_not_finite_has_no_way_and_changes_nobody() -> None:
+    first, second = batch_of(3, seed=1), batch_of(3, seed=2)
+
+    def ways(*, bad: bool) -> list[Tensor]:
+        made = program(lstm(torch.float64))
+        made.start(3)
+        made.step(*first, resting=0, factors=half_of_all)
+        if bad:
+            made._theta["weight"][1] = math.inf
+            made._theta["table"][1] = math.nan
+        made.step(*second, resting=0, factors=half_of_all)
+        return made.ways()
+
+    for good, found in zip(ways(bad=False), ways(bad=True), strict=True):
+        assert torch.equal(good[[0, 2]], found[[0, 2]])
+        assert not found[1].any()
+        assert good[1].any()
+
+
+def test_clipping_is_left_to_the_next_step_and_counted_once() -> None:
+    made = program(lstm(torch.float64))
+    made.start(2)
+    made.step(*batch_of(2, seed=1), resting=0, factors=torch.ones_like)
+    whole = [tensor.clone() for tensor in made.ways()]
+    made.start(2)
+    made.step(*batch_of(2, seed=1), resting=0, factors=half_of_all)
+    for once, half in zip(whole, made.ways(), strict=True):
+        torch.testing.assert_close(half, once / 2, rtol=1e-12, atol=1e-15)
+    squares = torch.stack([tensor.flatten(1).square().sum(1) for tensor in made.ways()])
+    torch.testing.assert_close(made.squared_ways(), squares, rtol=1e-12, atol=0)
+
+
+def test_resting_users_stay_where_they_are() -> None:
+    made = program(lstm(torch.float64))
+    made.start(3)
+    made.step(*batch_of(3, seed=1), resting=0, factors=half_of_all)
+    before = [tensor.clone() for tensor in made.ways()]
+    made.step(*batch_of(3, seed=2), resting=2, factors=half_of_all)
+    for old, new in zip(before, made.ways(), strict=True):
+        assert torch.equal(old[:2], new[:2])
+        assert not torch.equal(old[2], new[2])
+
+
+def test_parameters_may_come_in_any_order() -> None:
+    model = lstm(torch.float64)
+    parameters = list(model.parameters())
+    order = torch.randperm(len(parameters), generator=torch.Generator().manual_seed(0)).tolist()
+    # Each parameter has a factor of its own, told by its place in the caller's order.
+    scales = torch.rand(len(parameters), generator=torch.Generator().manual_seed(1))
+
+    def ways(places: list[int]) -> list[Tensor]:
+        made = program(model, [parameters[place] for place in places])
+        made.start(2)
+        own = scales[places, None].double()
+        for seed in (1, 2):
+            made.step(*batch_of(2, seed), resting=0, factors=lambda s: own.expand_as(s))
+        return made.ways()
+
+    usual, other = ways(list(range(len(parameters)))), ways(order)
+    for place, found in zip(order, other, strict=True):
+        assert torch.equal(usual[place], found)
+
+
+def test_only_the_word_lstm_itself_takes_its_program() -> None:
+    class Other(WordLSTM):
+        pass
+
+    model = lstm()
+    every = list(model.parameters())
+    assert stacked_lstm(model, every, causal_lm_loss, DESCENT) is not None
+    assert stacked_lstm(model, every[1:], causal_lm_loss, DESCENT) is None
+    assert stacked_lstm(model, every, masked_lm_loss, DESCENT) is None
+    other = Other(model.config).eval()
+    assert stacked_lstm(other, list(other.parameters()), causal_lm_loss, DESCENT) is None
+    hooked = copy.deepcopy(model)
+    hooked.embedding.register_forward_hook(lambda *_: None)
+    assert stacked_lstm(hooked, list(hooked.parameters()), causal_lm_loss, DESCENT) is None
+    half = copy.deepcopy(model).bfloat16()
+    assert stacked_lstm(half, list(half.parameters()), causal_lm_loss, DESCENT) is None
