@@ -103,22 +103,31 @@ def half_of_all(squares_PU: Tensor) -> Tensor:
 
 
 def test_a_user_who_is_not_finite_has_no_way_and_changes_nobody() -> None:
-    first, second = batch_of(3, seed=1), batch_of(3, seed=2)
+    batches = [batch_of(3, seed) for seed in (1, 2, 3)]
 
-    def ways(*, bad: bool) -> list[Tensor]:
+    def ways(*, bad: bool) -> list[list[Tensor]]:
         made = program(lstm(torch.float64))
         made.start(3)
-        made.step(*first, resting=0, factors=half_of_all)
-        if bad:
-            made._theta["weight"][1] = math.inf
-            made._theta["table"][1] = math.nan
-        made.step(*second, resting=0, factors=half_of_all)
-        return made.ways()
+        found: list[list[Tensor]] = []
+        for number, batch in enumerate(batches):
+            if bad and number == 1:
+                made._theta["weight"][1] = math.inf
+                made._theta["table"][1] = math.nan
+            made.step(*batch, resting=0, factors=half_of_all)
+            found.append([tensor.clone() for tensor in made.ways()])
+        return found
 
-    for good, found in zip(ways(bad=False), ways(bad=True), strict=True):
-        assert torch.equal(good[[0, 2]], found[[0, 2]])
-        assert not found[1].any()
-        assert good[1].any()
+    good, found = ways(bad=False), ways(bad=True)
+    for wanted, own in zip(good[1] + good[2], found[1] + found[2], strict=True):
+        assert torch.equal(wanted[[0, 2]], own[[0, 2]])
+        assert wanted[1].any()
+    assert not any(own[1].any() for own in found[1])
+    # After that the user goes on from the beginning, as in the plain loop.
+    fresh = program(lstm(torch.float64))
+    fresh.start(3)
+    fresh.step(*batches[2], resting=0, factors=half_of_all)
+    for wanted, own in zip(fresh.ways(), found[2], strict=True):
+        torch.testing.assert_close(own[1], wanted[1], rtol=1e-9, atol=1e-14)
 
 
 def test_clipping_is_left_to_the_next_step_and_counted_once() -> None:
