@@ -29,15 +29,16 @@ DESCENT = Descent(rate=0.5, penalty=0.0)
 def lstm(dtype: torch.dtype = torch.float32) -> WordLSTM:
     torch.manual_seed(0)
     config = WordLSTMConfig(vocab_size=WORDS, embedding_size=6, state_size=5)
-    return WordLSTM(config).to(dtype).eval()
+    model = WordLSTM(config).eval()
+    return model.double() if dtype == torch.float64 else model
 
 
 def cohort() -> list[Batch]:
-    found = [ragged_batch(list(lengths), seed=s) for s, lengths in enumerate(RAGGED)]
+    found = [dict(ragged_batch(list(lengths), seed=s)) for s, lengths in enumerate(RAGGED)]
     # Some labels in the middle of a record do not count, and a word stands twice in a row.
     found[2]["labels"][1, 3:5] = -100
     found[3]["input_ids"][0, :4] = found[3]["labels"][0, :4] = 7
-    return found
+    return [*found]
 
 
 def summed(model: nn.Module, update: FedAvg, rule: ClipRule, path: str) -> Tensor:
@@ -174,6 +175,13 @@ def test_parameters_may_come_in_any_order() -> None:
         assert torch.equal(usual[place], found)
 
 
+def test_long_records_take_their_memory_from_the_number_of_users() -> None:
+    made = program(lstm())
+    many, few = made.most_users(10), made.most_users(10_000)
+    assert many == made.most_users(1) > few > 1
+    assert made.most_users(2**40) == 1
+
+
 def test_only_the_word_lstm_itself_takes_its_program() -> None:
     class Other(WordLSTM):
         pass
@@ -183,7 +191,7 @@ def test_only_the_word_lstm_itself_takes_its_program() -> None:
     assert stacked_lstm(model, every, causal_lm_loss, DESCENT) is not None
     assert stacked_lstm(model, every[1:], causal_lm_loss, DESCENT) is None
     assert stacked_lstm(model, every, masked_lm_loss, DESCENT) is None
-    other = Other(model.config).eval()
+    other = Other(WordLSTMConfig(vocab_size=WORDS, embedding_size=6, state_size=5)).eval()
     assert stacked_lstm(other, list(other.parameters()), causal_lm_loss, DESCENT) is None
     hooked = copy.deepcopy(model)
     hooked.embedding.register_forward_hook(lambda *_: None)

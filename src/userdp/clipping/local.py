@@ -97,8 +97,6 @@ class LocalClipping:
         self._lstm: StackedLSTM | None = None
         if update.descent is not None and settings.compute_dtype is None:
             self._lstm = stacked_lstm(model, self._parameters, record_loss, update.descent)
-        if self._lstm is not None:
-            self._most_users = self._lstm.most_users
         # So do adapters on a frozen model: the base runs once for all users.
         self._adapters: StackedAdapters | None = None
         if update.descent is not None and self._lstm is None:
@@ -112,6 +110,8 @@ class LocalClipping:
         # decide how those of others are computed.
         self._alone: set[str] = set()
         self._longest = sequence_length or most_positions(model) or _USUAL_LENGTH
+        if self._lstm is not None:
+            self._most_users = self._lstm.most_users(self._longest * update.local_batch_size)
         if self._adapters is not None:
             tokens = settings.microbatch_tokens or _MOST_TOKENS[device == "cuda"]
             at_once = tokens // (self._longest * update.local_batch_size)

@@ -28,6 +28,8 @@ from userdp.updates.contract import Descent
 # So many numbers may stand side by side in the copies of a microbatch. A processor is fastest while
 # the copies stay in its cache.
 _MOST_STACKED = {"cpu": 2**24, "cuda": 2**31}
+# So many numbers may the positions of a local batch take, over all users.
+_MOST_WORKED = {"cpu": 2**26, "cuda": 2**31}
 _MOST_USERS = 1024
 
 # This file knows the model by its name: the models are built on top of clipping.
@@ -92,10 +94,19 @@ class StackedLSTM:
         self._width = self._parameters[0].shape[1]
         self._size = self._parameters[5].shape[0]
         self._smallest = float(model.smallest_length)  # pyright: ignore
-        numbers = sum(parameter.numel() for parameter in self._parameters)
         # The kernels are for float32.
         self.has_kernels = device.type == "cuda" and self._parameters[0].dtype == torch.float32
-        self.most_users = max(1, min(_MOST_USERS, _MOST_STACKED.get(device.type, 0) // numbers))
+
+    def most_users(self, positions: int) -> int:
+        """How many users may stand side by side, if a local batch has so many positions."""
+        device = self._parameters[0].device.type
+        numbers = sum(parameter.numel() for parameter in self._parameters)
+        # What is kept of a position: gates, their slopes, cells, states, words and outputs. In
+        # torch its logits are written down as well, and their softmax.
+        words = 0 if self.has_kernels else len(self._parameters[0])
+        worked = positions * (12 * self._size + 6 * self._width + 2 * words)
+        fitting = _MOST_STACKED.get(device, 0) // numbers, _MOST_WORKED.get(device, 0) // worked
+        return max(1, min(_MOST_USERS, *fitting))
 
     def start(self, num_users: int) -> None:
         """So many users stand at the weights of the model."""
