@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from userdp.clipping.stacked.cells import TorchCells, TritonCells
-from userdp.clipping.stacked.room import Factors, Room, settle_
+from userdp.clipping.stacked.room import Factors, Room, settle_, squared_norms
 from userdp.clipping.stacked.words import TorchWords
 from userdp.losses import IGNORED_LABEL, RecordLoss, causal_lm_loss
 from userdp.updates.contract import Descent
@@ -174,19 +174,8 @@ class StackedLSTM:
         squares_PU = torch.cat((squares[None], *others))
         self._factors_PU[:, users] = self._in_callers_order(factors, squares_PU)
 
-    def ways(self) -> list[Tensor]:
-        """theta - theta^0 of every user, clipped, in the caller's order of parameters."""
-        found: dict[int, Tensor] = {}
-        for name, numbers in _PIECES.items():
-            way = self._theta[name] - self._starts[name]
-            parts = way.chunk(numbers.stop - numbers.start, 1)
-            for number, part in enumerate(parts, numbers.start):
-                factor = self._factors_PU[number].view(-1, *[1] * (part.dim() - 1))
-                found[self._places[number]] = torch.where(factor > 0, part * factor, 0.0)
-        return [found[place] for place in range(len(found))]
-
     def squared_ways(self) -> Tensor:
-        """The squared norms of `ways`, (parameters, users), without writing those down."""
+        """The squared norms of the users' ways theta - theta^0, clipped, (parameters, users)."""
         squares = [
             self._squared(*self._by_part(name, theta)) for name, theta in self._theta.items()
         ]
@@ -196,18 +185,32 @@ class StackedLSTM:
         return clipped[self._to_callers]
 
     def summed_ways(self, weights_PU: Tensor) -> list[Tensor]:
-        """`ways` times these weights, added up over the users; for CUDA."""
-        from userdp.clipping.kernels import local_steps
+        """The users' ways, clipped, times these weights and added up over the users.
 
+        Parameters are in the caller's order here.
+        """
         weights_PU = weights_PU.double()[self._to_own]
         found: dict[int, Tensor] = {}
         for name, numbers in _PIECES.items():
             parts = self._by_part(name, self._theta[name])
-            factors, weights = self._factors_PU[numbers].T, weights_PU[numbers].T
-            sums = local_steps.summed_ways(*parts, factors, weights)
+            sums = self._summed(*parts, self._factors_PU[numbers].T, weights_PU[numbers].T)
             for number, part in enumerate(sums, numbers.start):
                 found[self._places[number]] = part.view_as(self._parameters[number])
         return [found[place] for place in range(len(found))]
+
+    def _summed(
+        self, theta_UGX: Tensor, start_GX: Tensor, factor_UG: Tensor, weight_UG: Tensor
+    ) -> Tensor:
+        if self.has_kernels:
+            from userdp.clipping.kernels import local_steps
+
+            return local_steps.summed_ways(theta_UGX, start_GX, factor_UG, weight_UG)
+        total = torch.zeros_like(start_GX)
+        for theta_GX, factor_G, weight_G in zip(theta_UGX, factor_UG, weight_UG, strict=True):
+            way = torch.sub(theta_GX, start_GX, out=self._room.take("way", *start_GX.shape))
+            way = torch.where(factor_G[:, None] > 0, way, 0.0) if (factor_G == 0).any() else way
+            total.addcmul_(way, (factor_G * weight_G).to(way.dtype)[:, None])
+        return total
 
     def _by_part(self, name: str, theta: Tensor) -> tuple[Tensor, Tensor]:
         """The users' copies as (users, parts, numbers), and their beginning as (parts, numbers).
@@ -231,8 +234,8 @@ class StackedLSTM:
             from userdp.clipping.kernels import local_steps
 
             return local_steps.squared_ways(theta_UGX, start_GX).T
-        way = theta_UGX - start_GX
-        return torch.linalg.vector_norm(way, dim=2, dtype=torch.float64).square().T
+        way = torch.sub(theta_UGX, start_GX, out=self._room.take("way", *theta_UGX.shape))
+        return squared_norms(way).T
 
     def _move(
         self, theta: Tensor, start: Tensor, left: Tensor, right: Tensor | None = None
