@@ -16,11 +16,13 @@ from userdp import Plan, PrivateStep, UserIndex, verify
 from userdp.clipping.plain import clip_update
 from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip, PerLayerClip, PerVectorClip
 from userdp.clipping.settings import StepSettings
+from userdp.clipping.stacked.lora import stacked_adapters
 from userdp.clipping.summation import summation
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.losses import Batch, causal_lm_loss
 from userdp.models.checks import trainable_parameters
 from userdp.models.load import Lora, add_lora
+from userdp.updates.contract import Descent
 from userdp.updates.estimators import ClippedDenominator, FixedDenominator
 from userdp.updates.fedavg import FedAvg
 
@@ -157,6 +159,17 @@ def test_a_frozen_factor_stays_and_the_other_is_trained_by_many_users_at_once() 
     assert float((at_once - one_by_one).norm()) <= 1e-5 * float(one_by_one.norm())
     assert len(one_by_one) < sum(p.numel() for n, p in model.named_parameters() if "lora" in n)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_adapters_under_dropout_are_not_stacked() -> None:
+    # Side by side, users would share a stream of random numbers.
+    model = models_zoo.BUILDERS["llama tied + lora"]().eval()
+    parameters = list(trainable_parameters(model).values())
+    descent = Descent(rate=0.5, penalty=0.0)
+    assert stacked_adapters(model, parameters, descent) is not None
+    model.add_module("drop", nn.Dropout(0.1))
+    assert stacked_adapters(model, parameters, descent) is None
+    assert stacked_adapters(model.eval(), parameters, descent) is not None
 
 
 @pytest.mark.parametrize("path", ["plain", "fast"])

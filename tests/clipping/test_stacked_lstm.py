@@ -29,15 +29,16 @@ DESCENT = Descent(rate=0.5, penalty=0.0)
 def lstm(dtype: torch.dtype = torch.float32) -> WordLSTM:
     torch.manual_seed(0)
     config = WordLSTMConfig(vocab_size=WORDS, embedding_size=6, state_size=5)
-    return WordLSTM(config).to(dtype).eval()
+    model = WordLSTM(config).eval()
+    return model.double() if dtype == torch.float64 else model
 
 
 def cohort() -> list[Batch]:
-    found = [ragged_batch(list(lengths), seed=s) for s, lengths in enumerate(RAGGED)]
+    found = [dict(ragged_batch(list(lengths), seed=s)) for s, lengths in enumerate(RAGGED)]
     # Some labels in the middle of a record do not count, and a word stands twice in a row.
     found[2]["labels"][1, 3:5] = -100
     found[3]["input_ids"][0, :4] = found[3]["labels"][0, :4] = 7
-    return found
+    return [*found]
 
 
 def summed(model: nn.Module, update: FedAvg, rule: ClipRule, path: str) -> Tensor:
@@ -90,6 +91,16 @@ def program(model: nn.Module, parameters: Sequence[Tensor] | None = None) -> Sta
     return made
 
 
+def ways_of(made: StackedLSTM) -> list[Tensor]:
+    """Each user's way, by parameter: the sum in which that user alone has a weight."""
+    squares = made.squared_ways()
+    own = [
+        made.summed_ways(torch.eye(squares.shape[1])[[user]].expand_as(squares))
+        for user in range(squares.shape[1])
+    ]
+    return [torch.stack(tensors) for tensors in zip(*own, strict=True)]
+
+
 def batch_of(users: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(seed)
     ids = torch.randint(0, WORDS, (users, 2, 5))
@@ -103,34 +114,43 @@ def half_of_all(squares_PU: Tensor) -> Tensor:
 
 
 def test_a_user_who_is_not_finite_has_no_way_and_changes_nobody() -> None:
-    first, second = batch_of(3, seed=1), batch_of(3, seed=2)
+    batches = [batch_of(3, seed) for seed in (1, 2, 3)]
 
-    def ways(*, bad: bool) -> list[Tensor]:
+    def ways(*, bad: bool) -> list[list[Tensor]]:
         made = program(lstm(torch.float64))
         made.start(3)
-        made.step(*first, resting=0, factors=half_of_all)
-        if bad:
-            made._theta["weight"][1] = math.inf
-            made._theta["table"][1] = math.nan
-        made.step(*second, resting=0, factors=half_of_all)
-        return made.ways()
+        found: list[list[Tensor]] = []
+        for number, batch in enumerate(batches):
+            if bad and number == 1:
+                made._theta["weight"][1] = math.inf
+                made._theta["table"][1] = math.nan
+            made.step(*batch, resting=0, factors=half_of_all)
+            found.append([tensor.clone() for tensor in ways_of(made)])
+        return found
 
-    for good, found in zip(ways(bad=False), ways(bad=True), strict=True):
-        assert torch.equal(good[[0, 2]], found[[0, 2]])
-        assert not found[1].any()
-        assert good[1].any()
+    good, found = ways(bad=False), ways(bad=True)
+    for wanted, own in zip(good[1] + good[2], found[1] + found[2], strict=True):
+        assert torch.equal(wanted[[0, 2]], own[[0, 2]])
+        assert wanted[1].any()
+    assert not any(own[1].any() for own in found[1])
+    # After that the user goes on from the beginning, as in the plain loop.
+    fresh = program(lstm(torch.float64))
+    fresh.start(3)
+    fresh.step(*batches[2], resting=0, factors=half_of_all)
+    for wanted, own in zip(ways_of(fresh), found[2], strict=True):
+        torch.testing.assert_close(own[1], wanted[1], rtol=1e-9, atol=1e-14)
 
 
 def test_clipping_is_left_to_the_next_step_and_counted_once() -> None:
     made = program(lstm(torch.float64))
     made.start(2)
     made.step(*batch_of(2, seed=1), resting=0, factors=torch.ones_like)
-    whole = [tensor.clone() for tensor in made.ways()]
+    whole = [tensor.clone() for tensor in ways_of(made)]
     made.start(2)
     made.step(*batch_of(2, seed=1), resting=0, factors=half_of_all)
-    for once, half in zip(whole, made.ways(), strict=True):
+    for once, half in zip(whole, ways_of(made), strict=True):
         torch.testing.assert_close(half, once / 2, rtol=1e-12, atol=1e-15)
-    squares = torch.stack([tensor.flatten(1).square().sum(1) for tensor in made.ways()])
+    squares = torch.stack([tensor.flatten(1).square().sum(1) for tensor in ways_of(made)])
     torch.testing.assert_close(made.squared_ways(), squares, rtol=1e-12, atol=0)
 
 
@@ -138,9 +158,9 @@ def test_resting_users_stay_where_they_are() -> None:
     made = program(lstm(torch.float64))
     made.start(3)
     made.step(*batch_of(3, seed=1), resting=0, factors=half_of_all)
-    before = [tensor.clone() for tensor in made.ways()]
+    before = [tensor.clone() for tensor in ways_of(made)]
     made.step(*batch_of(3, seed=2), resting=2, factors=half_of_all)
-    for old, new in zip(before, made.ways(), strict=True):
+    for old, new in zip(before, ways_of(made), strict=True):
         assert torch.equal(old[:2], new[:2])
         assert not torch.equal(old[2], new[2])
 
@@ -158,11 +178,18 @@ def test_parameters_may_come_in_any_order() -> None:
         own = scales[places, None].double()
         for seed in (1, 2):
             made.step(*batch_of(2, seed), resting=0, factors=lambda s: own.expand_as(s))
-        return made.ways()
+        return ways_of(made)
 
     usual, other = ways(list(range(len(parameters)))), ways(order)
     for place, found in zip(order, other, strict=True):
         assert torch.equal(usual[place], found)
+
+
+def test_long_records_take_their_memory_from_the_number_of_users() -> None:
+    made = program(lstm())
+    many, few = made.most_users(10), made.most_users(10_000)
+    assert many == made.most_users(1) > few > 1
+    assert made.most_users(2**40) == 1
 
 
 def test_only_the_word_lstm_itself_takes_its_program() -> None:
@@ -174,7 +201,7 @@ def test_only_the_word_lstm_itself_takes_its_program() -> None:
     assert stacked_lstm(model, every, causal_lm_loss, DESCENT) is not None
     assert stacked_lstm(model, every[1:], causal_lm_loss, DESCENT) is None
     assert stacked_lstm(model, every, masked_lm_loss, DESCENT) is None
-    other = Other(model.config).eval()
+    other = Other(WordLSTMConfig(vocab_size=WORDS, embedding_size=6, state_size=5)).eval()
     assert stacked_lstm(other, list(other.parameters()), causal_lm_loss, DESCENT) is None
     hooked = copy.deepcopy(model)
     hooked.embedding.register_forward_hook(lambda *_: None)

@@ -134,14 +134,14 @@ def test_somebody_of_many_records_takes_no_more_memory_for_all_others(
     most = 64
     monkeypatch.setattr(local, "_MOST_CELLS", most)
     cells: list[int] = []
-    stack = local._Stacked.of
+    stack = local.StackedRecords.of
 
     def watched(*arguments: Any) -> Any:
         stacked = stack(*arguments)
         cells.append(stacked.tensors["y"].numel())
         return stacked
 
-    monkeypatch.setattr(local._Stacked, "of", staticmethod(watched))
+    monkeypatch.setattr(local.StackedRecords, "of", staticmethod(watched))
     cohort = [*OTHERS[:6], person(99, rows=57)]
     found = total(made(Classes(), "fast"), cohort)
     assert max(cells) <= most

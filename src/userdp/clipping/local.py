@@ -97,8 +97,6 @@ class LocalClipping:
         self._lstm: StackedLSTM | None = None
         if update.descent is not None and settings.compute_dtype is None:
             self._lstm = stacked_lstm(model, self._parameters, record_loss, update.descent)
-        if self._lstm is not None:
-            self._most_users = self._lstm.most_users
         # So do adapters on a frozen model: the base runs once for all users.
         self._adapters: StackedAdapters | None = None
         if update.descent is not None and self._lstm is None:
@@ -112,6 +110,8 @@ class LocalClipping:
         # decide how those of others are computed.
         self._alone: set[str] = set()
         self._longest = sequence_length or most_positions(model) or _USUAL_LENGTH
+        if self._lstm is not None:
+            self._most_users = self._lstm.most_users(self._longest * update.local_batch_size)
         if self._adapters is not None:
             tokens = settings.microbatch_tokens or _MOST_TOKENS[device == "cuda"]
             at_once = tokens // (self._longest * update.local_batch_size)
@@ -225,7 +225,8 @@ class LocalClipping:
         None if the LSTM's program keeps them, to add them up itself.
         """
         if self._lstm is not None:
-            return self._lstm_ways(self._lstm, users, rule)
+            self._train_lstm(self._lstm, users, rule)
+            return None
         if self._adapters is not None:
             return self._adapter_ways(self._adapters, users, rule)
         device = self._parameters[0].device
@@ -244,10 +245,8 @@ class LocalClipping:
                 way = step(way, start, *stacked.local_batch(number), clip_norm)
         return [tensor[: len(users)] for tensor in way]
 
-    def _lstm_ways(
-        self, lstm: StackedLSTM, users: Sequence[Batch], rule: ClipRule
-    ) -> list[Tensor] | None:
-        """The same by the LSTM's own program."""
+    def _train_lstm(self, lstm: StackedLSTM, users: Sequence[Batch], rule: ClipRule) -> None:
+        """The same by the LSTM's own program, which keeps the ways."""
         eps = torch.finfo(self._parameters[0].dtype).eps
         lstm.start(len(users))
         for stacked, number in self._local_batches(users, len(users), lengths_of(users, None)):
@@ -259,7 +258,6 @@ class LocalClipping:
                 resting=stacked.resting(number),
                 factors=lambda squares: self._clip.factors(squares, rule, eps)[0],
             )
-        return None if lstm.has_kernels else lstm.ways()
 
     def _adapter_ways(
         self, adapters: StackedAdapters, users: Sequence[Batch], rule: ClipRule

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from userdp.clipping.stacked.cells import TorchCells, TritonCells
-from userdp.clipping.stacked.room import Factors, Room, settle_
+from userdp.clipping.stacked.room import Factors, Room, settle_, squared_norms
 from userdp.clipping.stacked.words import TorchWords
 from userdp.losses import IGNORED_LABEL, RecordLoss, causal_lm_loss
 from userdp.updates.contract import Descent
@@ -28,6 +28,8 @@ from userdp.updates.contract import Descent
 # So many numbers may stand side by side in the copies of a microbatch. A processor is fastest while
 # the copies stay in its cache.
 _MOST_STACKED = {"cpu": 2**24, "cuda": 2**31}
+# So many numbers may the positions of a local batch take, over all users.
+_MOST_WORKED = {"cpu": 2**26, "cuda": 2**31}
 _MOST_USERS = 1024
 
 # This file knows the model by its name: the models are built on top of clipping.
@@ -92,10 +94,19 @@ class StackedLSTM:
         self._width = self._parameters[0].shape[1]
         self._size = self._parameters[5].shape[0]
         self._smallest = float(model.smallest_length)  # pyright: ignore
-        numbers = sum(parameter.numel() for parameter in self._parameters)
         # The kernels are for float32.
         self.has_kernels = device.type == "cuda" and self._parameters[0].dtype == torch.float32
-        self.most_users = max(1, min(_MOST_USERS, _MOST_STACKED.get(device.type, 0) // numbers))
+
+    def most_users(self, positions: int) -> int:
+        """How many users may stand side by side, if a local batch has so many positions."""
+        device = self._parameters[0].device.type
+        numbers = sum(parameter.numel() for parameter in self._parameters)
+        # What is kept of a position: gates, their slopes, cells, states, words and outputs. In
+        # torch its logits are written down as well, and their softmax.
+        words = 0 if self.has_kernels else len(self._parameters[0])
+        worked = positions * (12 * self._size + 6 * self._width + 2 * words)
+        fitting = _MOST_STACKED.get(device, 0) // numbers, _MOST_WORKED.get(device, 0) // worked
+        return max(1, min(_MOST_USERS, *fitting))
 
     def start(self, num_users: int) -> None:
         """So many users stand at the weights of the model."""
@@ -163,19 +174,8 @@ class StackedLSTM:
         squares_PU = torch.cat((squares[None], *others))
         self._factors_PU[:, users] = self._in_callers_order(factors, squares_PU)
 
-    def ways(self) -> list[Tensor]:
-        """theta - theta^0 of every user, clipped, in the caller's order of parameters."""
-        found: dict[int, Tensor] = {}
-        for name, numbers in _PIECES.items():
-            way = self._theta[name] - self._starts[name]
-            parts = way.chunk(numbers.stop - numbers.start, 1)
-            for number, part in enumerate(parts, numbers.start):
-                factor = self._factors_PU[number].view(-1, *[1] * (part.dim() - 1))
-                found[self._places[number]] = torch.where(factor > 0, part * factor, 0.0)
-        return [found[place] for place in range(len(found))]
-
     def squared_ways(self) -> Tensor:
-        """The squared norms of `ways`, (parameters, users), without writing those down."""
+        """The squared norms of the users' ways theta - theta^0, clipped, (parameters, users)."""
         squares = [
             self._squared(*self._by_part(name, theta)) for name, theta in self._theta.items()
         ]
@@ -185,18 +185,32 @@ class StackedLSTM:
         return clipped[self._to_callers]
 
     def summed_ways(self, weights_PU: Tensor) -> list[Tensor]:
-        """`ways` times these weights, added up over the users; for CUDA."""
-        from userdp.clipping.kernels import local_steps
+        """The users' ways, clipped, times these weights and added up over the users.
 
+        Parameters are in the caller's order here.
+        """
         weights_PU = weights_PU.double()[self._to_own]
         found: dict[int, Tensor] = {}
         for name, numbers in _PIECES.items():
             parts = self._by_part(name, self._theta[name])
-            factors, weights = self._factors_PU[numbers].T, weights_PU[numbers].T
-            sums = local_steps.summed_ways(*parts, factors, weights)
+            sums = self._summed(*parts, self._factors_PU[numbers].T, weights_PU[numbers].T)
             for number, part in enumerate(sums, numbers.start):
                 found[self._places[number]] = part.view_as(self._parameters[number])
         return [found[place] for place in range(len(found))]
+
+    def _summed(
+        self, theta_UGX: Tensor, start_GX: Tensor, factor_UG: Tensor, weight_UG: Tensor
+    ) -> Tensor:
+        if self.has_kernels:
+            from userdp.clipping.kernels import local_steps
+
+            return local_steps.summed_ways(theta_UGX, start_GX, factor_UG, weight_UG)
+        total = torch.zeros_like(start_GX)
+        for theta_GX, factor_G, weight_G in zip(theta_UGX, factor_UG, weight_UG, strict=True):
+            way = torch.sub(theta_GX, start_GX, out=self._room.take("way", *start_GX.shape))
+            way = torch.where(factor_G[:, None] > 0, way, 0.0) if (factor_G == 0).any() else way
+            total.addcmul_(way, (factor_G * weight_G).to(way.dtype)[:, None])
+        return total
 
     def _by_part(self, name: str, theta: Tensor) -> tuple[Tensor, Tensor]:
         """The users' copies as (users, parts, numbers), and their beginning as (parts, numbers).
@@ -220,8 +234,8 @@ class StackedLSTM:
             from userdp.clipping.kernels import local_steps
 
             return local_steps.squared_ways(theta_UGX, start_GX).T
-        way = theta_UGX - start_GX
-        return torch.linalg.vector_norm(way, dim=2, dtype=torch.float64).square().T
+        way = torch.sub(theta_UGX, start_GX, out=self._room.take("way", *theta_UGX.shape))
+        return squared_norms(way).T
 
     def _move(
         self, theta: Tensor, start: Tensor, left: Tensor, right: Tensor | None = None

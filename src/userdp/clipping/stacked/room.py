@@ -12,6 +12,10 @@ from torch import Tensor
 Factors = Callable[[Tensor], Tensor]
 
 
+# So many numbers are added up in their own precision.
+_SUMMED = 64
+
+
 class Room:
     """Tensors by name. A tensor taken again under its name lies in the same memory."""
 
@@ -28,14 +32,25 @@ class Room:
         return held[:size].view(shape)
 
 
-def settle_(theta: Tensor, start: Tensor, factor: Tensor) -> Tensor:
-    """theta^0 + factor (theta - theta^0) in place; a factor of zero gives theta^0.
+def settle_(theta_UGX: Tensor, start_GX: Tensor, factor_UG: Tensor) -> None:
+    """theta^0 + factor (theta - theta^0) in place, for each user and each of G parts.
 
-    `factor` has the first dimensions of `theta` that it differs over.
+    A copy whose factor is one stays as it is.
     """
-    if not theta.is_cuda and bool((factor == 1).all()):
-        return theta
-    wide = factor.view(*factor.shape, *[1] * (theta.dim() - factor.dim()))
-    # What is not finite has the factor zero, and must not be multiplied by it.
-    moved = torch.where(wide > 0, theta - start, 0.0)
-    return theta.copy_(moved.mul_(wide).add_(start))
+    for user, part in (factor_UG != 1).nonzero().tolist():
+        own, start, factor = theta_UGX[user, part], start_GX[part], factor_UG[user, part]
+        # What is not finite has the factor zero, and must not be multiplied by it.
+        torch.lerp(start, own, factor, out=own) if factor > 0 else own.copy_(start)
+
+
+def squared_norms(way: Tensor) -> Tensor:
+    """The squared norms over the last dimension, in float64, without a copy in float64.
+
+    Sums of 64 numbers are in the tensor's own dtype. That is off by a few roundings at most, which
+    `factors.ROUNDING_MARGIN` has room for.
+    """
+    even = way.shape[-1] // _SUMMED * _SUMMED
+    parts = way[..., :even].unflatten(-1, (-1, _SUMMED))
+    squares = torch.linalg.vector_norm(parts, dim=-1).double().square().sum(-1)
+    rest = torch.linalg.vector_norm(way[..., even:], dim=-1, dtype=torch.float64)
+    return squares + rest.square()

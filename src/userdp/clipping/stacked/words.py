@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from userdp.clipping.stacked.room import Room, settle_
+from userdp.clipping.stacked.room import Room, settle_, squared_norms
 
 
 class TorchWords:
@@ -36,7 +36,7 @@ class TorchWords:
     def begin(self, users: slice, factor_U: Tensor) -> None:
         """A local step of these users begins: clip what the step before left."""
         self._table = self._theta[users]
-        settle_(self._table, self._start, factor_U)
+        settle_(self._table[:, None], self._start[None], factor_U[:, None])
         lengths = torch.linalg.vector_norm(self._table, dim=2)
         self._inverse_UV = 1 / lengths.clamp(min=self._smallest)
         # Where the length is the constant it has no gradient.
@@ -88,4 +88,4 @@ class TorchWords:
             gradient.add_(table - self._start, alpha=penalty)
         table.add_(gradient, alpha=-eta)
         way = torch.sub(table, self._start, out=self._room.take("way", *table.shape))
-        return torch.linalg.vector_norm(way.flatten(1), dim=1, dtype=torch.float64).square()
+        return squared_norms(way.flatten(1))
