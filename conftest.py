@@ -39,6 +39,7 @@ collect_ignore_glob = [
 ]
 if not _is_here("triton"):
     collect_ignore_glob += ["src/userdp/noise/*kernels.py", "tests/noise/noise_*.py"]
+    collect_ignore_glob += ["tests/clipping/local_kernels_*.py"]
 
 # No deadline: machines are shared, and compiled functions compile on their first call.
 # Derandomised: a failure in one place is a failure everywhere.

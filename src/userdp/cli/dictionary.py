@@ -65,8 +65,8 @@ def dictionary(
     )[: size - len(SPECIAL)]
     if not words:
         raise InputError(
-            f"no word was written by clearly more than {rule.threshold:,.0f} users, and --epsilon "
-            f"{epsilon:g} takes so many. It is paid for all the same. Use more users, a larger "
+            f"no word was written by clearly more than {rule.threshold:,.0f} users, and this "
+            "--epsilon takes so many. It is paid for all the same. Use more users, a larger "
             "--epsilon, or fewer --words-per-user."
         )
     told = accountant.evaluate(rule.event, delta=delta, adjacency=adjacency)

@@ -78,7 +78,7 @@ class Discrete(Noise):
             # A piece is always drawn whole: a number depends on those that are drawn before it.
             noise = draw.drawn_once(
                 piece,
-                (streams.key(step, piece), variance, size),
+                (streams, step, variance, size),
                 partial(_drawn, min(length, size - start), variance, streams, step, piece),
             )
             first, last = max(start, offset), min(start + len(noise), offset + len(flat))

@@ -144,4 +144,4 @@ def _piece(like: Tensor, count: int, streams: Streams, step: int, piece: int) ->
         noise = streams.rng(step, piece).standard_normal(count)
         return torch.from_numpy(noise.astype(kind, copy=False))
 
-    return drawn_once(piece, (streams.key(step, piece), kind, count), draw).to(like.device)
+    return drawn_once(piece, (streams, step, kind, count), draw).to(like.device)
