@@ -29,7 +29,9 @@ def _is_here(module: str) -> bool:
 
 # CUDA machines have triton, newer ones with Gluon; elsewhere these kernels cannot be imported.
 _NEEDED_BY = dict.fromkeys(
-    ("gram", "gram_kernels", "inner", "record_attention", "settle", "stored", "tables"), "triton"
+    ("gram", "gram_kernels", "inner", "record_attention", "settle", "stored", "tables")
+    + ("local_steps", "word_rows", "word_table"),
+    "triton",
 )
 _NEEDED_BY["hopper"] = "triton.experimental.gluon"
 collect_ignore_glob = [
@@ -39,6 +41,7 @@ collect_ignore_glob = [
 ]
 if not _is_here("triton"):
     collect_ignore_glob += ["src/userdp/noise/*kernels.py", "tests/noise/noise_*.py"]
+    collect_ignore_glob += ["src/userdp/clipping/stacked/triton_words.py"]
     collect_ignore_glob += ["tests/clipping/local_kernels_*.py"]
 
 # No deadline: machines are shared, and compiled functions compile on their first call.
