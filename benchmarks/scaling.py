@@ -185,7 +185,9 @@ def work(*, quick: bool, rounds: int) -> None:
     _tell({"ready": 1.0})
     sent = ranks.bytes_added_up
     for _ in range(rounds):
-        sys.stdin.readline()
+        if not sys.stdin.readline():
+            # Whoever asked is gone.
+            return
         began, busy = time.perf_counter(), time.process_time()
         users = sum(take() for _ in range(steps))
         _tell(
