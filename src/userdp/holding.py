@@ -55,8 +55,11 @@ class WholeWeights:
         """Add up, noise and divide the one flat buffer."""
         values = total.total.values
         if total.concentration is None:
-            # Where a test decides, every rank has the sum of all of them.
             self._ranks.add_up_(values)
+        else:
+            # Where a test decides, every rank has the sum of all of them. It must not use it before
+            # the first rank has come here, after its charge.
+            self._ranks.numbers([release.step])
         if release.scale != 1:
             values *= release.scale
         # Every rank adds the same noise to the same sum, so it is in the weights once.

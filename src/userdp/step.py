@@ -33,7 +33,7 @@ from userdp.plan import Plan
 from userdp.ranks import Ranks
 from userdp.ranks.agreed import Counted, agreed, with_all_apart
 from userdp.ranks.alike import check_alike, check_tried, check_weights, is_check_due
-from userdp.ranks.shares import places_of, taken
+from userdp.ranks.shares import dealt_by, places_of, taken
 from userdp.ranks.states import of_all_ranks, of_this_rank
 from userdp.run_record import RunRecord
 from userdp.sampling import Cohort
@@ -135,7 +135,7 @@ class PrivateStep:
         self._drawn: Cohort | None = None
         # Which groups of the whole cohort those drawn are.
         self._places: Rows = np.empty(0, np.int64)
-        self._drawn_at = -1
+        self._drawn_at, self._dealt = -1, 0
         self._is_doubted = False
 
     # These are read-only: what a step is priced by and acts on must not be replaced during a run.
@@ -205,6 +205,7 @@ class PrivateStep:
         whole = self.plan.sampler.draw(self._index, self._drawn_at, self.record.streams("cohort"))
         ranks = self._ranks
         self._places = places_of(whole, ranks.rank, ranks.count, self._row_lengths)
+        self._dealt = dealt_by(whole, self._row_lengths) if ranks.count > 1 else 0
         self._drawn = taken(whole, self._places)
         return self._drawn
 
@@ -224,11 +225,11 @@ class PrivateStep:
             self._drawn = None
         with self.record.step(self._drawn_at):
             own_part = ending(self._model_passes, partial(self._own_part, cohort, groups))
-            total, seen = agreed(self._ranks, own_part)
+            total, seen = agreed(self._ranks, own_part, dealt=self._dealt)
             if could_differ and seen.differs and self._ranks.count > 1:
                 # What one rank saw of the fast path holds for all of them: its sums do not count.
                 self._checked.summation.differs = True
-                total, seen = agreed(self._ranks, own_part)
+                total, seen = agreed(self._ranks, own_part, dealt=self._dealt)
             if seen.keeps:
                 self._refuse_memory()
             if could_differ and seen.differs and self.record.steps:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from userdp.clipping.flat import ClippedSum
+from userdp.errors import StoppedRunError
 from userdp.index import Rows
 from userdp.ranks.group import Ranks
 
@@ -34,9 +35,12 @@ class Counted:
 
 
 def agreed(
-    ranks: Ranks, compute: Callable[[], tuple[ClippedSum, Counted]]
+    ranks: Ranks, compute: Callable[[], tuple[ClippedSum, Counted]], *, dealt: int
 ) -> tuple[ClippedSum, Counted]:
     """This rank's part of the sum with the counts of all parts, and what was seen on any rank.
+
+    `dealt` names what the groups were shared out by (`shares.dealt_by`). If a rank has another
+    number, all ranks raise: somebody may be on two of them.
 
     What raises on one rank raises on all, so that nobody waits for a rank that has given up.
     """
@@ -50,10 +54,20 @@ def agreed(
         error = raised
     own = Counted() if found is None else found[1]
     rows = ranks.numbers(
-        [error is not None, own.num_within, own.num_updates, own.weight, own.keeps, own.differs]
+        [
+            *(error is not None, own.num_within, own.num_updates, own.weight),
+            *(own.keeps, own.differs, dealt),
+        ]
     )
     if rows[:, 0].any():
         ranks.raise_together(error)
+    others = np.flatnonzero(rows[:, 6] != rows[0, 6])
+    if len(others):
+        raise StoppedRunError(
+            f"rank {others[0]} shares out the cohort of this step otherwise than rank 0, so a user "
+            "could count on two ranks: it was given other row_lengths, or draws otherwise (another "
+            "numpy?). The step is not taken. Make the ranks alike and start again."
+        )
     assert found is not None
     seen = Counted(
         num_within=int(rows[:, 1].sum()),

@@ -9,6 +9,7 @@ else.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 
 import numpy as np
@@ -51,6 +52,23 @@ def places_of(cohort: Cohort, rank: int, count: int, row_lengths: Rows | None = 
     if count == 1:
         return np.arange(len(cohort))
     return shares(costs_of(cohort, row_lengths), count)[rank]
+
+
+def dealt_by(cohort: Cohort, row_lengths: Rows | None = None) -> int:
+    """A number of 48 bits that names what the shares are computed from. Secret.
+
+    Ranks of which one has another number would share out another cohort, or by other costs: a user
+    could be on two ranks, and move the sum by two clip norms.
+
+    >>> cohort = Cohort.of([np.array([0, 1]), np.array([2])])
+    >>> dealt_by(cohort) == dealt_by(cohort, np.array([9, 1, 1]))
+    False
+    """
+    found = hashlib.sha256()
+    for numbers in (cohort.indptr, cohort.rows, costs_of(cohort, row_lengths)):
+        found.update(len(numbers).to_bytes(8, "big"))
+        found.update(np.asarray(numbers, "<i8").tobytes())
+    return int.from_bytes(found.digest()[:6], "big")
 
 
 def taken(cohort: Cohort, places: Rows) -> Cohort:
