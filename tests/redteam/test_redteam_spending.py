@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dp_accounting.dp_event import GaussianDpEvent
 from dp_accounting.pld import PLDAccountant
 
 import userdp
@@ -31,6 +32,7 @@ from userdp.history import ANCESTRY_FILE, history_of, merged
 from userdp.lineage import UNCOMPARED_PAST, begin_run, earlier_runs
 from userdp.noise.gaussian import Gaussian
 from userdp.opening import UNCHECKED_PEOPLE
+from userdp.population import Population
 from userdp.run_record import RunRecord
 from userdp.sampling import PoissonUsers
 from userdp.streams import RunSecret
@@ -595,3 +597,21 @@ def test_a_list_of_users_that_its_owner_did_not_write_is_unknown(
     assert UNCHECKED_PEOPLE in later.statement.cautions
     # Nor does a later run take such a list over.
     assert len(list((tmp_path / "later" / "secret" / "users").glob("*.bin"))) == 1
+
+
+def test_a_second_home_of_a_store_in_storage_begins_no_budget_of_its_own(tmp_path: Path) -> None:
+    local = make_store(tmp_path / "local", [3, 1, 4])
+    shutil.copytree(local.path, tmp_path / "bucket" / "store")
+    url = f"file://{tmp_path}/bucket/store"
+    # Both are made before anything is counted.
+    first, second = (UserStore.open(url, home=tmp_path / name) for name in ("a", "b"))
+    Population.of(first).debit("a look", GaussianDpEvent(1.0), Adjacency.ADD_REMOVE)
+    third = UserStore.open(url, home=tmp_path / "c")
+    for store in (second, third):
+        assert Population.of(store).path == tmp_path / "a.population"
+        assert Population.of(store).spent(1e-6).epsilon == Population.of(first).spent(1e-6).epsilon
+    # Another machine cannot see that budget.
+    (tmp_path / "a.population").rename(tmp_path / "away")
+    for store in (second, third):
+        with pytest.raises(LedgerError, match="not there"):
+            Population.of(store)
