@@ -19,6 +19,7 @@ import userdp
 from cli_runner import userdp as command
 from tiny import WORDS, make_model, make_store
 from userdp import Adjacency, Ledger, Lora, Plan, PrivateStep, UserIndex, load_model, training_rows
+from userdp.accounting.heavy_hitters import Votes
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
 from userdp.clipping.rules import FlatClip
@@ -615,3 +616,17 @@ def test_a_second_home_of_a_store_in_storage_begins_no_budget_of_its_own(tmp_pat
     for store in (second, third):
         with pytest.raises(LedgerError, match="not there"):
             Population.of(store)
+
+
+def test_a_delta_too_small_for_a_dictionary_is_not_called_a_run_without_privacy(
+    tmp_path: Path,
+) -> None:
+    people = Population.of(make_store(tmp_path / "store", [3, 1, 4]))
+    rule = Votes.calibrated(
+        words_per_user=4, epsilon=8.0, delta=1e-5, adjacency=Adjacency.ADD_REMOVE
+    )
+    people.debit("dictionary", rule.event, Adjacency.ADD_REMOVE)
+    found = people.spent(1e-7)
+    assert found.epsilon == np.inf
+    assert "threshold of a dictionary" in found.problems[0]
+    assert (people.spent(1e-5).epsilon or np.inf) <= 8.0
