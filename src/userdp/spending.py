@@ -23,7 +23,7 @@ from typing import Any
 
 from dp_accounting import dp_event
 
-from userdp.accounting import accountant, events
+from userdp.accounting import accountant, added, events
 from userdp.accounting.events import DpEvent
 from userdp.chain import Row
 from userdp.errors import LedgerError, UnaccountedPlanError
@@ -275,8 +275,21 @@ def _composed(entries: Sequence[Entry], delta: float) -> tuple[float | None, str
         found = accountant.evaluate(event, delta=delta, adjacency=adjacency)
     except UnaccountedPlanError as error:
         return None, "nobody", (str(error),)
-    problems = () if math.isfinite(found.epsilon) else (NOT_PRIVATE,)
-    return found.epsilon, found.certified_by, problems
+    return found.epsilon, found.certified_by, _problems(event, found.epsilon, delta)
+
+
+def _problems(event: DpEvent, epsilon: float, delta: float) -> tuple[str, ...]:
+    """Why there is no number, if there is none."""
+    if math.isfinite(epsilon):
+        return ()
+    own = added.split(event)
+    if own is None or own.delta < delta:
+        return (NOT_PRIVATE,)
+    return (
+        f"the releases need delta={own.delta:g} for what is known by its delta alone, such as the "
+        f"threshold of a dictionary: no epsilon covers them at delta={delta:g}, ask for a larger "
+        "one",
+    )
 
 
 def alone_epsilon(entries: Sequence[Entry], delta: float) -> float:

@@ -12,6 +12,7 @@ from ranks_runner import on_ranks
 from userdp import Plan, PrivateStep, UserIndex
 from userdp.errors import StoppedRunError
 from userdp.losses import Batch
+from userdp.ranks import Ranks
 from userdp.streams import RunSecret
 from userdp.updates.filter import Filter
 
@@ -95,3 +96,11 @@ def test_behind_the_filter_no_rank_has_weights_of_a_step_that_is_not_charged() -
         return not torch.equal(model.weight, before)
 
     assert on_ranks(2, moved) == [False, False]
+
+
+def test_what_one_rank_alone_has_is_refused_by_all() -> None:
+    def told(rank: int) -> None:
+        Ranks.found().check_same({"plan": "a"} | ({"average": "b"} if rank else {}))
+
+    for found in on_ranks(2, told):
+        assert (found.kind, "rank 1 has another average" in found.words) == ("InputError", True)

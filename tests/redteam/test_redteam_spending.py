@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dp_accounting.dp_event import GaussianDpEvent
 from dp_accounting.pld import PLDAccountant
 
 import userdp
 from cli_runner import userdp as command
 from tiny import WORDS, make_model, make_store
 from userdp import Adjacency, Ledger, Lora, Plan, PrivateStep, UserIndex, load_model, training_rows
+from userdp.accounting.heavy_hitters import Votes
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
 from userdp.clipping.rules import FlatClip
@@ -31,6 +33,7 @@ from userdp.history import ANCESTRY_FILE, history_of, merged
 from userdp.lineage import UNCOMPARED_PAST, begin_run, earlier_runs
 from userdp.noise.gaussian import Gaussian
 from userdp.opening import UNCHECKED_PEOPLE
+from userdp.population import Population
 from userdp.run_record import RunRecord
 from userdp.sampling import PoissonUsers
 from userdp.streams import RunSecret
@@ -595,3 +598,35 @@ def test_a_list_of_users_that_its_owner_did_not_write_is_unknown(
     assert UNCHECKED_PEOPLE in later.statement.cautions
     # Nor does a later run take such a list over.
     assert len(list((tmp_path / "later" / "secret" / "users").glob("*.bin"))) == 1
+
+
+def test_a_second_home_of_a_store_in_storage_begins_no_budget_of_its_own(tmp_path: Path) -> None:
+    local = make_store(tmp_path / "local", [3, 1, 4])
+    shutil.copytree(local.path, tmp_path / "bucket" / "store")
+    url = f"file://{tmp_path}/bucket/store"
+    # Both are made before anything is counted.
+    first, second = (UserStore.open(url, home=tmp_path / name) for name in ("a", "b"))
+    Population.of(first).debit("a look", GaussianDpEvent(1.0), Adjacency.ADD_REMOVE)
+    third = UserStore.open(url, home=tmp_path / "c")
+    for store in (second, third):
+        assert Population.of(store).path == tmp_path / "a.population"
+        assert Population.of(store).spent(1e-6).epsilon == Population.of(first).spent(1e-6).epsilon
+    # Another machine cannot see that budget.
+    (tmp_path / "a.population").rename(tmp_path / "away")
+    for store in (second, third):
+        with pytest.raises(LedgerError, match="not there"):
+            Population.of(store)
+
+
+def test_a_delta_too_small_for_a_dictionary_is_not_called_a_run_without_privacy(
+    tmp_path: Path,
+) -> None:
+    people = Population.of(make_store(tmp_path / "store", [3, 1, 4]))
+    rule = Votes.calibrated(
+        words_per_user=4, epsilon=8.0, delta=1e-5, adjacency=Adjacency.ADD_REMOVE
+    )
+    people.debit("dictionary", rule.event, Adjacency.ADD_REMOVE)
+    found = people.spent(1e-7)
+    assert found.epsilon == np.inf
+    assert "threshold of a dictionary" in found.problems[0]
+    assert (people.spent(1e-5).epsilon or np.inf) <= 8.0

@@ -6,11 +6,13 @@ history, by id and by path. So both count in one file.
 
 A store that was once counted has a note of its population inside: the id, and where the budget lay.
 A copy of the store finds the budget there and shares it. If the budget is gone from there, the note
-shows that something is missing.
+shows that something is missing. A store in object storage has the note there, too, so that a second
+home of it begins no budget of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -21,6 +23,7 @@ from typing import Any
 from userdp import durable
 from userdp.budget_file import BudgetFile
 from userdp.chain import Row
+from userdp.data import remote
 from userdp.data.store import UserStore
 from userdp.errors import LedgerError
 
@@ -135,11 +138,14 @@ def _stands_for(first: Row, named: str) -> bool:
 
 
 def _noted(place: Path) -> dict[str, str] | None:
+    own = place / NOTE
     try:
-        found: Any = json.loads((place / NOTE).read_bytes())
+        # Another home of the store may have been counted since this one was made.
+        content = own.read_bytes() if own.exists() else remote.small_file(place, NOTE)
+        if content is None:
+            return None
+        found: Any = json.loads(content)
         return {"id": str(found["id"]), "lay": str(found["lay"])}
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, KeyError, TypeError):
         raise LedgerError(
             f"{place / NOTE}: damaged; it names the population of this store. Take it away only if "
@@ -151,12 +157,9 @@ def _leave_note(place: Path, budget: BudgetFile) -> None:
     note = {"id": budget.rows()[0]["id"], "lay": str(budget.directory)}
     if _noted(place) == note:
         return
-    try:
-        durable.write_file(
-            place / NOTE,
-            json.dumps(note).encode() + b"\n",
-            mode=durable.OWNER_ONLY_FILE,
-        )
-    except OSError:
-        # The store may be read-only. Then moving it away from its budget is not noticed.
-        return
+    content = json.dumps(note).encode() + b"\n"
+    # Either may be read-only. Then moving it away from its budget is not noticed.
+    with contextlib.suppress(OSError):
+        durable.write_file(place / NOTE, content, mode=durable.OWNER_ONLY_FILE)
+    with contextlib.suppress(OSError):
+        remote.put_small_file(place, NOTE, content)

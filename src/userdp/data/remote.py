@@ -2,8 +2,10 @@
 
 `fsspec` knows the storage: s3://, gs://, memory://, file:// and others. A store there has a home, a
 directory on this machine, with copies of its small files and the note `remote.json`. Whatever takes
-a store takes its home. The budget of the population lies beside the home, as for any store. So one
-machine, or one shared file system, must be the home of a store that many train on.
+a store takes its home. The budget of the population lies beside the home, as for any store, and a
+note in the storage says where. So one machine, or one shared file system, must be the home of a
+store that many train on: another home shares that budget, or is refused where it cannot be reached.
+If the storage cannot be written to, there is no such note.
 
 Numbers are read by blocks: a rank that reads the rows of its users fetches the blocks that hold
 them, and no others. Texts are fetched as a whole when they are first asked for.
@@ -117,6 +119,24 @@ def fetched(home: Path, url: str, name: str, *, sha256: str | None = None) -> Pa
         path.parent.mkdir(mode=OWNER_ONLY_DIRECTORY, parents=True, exist_ok=True)
         write_file(path, content, mode=OWNER_ONLY_FILE)
     return path
+
+
+def small_file(home: Path, name: str) -> bytes | None:
+    """A small file as it lies in the storage now; None if there is none, or no storage."""
+    if (url := url_of(home)) is None:
+        return None
+    storage, place = file_system(url)
+    try:
+        return cast(bytes, storage.cat_file(f"{place}/{name}"))
+    except FileNotFoundError:
+        return None
+
+
+def put_small_file(home: Path, name: str, content: bytes) -> None:
+    """Write a small file into the storage, if the home is of a store there. Raises OSError."""
+    if (url := url_of(home)) is not None:
+        storage, place = file_system(url)
+        storage.pipe_file(f"{place}/{name}", content)
 
 
 def sides_agree(home: Path, indptr: NDArray[np.int64], owners: NDArray[np.int64]) -> bool:

@@ -234,7 +234,9 @@ class Ranks:
         """Refuse to go on if a rank has another value than the first. All ranks raise."""
         found = self.gathered(dict(named))
         for rank, other in enumerate(found):
-            changed = [name for name in named if other.get(name) != found[0].get(name)]
+            # Also what one of the two does not have at all.
+            names = {**found[0], **other}
+            changed = [name for name in names if other.get(name) != found[0].get(name)]
             if changed:
                 raise InputError(
                     f"rank {rank} has another {changed[0]} than rank 0: all ranks must be started "
