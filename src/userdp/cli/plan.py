@@ -168,7 +168,7 @@ def plan(
     def on_gpus(rank: int) -> list[Prediction]:
         return plan_scale.predicted(
             found.best,
-            gpus=gpus or 1,
+            gpus=1 if gpus is None else gpus,
             size=size,
             rank=rank,
             length=sequence_length,
