@@ -44,7 +44,17 @@ def test_8b_with_adapters_is_as_measured() -> None:
     found = predict(H200, MODELS["llama-8b"], BATCH, 1)
     told = measured("h200_2026-11-18_large_lora_8b.json", "private")
     assert found.tokens_a_second == pytest.approx(told["tokens_a_second"], rel=0.05)
-    assert found.memory_bytes / 2**30 == pytest.approx(told["steady_gib"], rel=0.1)
+    # Later steps replay a graph, whose memory torch does not count: the first one shows what is held.
+    assert found.memory_bytes / 2**30 == pytest.approx(told["peak_gib"], rel=0.1)
+
+
+def test_3b_with_all_weights_is_as_measured() -> None:
+    work = Work(cohort_size=2, group_size=8, length=512, steps=1)
+    found = predict(H200, FULL["llama-3b"], work, 1)
+    told = measured("h200_2026-11-18_large_full_3b.json", "private")
+    # The step is faster than predicted: the model takes the noise and the optimizer as slower.
+    assert found.tokens_a_second == pytest.approx(told["tokens_a_second"], rel=0.15)
+    assert found.memory_bytes / 2**30 == pytest.approx(told["peak_gib"], rel=0.1)
 
 
 @pytest.mark.parametrize(("group_size", "length"), [(4, 1_024), (1, 1_024), (4, 128)])

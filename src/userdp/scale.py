@@ -59,7 +59,7 @@ class Machine:
     network_bandwidth: float = 40e9
     latency: float = 2e-5
     batch_tokens: int = 16_384
-    activation_bytes: tuple[float, float] = (19.0, 40.0)
+    activation_bytes: tuple[float, float] = (37.5, 40.0)
     update_seconds: float = 2.4e-11
     start_seconds: float = 60.0
 
