@@ -29,6 +29,14 @@ Seeds = dict[int, float]
 EPSILONS = (1.0, 3.0, 8.0)
 OUR_CLIP_NORM = 0.1
 TUNED_ON = "stackexchange_history_meta_posts"
+NAMES = {
+    "acl_to2022": "ACL abstracts",
+    "gitml_2022_2023": "git mailing list",
+    "gitml_2022_2023_records": "git mailing list, records apart",
+    "scotus_turns_2006_2010": "Supreme Court turns",
+    "shakespeare_plays": "Shakespeare",
+    "stackexchange_beer_posts": "Stack Exchange (beer)",
+}
 
 
 def read(paths: Iterable[Path]) -> list[Row]:
@@ -80,7 +88,7 @@ def markdown(head: list[str], body: Iterable[list[str]]) -> str:
 
 def name_of(data: str) -> str:
     """A set's name, to be read."""
-    return data.replace("_", " ")
+    return NAMES.get(data, data.replace("_", " "))
 
 
 def told_epsilon(epsilon: float | None) -> str:
@@ -115,6 +123,8 @@ def epsilon_table(rows: list[Row], clip_norm: float, rank: int) -> tuple[str, st
     for name in sorted(before):
         free = losses[name, "uls", None].values()
         private = [losses[name, "uls", epsilon].values() for epsilon in EPSILONS]
+        if not any(private):
+            continue
         els = [told(losses[name, "els", epsilon].values()) for epsilon in EPSILONS[:2]]
         shares = [share_closed(before[name], found, free) for found in private]
         closed = "-" if math.isnan(shares[-1]) else f"{shares[-1]:.0%}"

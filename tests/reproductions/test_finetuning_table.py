@@ -121,4 +121,4 @@ def test_the_results_that_are_here_give_the_table_of_the_documentation(
 ) -> None:
     table.main(["epsilon", "reproductions/finetuning/results/epsilon.jsonl", "--clip-norm", "1"])
     numbers = {one[0]: one[1:7] for one in cells(capsys.readouterr().out)}
-    assert numbers["gitml 2022 2023"] == ["3.749", "3.703", "3.552", "3.513", "3.326", "56%"]
+    assert numbers["git mailing list"] == ["3.749", "3.703", "3.552", "3.513", "3.326", "56%"]
