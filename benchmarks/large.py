@@ -305,12 +305,14 @@ def say(what: str, value: Any) -> None:
 class Report:
     """What was found so far, on disk after every section."""
 
-    def __init__(self, path: Path | None, seconds: float) -> None:
+    def __init__(self, path: Path | None, seconds: float, only: list[str] | None) -> None:
         self.found: dict[str, Any] = {}
-        self._path, self._until = path, STARTED + seconds
+        self._path, self._until, self._only = path, STARTED + seconds, only
 
     def section(self, name: str, needs: float, measure: Callable[[], dict[str, Any]]) -> None:
         """Measure, unless no time is left; a failure is said and ends nothing."""
+        if self._only is not None and name not in self._only:
+            return
         if time.perf_counter() + needs > self._until:
             self.note(name, {"left_out": f"needs {needs:.0f} s"})
             return
@@ -335,11 +337,12 @@ def main() -> None:
     parser.add_argument("setting", choices=SETTINGS, nargs="?", default="tiny")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=100, help="begin no section after these")
+    parser.add_argument("--only", nargs="+", help="these sections alone")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     setting, steps = SETTINGS[arguments.setting], arguments.steps
     device = torch.device("cuda" if on_gpu else "cpu")
-    report = Report(arguments.json, arguments.seconds)
+    report = Report(arguments.json, arguments.seconds, arguments.only)
     model = build(setting, device)
     generator = torch.Generator().manual_seed(1)
     shape = (2 * setting.rows, setting.length)
