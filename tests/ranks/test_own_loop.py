@@ -19,7 +19,7 @@ from userdp.clipping.rules import AdaptiveClip
 from userdp.errors import InputError, MixedExamplesError, StoppedRunError
 from userdp.losses import Batch
 from userdp.ranks import Ranks
-from userdp.ranks.group import timeout_seconds
+from userdp.ranks.joining import timeout_seconds
 from userdp.run_record import RunRecord
 
 Seen = dict[str, Any]

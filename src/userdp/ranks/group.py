@@ -14,10 +14,10 @@ With one process there is no group, and every method here does nothing.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -29,18 +29,15 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 
 from userdp.errors import InputError, StoppedRunError
 from userdp.lock import Owner
+from userdp.ranks.joining import begin_group, timeout_seconds
 from userdp.ranks.telling import Told, retold
-from userdp.ranks_launched import launched_ranks, restarts
+from userdp.ranks_launched import launched_ranks
 
 Value = TypeVar("Value")
 
-# How long a rank waits for the others, in seconds. The first rank may measure the model meanwhile.
-TIMEOUT_VARIABLE = "USERDP_RANK_TIMEOUT"
-USUAL_TIMEOUT = 1800.0
 # How long the others wait while the first rank alone reads data or writes files.
 PATIENCE = 86_400.0
 # How often they look whether it is done, in seconds.
@@ -80,13 +77,14 @@ class Ranks:
         Under torchrun, accelerate, SLURM or Kubernetes, the environment says so (RANK, WORLD_SIZE,
         MASTER_ADDR, MASTER_PORT). A process group that is there already is used.
         """
-        global _found
+        global _found, _is_ours
         if not dist.is_available():
             return Ranks.alone()
         if not dist.is_initialized():
             if launched_ranks() < 2:
                 return Ranks.alone()
-            _begin_group()
+            begin_group()
+            _is_ours = True
         if dist.get_world_size() == 1:
             return Ranks.alone()
         world = dist.group.WORLD
@@ -95,6 +93,8 @@ class Ranks:
             control = dist.new_group(backend="gloo", timeout=timeout)
             ranks = Ranks(rank=dist.get_rank(), count=dist.get_world_size(), control=control)
             _found = (world, ranks)
+            # Handlers can be given twice: only the last one finds something to do.
+            atexit.register(_leave_at_exit)
             log = logging.getLogger("userdp")
             if not ranks.is_first and log.level == logging.NOTSET:
                 # What all ranks would say, the first says.
@@ -103,7 +103,14 @@ class Ranks:
 
     @staticmethod
     def leave() -> None:
-        """End the process group, if there is one. All ranks are done."""
+        """End the process group, if there is one. All ranks are done.
+
+        A group ends when nothing refers to it any more; then its threads have ended, too. So these
+        `Ranks` cannot talk any more, whoever still holds them.
+        """
+        global _found, _is_ours
+        _let_go()
+        _found, _is_ours = None, False
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -337,47 +344,27 @@ class Ranks:
 
 
 _found: tuple[Any, Ranks] | None = None
+# Whether the process group was made here, not by the caller.
+_is_ours = False
 
 
-def timeout_seconds() -> float:
-    """How long a rank waits for the others."""
-    given = os.environ.get(TIMEOUT_VARIABLE, "")
-    try:
-        seconds = float(given or USUAL_TIMEOUT)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e9:
-        raise InputError(f"{TIMEOUT_VARIABLE}={given!r}: give seconds, a number above 0.")
-    return seconds
+def _let_go() -> None:
+    """End the group for numbers and texts."""
+    if _found is None:
+        return
+    ranks = _found[1]
+    control, ranks._control = ranks._control, None
+    if control is not None and dist.is_initialized() and dist.group.WORLD is _found[0]:
+        dist.destroy_process_group(control)
 
 
-def _begin_group() -> None:
-    """Join the group that the environment describes; on GPUs, each rank takes its own."""
-    on_cuda = torch.cuda.is_available()
-    if on_cuda:
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        if local >= torch.cuda.device_count():
-            raise InputError(
-                f"local rank {local} has no GPU of its own: {torch.cuda.device_count()} are here. "
-                "Launch as many processes as there are GPUs."
-            )
-        torch.cuda.set_device(local)
-    timeout = timedelta(seconds=timeout_seconds())
-    try:
-        store, rank, count = next(rendezvous("env://", timeout=timeout))
-        # torchrun keeps one store over its restarts, and addresses of processes that have ended
-        # would be found in it.
-        start = f"userdp {restarts()} {count}"
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-            store=dist.distributed_c10d.PrefixStore(start, store),
-            rank=rank,
-            world_size=count,
-            timeout=timeout,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise InputError(
-            f"this process was launched as rank {os.environ['RANK']} of "
-            f"{os.environ['WORLD_SIZE']}, and the others cannot be reached ({type(error).__name__})"
-            ": start all of them with torchrun, or set MASTER_ADDR and MASTER_PORT."
-        ) from error
+def _leave_at_exit() -> None:
+    """End gloo's threads while Python still runs.
+
+    They hold the tensors of the last exchange for a moment after it. A thread that lets go of a
+    tensor while the interpreter ends aborts the whole process, and a run that went well would count
+    as failed. Groups over NCCL are left alone: ending one may wait for a rank that is lost.
+    """
+    _let_go()
+    if _is_ours and dist.is_initialized() and dist.get_backend() == "gloo":
+        Ranks.leave()
