@@ -151,11 +151,11 @@ class Trained:
 def trained(training: Training) -> Trained:
     """Train on this rank, alone or together with the others."""
     from userdp.sharded_tensors import local_of, whole_of
-    from userdp.sharding.shard import shard
+    from userdp.sharding.shard import divides_trained, shard
 
     model = make_model(lora=training.lora, base_dtype=training.base_dtype)
     if training.sharded == "ours":
-        shard(model)
+        shard(model, trained=divides_trained(model, training.make_plan()))
     elif training.sharded and torch.distributed.is_initialized():
         shard_as_others_do(model, with_adapters=training.sharded == "theirs")
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}

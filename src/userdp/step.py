@@ -37,7 +37,7 @@ from userdp.ranks.shares import dealt_by, places_of, taken
 from userdp.ranks.states import of_all_ranks, of_this_rank
 from userdp.run_record import RunRecord
 from userdp.sampling import Cohort
-from userdp.sharding.shard import check_step, ending, passes_of
+from userdp.sharding.shard import computing, ending, passes_of, prepare_step
 from userdp.sharding.whole import as_one_process
 from userdp.shared_record import begin_together, check_owner, finish_together, shared
 from userdp.statement import Statement
@@ -101,15 +101,14 @@ class PrivateStep:
         index.check_owners()
         plan.sampler.check_users(index.num_users)
         settings = settings or StepSettings()
-        self._model = model
-        self._optimizer = optimizer
+        self._model, self._optimizer = model, optimizer
         # A sharded model runs on all ranks together; None for any other.
         self._model_passes = passes_of(model, self._ranks)
         if self._model_passes is None:
             # Adapters are drawn at random: every rank begins with those of the first.
             self._ranks.copy_from_first_(self._parameters)
         else:
-            check_step(plan, record_loss, settings, optimizer)
+            prepare_step(self._model_passes, model, plan, record_loss, settings, optimizer)
         check_alike(self._ranks, plan, model, optimizer, index, settings)
         make = partial(RunRecord.create, plan, model, optimizer, settings=settings, secret=secret)
         with as_one_process(model, self._ranks):
@@ -118,15 +117,17 @@ class PrivateStep:
             # Earlier spending on these weights is composed with this run, or refused, before the
             # first step.
             begin_together(self._record, plan, model, optimizer, index)
-        self._checked = CheckedModel(
+        make_checked = partial(
+            CheckedModel,
             model,
-            self._parameters,
+            computing(self._model_passes, self._parameters),
             plan,
             record_loss=record_loss,
             settings=settings,
             sequence_length=sequence_length,
             is_shared=self._ranks.count > 1,
         )
+        self._checked = ending(self._model_passes, make_checked)()
         self._clip = plan.clip
         self._holding = holding_of(self._parameters, plan.noise, self._ranks)
         self._index = plan.sampler.limit_contributions(
@@ -135,8 +136,7 @@ class PrivateStep:
         self._drawn: Cohort | None = None
         # Which groups of the whole cohort those drawn are.
         self._places: Rows = np.empty(0, np.int64)
-        self._drawn_at, self._dealt = -1, 0
-        self._is_doubted = False
+        self._drawn_at, self._dealt, self._is_doubted = -1, 0, False
 
     # These are read-only: what a step is priced by and acts on must not be replaced during a run.
 
@@ -216,7 +216,7 @@ class PrivateStep:
         """
         if self._drawn is None:
             raise InputError("no cohort is drawn: call draw() first, once for every step.")
-        check_tried(self._ranks, self._checked)
+        ending(self._model_passes, partial(check_tried, self._ranks, self._checked))()
         cohort, could_differ = self._drawn, not self._checked.summation.differs
         try:
             # The cohort stays drawn until its batches are here: none is drawn ahead.
@@ -383,7 +383,7 @@ class PrivateStep:
         self._clip = clip
         self._holding.load_state_dict(state["noise"])
         own = of_this_rank(self._ranks, state["model"])
-        self._checked.load_state_dict(own, example)
+        ending(self._model_passes, partial(self._checked.load_state_dict, own, example))()
         self._is_doubted = state["doubted"]
 
     def statement(self) -> Statement:

@@ -241,7 +241,7 @@ def train(
         # its rows.
         model.eval()
         if settings.shard:
-            divide(model, optimizer, average, ranks)
+            divide(model, optimizer, average, ranks, record.ledger.plan)
         row_choice = opened.rows
         chosen = row_choice.contributions(record.streams("choose rows"))
         step = PrivateStep(

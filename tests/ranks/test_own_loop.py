@@ -19,7 +19,8 @@ from userdp.clipping.rules import AdaptiveClip
 from userdp.errors import InputError, MixedExamplesError, StoppedRunError
 from userdp.losses import Batch
 from userdp.ranks import Ranks
-from userdp.ranks.joining import timeout_seconds
+from userdp.ranks.joining import begin_group, timeout_seconds
+from userdp.ranks_launched import is_told
 from userdp.run_record import RunRecord
 
 Seen = dict[str, Any]
@@ -217,3 +218,18 @@ def test_wrapped_models_are_refused_with_the_way_out() -> None:
     wrapped = nn.DataParallel(nn.Linear(6, 1))
     with pytest.raises(InputError, match=r"DataParallel adds up gradients .*`\.module`"):
         Loop.of(Data.of(), usual_plan(), model=wrapped)
+
+
+def test_two_ranks_on_one_gpu_are_refused_on_both_and_said_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    told: list[bool] = []
+    for local in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        with pytest.raises(InputError, match="2 ranks on a machine with 1 GPUs") as refused:
+            begin_group()
+        told.append(is_told(refused.value))
+    assert told == [False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import FlatClip
 from userdp.errors import InputError
 from userdp.losses import causal_lm_loss
+from userdp.updates.fedavg import FedAvg
 
 CLIP = FlatClip(clip_norm=0.05)
 BAD = 7
@@ -181,11 +183,15 @@ def refusals() -> list[str]:
 
     from userdp import Plan, PrivateStep, UserIndex
     from userdp.ranks import Ranks
-    from userdp.sharding.shard import passes_of, shard
+    from userdp.sharding.shard import check_backend, passes_of, shard
 
     found: list[str] = []
     with pytest.raises(InputError) as error:
         shard(nn.Linear(4, 4))
+    found.append(str(error.value))
+    check_backend("cpu")
+    with pytest.raises(InputError) as error:
+        check_backend("cuda")
     found.append(str(error.value))
     faults: list[dict[str, Any]] = [
         {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
@@ -203,7 +209,7 @@ def refusals() -> list[str]:
     )
     index = UserIndex.from_owners(["a", "b", "c", "d"])
 
-    def step(optimizer: Any, **options: Any) -> None:
+    def step(optimizer: Any, plan: Plan = plan, **options: Any) -> None:
         with pytest.raises(InputError) as refused:
             PrivateStep(model, optimizer(parameters, lr=1e-2), plan, index, **options)
         found.append(str(refused.value))
@@ -211,6 +217,7 @@ def refusals() -> list[str]:
     step(torch.optim.Adafactor)
     step(torch.optim.SGD, record_loss=lambda model, batch: causal_lm_loss(model, batch))
     step(torch.optim.SGD, settings=StepSettings(compile_blocks=True))
+    step(torch.optim.SGD, replace(plan, clip=CLIP, update=FedAvg(local_learning_rate=0.1)))
     return found
 
 
@@ -220,11 +227,13 @@ def test_what_ranks_cannot_do_together_is_refused() -> None:
     for words, message in zip(
         [
             "proven by tests",
+            "over gloo",
             "MixedPrecisionPolicy",
             "only rows over all ranks",
             "Adafactor",
             "causal_lm_loss alone",
             "compile_blocks",
+            "shard(model, trained=False)",
         ],
         found,
         strict=True,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import tiny
@@ -16,7 +17,11 @@ from userdp import Plan, StepSettings, train
 from userdp.checkpoints import Saving
 from userdp.interrupts import InterruptedRunError
 from userdp.streams import RunSecret
+from userdp.updates.contract import UpdateRule
+from userdp.updates.fedavg import FedAvg
+from userdp.updates.mean_gradient import MEAN_GRADIENT
 
+LOCAL = FedAvg(local_learning_rate=0.3, local_batch_size=1, user_weight_cap=2.0)
 SAME = 1e-6
 STEPS = 6
 
@@ -31,6 +36,8 @@ class Run:
     resume: bool = False
     stop: int | None = None
     ema: float | None = None
+    update: UpdateRule = MEAN_GRADIENT
+    lora: bool = False
 
 
 def run(given: Run) -> None:
@@ -38,11 +45,17 @@ def run(given: Run) -> None:
     import os
     import signal
 
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
     from userdp.data.store import UserStore
 
     model: Any = GPT2LMHeadModel.from_pretrained(given.data / "model").eval()
+    if given.lora:
+        torch.manual_seed(4)
+        model = get_peft_model(
+            model, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        )
     tokenizer = AutoTokenizer.from_pretrained(given.data / "model")
     store = UserStore.open(given.data / "store")
 
@@ -58,6 +71,7 @@ def run(given: Run) -> None:
         clip_norm=0.5,
         epsilon=20.0,
         delta=1e-2,
+        update=given.update,
     )
     with contextlib.suppress(InterruptedRunError):
         train(
@@ -67,7 +81,7 @@ def run(given: Run) -> None:
             plan,
             learning_rate=1e-2,
             sequence_length=12,
-            settings=StepSettings(shard=given.shard, check=False),
+            settings=StepSettings(shard=given.shard, check=given.update is not MEAN_GRADIENT),
             out=given.out,
             saving=Saving(every_steps=2),
             resume=given.resume,
@@ -80,7 +94,8 @@ def run(given: Run) -> None:
 def left_by(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(path / "model" / "model.safetensors")
+    (saved,) = (path / "model").glob("*model.safetensors")
+    return load_file(saved)
 
 
 @pytest.fixture(scope="module")
@@ -117,5 +132,18 @@ def test_a_sharded_run_goes_on_with_another_number_of_ranks(
     run(whole)
     stopped = replace(whole, out=tmp_path / "run", shard=True, stop=4)
     for ranks, part in ((first, stopped), (then, replace(stopped, resume=True, stop=None))):
+        run_ranks(ranks, run, part)
+    assert furthest(left_by(stopped.out), left_by(whole.out)) <= SAME
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [True, False])
+def test_sharded_local_training_goes_on_with_another_number_of_ranks(
+    data: Path, tmp_path: Path, lora: bool
+) -> None:
+    whole = Run(data=data, out=tmp_path / "whole", shard=False, update=LOCAL, lora=lora, ema=0.9)
+    run(whole)
+    stopped = replace(whole, out=tmp_path / "run", shard=True, stop=4)
+    for ranks, part in ((2, stopped), (4, replace(stopped, resume=True, stop=None))):
         run_ranks(ranks, run, part)
     assert furthest(left_by(stopped.out), left_by(whole.out)) <= SAME

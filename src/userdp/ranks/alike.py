@@ -85,7 +85,7 @@ def is_check_due(step: int) -> bool:
 
 def check_weights(ranks: Ranks, model: nn.Module) -> None:
     """Raise, on every rank, if the trained weights are not the same on all of them."""
-    if ranks.count == 1 or _is_sharded(model):
+    if ranks.count == 1 or any(is_shard(p) for p in model.parameters() if p.requires_grad):
         return
     found = ranks.gathered(trained_digest(model))
     others = [rank for rank, digest in enumerate(found) if digest != found[0]]

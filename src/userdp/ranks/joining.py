@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from userdp.errors import InputError
-from userdp.ranks_launched import restarts
+from userdp.ranks_launched import TOLD_BY, restarts
 
 # How long a rank waits for the others, in seconds. The first rank may measure the model meanwhile.
 TIMEOUT_VARIABLE = "USERDP_RANK_TIMEOUT"
@@ -34,10 +34,15 @@ def begin_group() -> None:
     on_cuda = torch.cuda.is_available()
     if on_cuda:
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        if local >= torch.cuda.device_count():
-            raise InputError(
-                f"local rank {local} has no GPU of its own: {torch.cuda.device_count()} are here. "
-                "Launch as many processes as there are GPUs."
+        here = max(local + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        # Every rank of the machine sees it, so none of them waits for one that gave up.
+        if here > torch.cuda.device_count():
+            raise _said_once(
+                InputError(
+                    f"{here} ranks on a machine with {torch.cuda.device_count()} GPUs: each rank "
+                    "needs a GPU of its own. Launch as many processes as there are GPUs."
+                ),
+                is_first=local == 0,
             )
         torch.cuda.set_device(local)
     timeout = timedelta(seconds=timeout_seconds())
@@ -59,3 +64,10 @@ def begin_group() -> None:
             f"{os.environ['WORLD_SIZE']}, and the others cannot be reached ({type(error).__name__})"
             ": start all of them with torchrun, or set MASTER_ADDR and MASTER_PORT."
         ) from error
+
+
+def _said_once(error: InputError, *, is_first: bool) -> InputError:
+    """An error that all ranks of a machine meet, and the first of them prints."""
+    if not is_first:
+        setattr(error, TOLD_BY, 0)
+    return error

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from userdp.averaging import WeightAverage
 from userdp.errors import InputError
+from userdp.plan import Plan
 from userdp.ranks import Ranks
 from userdp.sharded_tensors import is_shard, own_rows
-from userdp.sharding.shard import shard
+from userdp.sharding.shard import divides_trained, shard
 
 
 def refuse_with_shards(*, public: bool, average: bool) -> None:
@@ -30,6 +31,7 @@ def divide(
     optimizer: torch.optim.Optimizer,
     average: WeightAverage | None,
     ranks: Ranks,
+    plan: Plan,
 ) -> None:
     """Divide the model over the ranks. The optimizer and the average go on with its rows."""
     if ranks.count == 1:
@@ -40,7 +42,7 @@ def divide(
             "shard=True), or use PrivateStep, which takes a sharded one."
         )
     before = dict(model.named_parameters())
-    shard(model, ranks=ranks)
+    shard(model, ranks=ranks, trained=divides_trained(model, plan))
     rows = {id(before[name]): parameter for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         # In place: other optimizers may share the list.
@@ -59,8 +61,14 @@ def divided_like(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     Single numbers stay as they are.
     """
     if not is_shard(parameter):
-        return dict(state)
+        return {name: _beside(value, parameter) for name, value in state.items()}
     return {name: _divided(value, parameter) for name, value in state.items()}
+
+
+def _beside(value: Any, parameter: Tensor) -> Any:
+    """A tensor of the parameter's shape where the parameter is; it may have moved to a GPU."""
+    is_like = isinstance(value, Tensor) and value.shape == parameter.shape
+    return value.to(parameter.device) if is_like else value
 
 
 def _divided(value: Any, parameter: Any) -> Any:

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from userdp.errors import InputError
 from userdp.ranks import Ranks
 from userdp.sharded_tensors import is_shard, leaf_of, on_rest, set_leaf
+from userdp.sharding.copies import WholeCopies
 
 # The kinds of a pass. The smallest that any rank wants is run first.
 FORWARD, WITH_BACKWARD, NONE = 0, 1, 2
@@ -58,6 +59,8 @@ class Passes:
         # What the pass that runs has gathered so far, and its kind.
         self._gathered: list[int] = []
         self._kind: int | None = None
+        # Whole weights for local training, where these are needed (`copies`).
+        self.copies: WholeCopies | None = None
         # After a pass only shards are left in place, whatever the owner of the model chose.
         model.set_reshard_after_forward(True)
         self._note_leaves()

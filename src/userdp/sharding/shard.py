@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,7 @@ from userdp.models.proven import is_proven
 from userdp.models.quantised import quantisation_of
 from userdp.plan import Plan
 from userdp.ranks import Ranks
-from userdp.sharded_tensors import is_shard
+from userdp.sharded_tensors import device_of, is_shard
 
 if TYPE_CHECKING:
     from userdp.sharding.passes import Passes
@@ -34,26 +35,39 @@ def is_sharded(model: nn.Module) -> bool:
     return any(is_shard(parameter) for parameter in model.parameters())
 
 
-def shard(model: nn.Module, *, ranks: Ranks | None = None) -> nn.Module:
+def shard(model: nn.Module, *, ranks: Ranks | None = None, trained: bool = True) -> nn.Module:
     """The model, divided over all ranks. Make the optimizer afterwards.
 
     Every rank calls this with the same weights, which may still be on the CPU. On GPUs each rank's
     rows move to its own GPU. A block's weights are whole only while the block runs. With one
     process nothing happens.
+
+    With `trained=False` only frozen weights are divided: local training needs whole adapters.
     """
     ranks = ranks or Ranks.found()
     if ranks.count == 1 or is_sharded(model):
         return model
     check_shardable(model)
+    device = device_of(model, sharded=True)
+    check_backend(device.type)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     # Adapters are drawn at random: every rank begins with those of the first.
     ranks.copy_from_first_(p for p in model.parameters() if p.requires_grad)
-    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (ranks.count,))
+    mesh = init_device_mesh(device.type, (ranks.count,))
+    whole = {p for p in model.parameters() if p.requires_grad and not trained}
+    for parameter in whole:
+        parameter.data = parameter.data.to(device)
     for module in (*blocks_of(model), model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
     return model
+
+
+def divides_trained(model: nn.Module, plan: Plan) -> bool:
+    """Whether the trained weights of the model are divided for this plan, too (`copies`)."""
+    has_base = any(not parameter.requires_grad for parameter in model.parameters())
+    return plan.update.is_mean_gradient or not has_base
 
 
 def check_shardable(model: nn.Module) -> None:
@@ -81,18 +95,33 @@ def check_shardable(model: nn.Module) -> None:
         )
 
 
-def check_step(
+def check_backend(device: str) -> None:
+    """Refuse shards on GPUs that only gloo connects: torch ends such a process without a word."""
+    if device == "cuda" and f"{device}:gloo" in str(dist.get_backend_config()):
+        raise InputError(
+            "shards on GPUs over gloo: torch cannot gather them. Use NCCL, with one rank on each "
+            "GPU: leave init_process_group out, or give it 'cpu:gloo,cuda:nccl'."
+        )
+
+
+def prepare_step(
+    passes: Passes,
+    model: nn.Module,
     plan: Plan,
     record_loss: RecordLoss,
     settings: StepSettings,
     optimizer: torch.optim.Optimizer,
 ) -> None:
     """Refuse steps whose passes are not those that all ranks can run together."""
-    if not plan.update.is_mean_gradient or plan.halting_test is not None:
+    if plan.halting_test is not None:
         raise InputError(
-            "a sharded model is trained by the mean gradient of each user: in local training each "
-            "user has weights of its own for a while, which no rank holds whole, and a filter "
-            "compares all users. Train without shards: every rank then holds the whole model."
+            "a sharded model with a filter: the filter compares the whole gradients of all users, "
+            "and every rank would have to hold them. Train without shards."
+        )
+    if plan.update.local_training is None and not plan.update.is_mean_gradient:
+        raise InputError(
+            f"a sharded model with update {plan.update.name!r}: only mean gradients and local "
+            "training are known here. Train without shards."
         )
     if record_loss is not causal_lm_loss:
         raise InputError(
@@ -109,6 +138,10 @@ def check_step(
             "compile_blocks=True with a sharded model: gathering weights cannot be captured. Leave "
             "compile_blocks out."
         )
+    if not plan.update.is_mean_gradient:
+        from userdp.sharding.copies import copies_of
+
+        passes.copies = copies_of(model)
 
 
 def passes_of(model: nn.Module, ranks: Ranks) -> Passes | None:
@@ -122,6 +155,7 @@ def passes_of(model: nn.Module, ranks: Ranks) -> Passes | None:
                 "torchrun, or train a model that is not sharded."
             )
         check_shardable(model)
+        check_backend(next(model.parameters()).device.type)
         # torch's part of it takes half a second to load.
         from userdp.sharding.passes import Passes
         from userdp.sharding.pieces import Piece
@@ -134,18 +168,29 @@ def passes_of(model: nn.Module, ranks: Ranks) -> Passes | None:
 
 
 def ending(passes: Passes | None, compute: Callable[[], Value]) -> Callable[[], Value]:
-    """`compute`, which then waits until no rank needs another pass of a sharded model."""
+    """`compute`, which then waits until no rank needs another pass of a sharded model.
+
+    All ranks call it together. Where whole weights are needed, all of them have these inside.
+    """
     if passes is None:
         return compute
     ended = passes
 
     def run() -> Value:
         try:
-            return compute()
+            with nullcontext() if ended.copies is None else ended.copies.in_place():
+                return compute()
         finally:
             ended.finish()
 
     return run
+
+
+def computing(passes: Passes | None, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """What stands for these parameters inside `ending`: themselves, or whole copies."""
+    if passes is None or passes.copies is None:
+        return list(parameters)
+    return passes.copies.of(parameters)
 
 
 def first_runs(model: nn.Module, ranks: Ranks, make: Callable[[], object]) -> object:
