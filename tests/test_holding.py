@@ -1,13 +1,25 @@
-"""What a noise remembers is the same whether the weights are whole or sharded."""
+"""When sums get their noise, and what the noise remembers with and without shards."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from userdp.clipping.flat import FlatBuffer
-from userdp.holding import apart, joined
+from ranks_runner import answers
+from userdp import holding
+from userdp.clipping.flat import ClippedSum, FlatBuffer
+from userdp.holding import Release, WholeWeights, apart, joined
+from userdp.noise import draw
 from userdp.noise.banded import Banded
+from userdp.noise.contract import Noise
+from userdp.noise.gaussian import Gaussian
+from userdp.ranks import Ranks
 from userdp.streams import RunSecret
 
 PARAMETERS = [torch.zeros(5, 3), torch.zeros(2), torch.zeros(7, 1)]
@@ -45,3 +57,50 @@ def test_noise_goes_on_alike_from_vectors_of_the_buffer_and_of_each_parameter(
     for step in range(steps, 5):
         for own, other in zip(added(first, step), added(second, step), strict=True):
             assert torch.equal(own, other)
+
+
+# Numbers of the sum, in parts of eight: the last part is shorter.
+SIZE, PART = 30, 8
+NOISES = {
+    "gaussian": Gaussian(noise_multiplier=1.0),
+    "banded": Banded(noise_multiplier=1.0, bands=3, steps=4, strategy="toeplitz"),
+}
+
+
+def noised(rank: int, noise: Noise) -> tuple[Tensor, list[str]]:
+    """The gradients of a sum, and what happened in which order."""
+    parameter = torch.nn.Parameter(torch.zeros(SIZE))
+    happened: list[str] = []
+
+    def noted(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *a, **k: happened.append(what) or function(*a, **k)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draw, "PIECE", PART)
+        patch.setattr(holding, "PIECE", PART)
+        weights = WholeWeights([parameter], noise, Ranks.found())
+        kind = type(weights._noise)
+        patch.setattr(dist, "all_reduce", noted("sent", dist.all_reduce))
+        patch.setattr(kind, "add_", noted("noised", kind.add_))
+        sums = FlatBuffer([parameter])
+        # Thirds are rounded, so that another sum would show.
+        share = torch.arange(SIZE) / 3
+        sums.values[:SIZE] = share * (1 + rank) if dist.is_initialized() else share + share * 2
+        total = ClippedSum(total=sums, num_within=torch.tensor(0), num_updates=1, weight=1.0)
+        streams = RunSecret.fixed_for_tests(1).streams("noise")
+        weights.set_gradients(
+            total, Release(scale=0.7, noise_stddev=0.1, divisor=3.0, step=0, streams=streams)
+        )
+    assert parameter.grad is not None
+    return parameter.grad.clone(), happened
+
+
+def test_parts_of_the_sum_get_their_noise_while_others_are_on_their_way() -> None:
+    found = {name: answers(2, partial(noised, noise=noise)) for name, noise in NOISES.items()}
+    for name, ranks in found.items():
+        alone, _ = noised(0, NOISES[name])
+        for gradient, happened in ranks:
+            assert torch.equal(gradient, alone)
+            # All parts are sent before the first gets its noise. What remembers noises all at once.
+            parts = 4 if name == "gaussian" else 1
+            assert happened == ["sent"] * parts + ["noised"] * parts

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from userdp.clipping.flat import ClippedSum, FlatBuffer
 from userdp.noise.contract import Noise
+from userdp.noise.draw import PIECE
 from userdp.ranks import Ranks
 from userdp.sharded_tensors import is_shard
 from userdp.sharding.pieces import Pieces
@@ -49,31 +50,42 @@ class WholeWeights:
     def __init__(self, parameters: Sequence[Tensor], noise: Noise, ranks: Ranks) -> None:
         self._parameters = list(parameters)
         self._noise = noise.started()
+        self._is_without_memory = self._noise is noise
         self._ranks = ranks
 
     def set_gradients(self, total: ClippedSum, release: Release) -> None:
         """Add up, noise and divide the one flat buffer."""
         values = total.total.values
         if total.concentration is None:
-            self._ranks.add_up_(values)
+            summed = self._ranks.added_up(values, self._part_of(values))
         else:
             # Where a test decides, every rank has the sum of all of them. It must not use it before
             # the first rank has come here, after its charge.
             self._ranks.numbers([release.step])
-        if release.scale != 1:
-            values *= release.scale
-        # Every rank adds the same noise to the same sum, so it is in the weights once.
-        self._noise.add_(
-            values,
-            offset=0,
-            size=len(values),
-            noise_stddev=release.noise_stddev,
-            step=release.step,
-            streams=release.streams,
-        )
-        values /= release.divisor
+            summed = iter([slice(0, len(values))])
+        # The next parts of the sum are on their way while one gets its noise.
+        for part in summed:
+            own = values[part]
+            if release.scale != 1:
+                own *= release.scale
+            # Every rank adds the same noise to the same sum, so it is in the weights once.
+            self._noise.add_(
+                own,
+                offset=part.start,
+                size=len(values),
+                noise_stddev=release.noise_stddev,
+                step=release.step,
+                streams=release.streams,
+            )
+            own /= release.divisor
         for parameter, value in zip(self._parameters, total.total.views, strict=True):
             parameter.grad = value.to(parameter.dtype)
+
+    def _part_of(self, values: Tensor) -> int:
+        """How many values get their noise at a time, where ranks wait for each other's."""
+        # Whole pieces of noise, so that none is drawn twice. A noise that remembers something does
+        # so for the whole buffer.
+        return PIECE if self._is_without_memory else len(values)
 
     def state_dict(self) -> dict[str, Any]:
         """What the noise remembers. Secret."""

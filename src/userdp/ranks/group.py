@@ -258,11 +258,26 @@ class Ranks:
         Each rank adds in the tensor's own dtype. The order of the sum depends on how many ranks
         there are.
         """
+        for _ in self.added_up(values, len(values)):
+            pass
+
+    def added_up(self, values: Tensor, size: int) -> Iterator[slice]:
+        """Replace flat values by their sum over all ranks, `size` of them at a time.
+
+        Gives each part as soon as its sum is there. The following ones are on their way meanwhile.
+        """
         if self.count == 1:
+            yield slice(0, len(values))
             return
+        parts = [slice(first, first + size) for first in range(0, len(values), max(1, size))]
         self.bytes_added_up += values.numel() * values.element_size()
         with self._exchange():
-            dist.all_reduce(values, group=self._for(values))
+            group = self._for(values)
+            sent = [dist.all_reduce(values[part], group=group, async_op=True) for part in parts]
+            for part, work in zip(parts, sent, strict=True):
+                assert work is not None
+                work.wait()
+                yield part
 
     def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by that of the first rank."""
