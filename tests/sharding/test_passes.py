@@ -12,6 +12,7 @@ from torch import Tensor
 from sharded_runs import LONGEST, Texts, make_model, run_ranks
 from userdp import StepSettings
 from userdp.clipping.fast import FastClipping
+from userdp.clipping.local import LocalClipping
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import FlatClip
 from userdp.errors import InputError
@@ -19,18 +20,19 @@ from userdp.losses import causal_lm_loss
 from userdp.updates.fedavg import FedAvg
 
 CLIP = FlatClip(clip_norm=0.05)
+LOCAL = FedAvg(local_learning_rate=0.1, local_batch_size=1)
 BAD = 7
 # Joined records would not all begin a row.
 SMALL = StepSettings(check=False, microbatch_tokens=64, join_records=False)
 
 
-def made() -> tuple[Any, Any, list[Any]]:
-    """A sharded model, its passes and its trained parameters."""
+def made(*, locally: bool = False) -> tuple[Any, Any, list[Any]]:
+    """A sharded model, its passes and its trained parameters; whole ones if users train locally."""
     from userdp.ranks import Ranks
     from userdp.sharding.shard import passes_of, shard
 
     model = make_model(lora=True)
-    shard(model)
+    shard(model, trained=not locally)
     passes = passes_of(model, Ranks.found())
     return model, passes, [p for p in model.parameters() if p.requires_grad]
 
@@ -56,7 +58,22 @@ def fails_on_bad(module: Any, args: Any, kwargs: Any) -> None:
         raise RuntimeError("made to fail")
 
 
-def clipped(model: Any, parameters: list[Any], groups: list[Any]) -> Tensor:
+def clipped(
+    model: Any, parameters: list[Any], groups: list[Any], *, locally: bool = False
+) -> Tensor:
+    if locally:
+        plain = PlainClipping(model, parameters, record_loss=causal_lm_loss, update=LOCAL)
+        local = LocalClipping(
+            plain,
+            model,
+            parameters,
+            LOCAL,
+            record_loss=causal_lm_loss,
+            settings=SMALL,
+            sequence_length=LONGEST,
+        )
+        local.skip_failing = True
+        return local.clipped_sum(groups, CLIP).total.values.clone()
     fast = FastClipping(
         model,
         parameters,
@@ -79,25 +96,25 @@ def leaves_the_order(module: Any, args: Any, kwargs: Any) -> None:
         module.unshard()
 
 
-def sum_with_a_failing_user(unequal: bool, fault: Any) -> Tensor:
+def sum_with_a_failing_user(unequal: bool, fault: Any, locally: bool) -> Tensor:
     """The sum over all ranks. One rank has a user whose pass meets a fault in the second block.
 
     If `unequal`, the first rank has all users.
     """
     from torch import distributed as dist
 
-    model, passes, parameters = made()
+    model, passes, parameters = made(locally=locally)
     embedding, blocks = _parts(model)
     embedding.register_forward_hook(_blow_up)
     blocks[1].register_forward_pre_hook(fault, with_kwargs=True)
     rank, count = dist.get_rank(), dist.get_world_size()
     groups = groups_of_users(bad=True)
     own = (groups if rank == 0 else []) if unequal else groups[rank::count]
-    total = clipped(model, parameters, own)
+    total = clipped(model, parameters, own, locally=locally)
     passes.finish()
     dist.all_reduce(total)
     # The passes after the failure are those of a sound model.
-    again = clipped(model, parameters, groups[:2] if rank else [])
+    again = clipped(model, parameters, groups[:2] if rank else [], locally=locally)
     passes.finish()
     assert bool(torch.isfinite(again).all())
     return total
@@ -118,7 +135,10 @@ def _blow_up(module: Any, args: Any, output: Tensor) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("unequal", [True, False])
 @pytest.mark.parametrize("fault", [fails_on_bad, leaves_the_order])
-def test_a_user_whose_pass_fails_counts_as_zero_and_nobody_waits(unequal: bool, fault: Any) -> None:
+@pytest.mark.parametrize("locally", [True, False])
+def test_a_user_whose_pass_fails_counts_as_zero_and_nobody_waits(
+    unequal: bool, fault: Any, locally: bool
+) -> None:
     model = make_model(lora=True)
     embedding, _ = _parts(model)
     embedding.register_forward_hook(_blow_up)
@@ -126,9 +146,10 @@ def test_a_user_whose_pass_fails_counts_as_zero_and_nobody_waits(unequal: bool, 
     groups = groups_of_users(bad=True)
     readable = [g for g in groups if not bool((g["input_ids"][:, 0] == BAD).any())]
     assert len(readable) < len(groups)
-    plain = PlainClipping(model, parameters, record_loss=causal_lm_loss)
+    update = LOCAL if locally else None
+    plain = PlainClipping(model, parameters, record_loss=causal_lm_loss, update=update)
     expected = plain.clipped_sum(readable, CLIP).total.values
-    for found in run_ranks(2, sum_with_a_failing_user, unequal, fault):
+    for found in run_ranks(2, sum_with_a_failing_user, unequal, fault, locally):
         assert float((found - expected).norm() / expected.norm()) < 1e-5
 
 
