@@ -17,12 +17,24 @@ from torch import Tensor, nn
 
 # Set on a sharded parameter when the model is divided (`sharding.passes`).
 _LEAF = "userdp_leaf"
+# Set on a whole weight that stands in for a shard while users train (`sharding.copies`).
+_COPY = "userdp_copy"
 _REST = "_userdp_rest"
 
 
 def is_shard(tensor: Tensor) -> bool:
     """Whether the tensor is divided over the ranks."""
     return hasattr(tensor, "to_local")
+
+
+def note_copy(whole: Tensor) -> None:
+    """Note that a whole weight stands in for a shard: its values come and go."""
+    setattr(whole, _COPY, True)
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Whether any weight of the model is a shard, or stands in for one."""
+    return any(is_shard(p) or hasattr(p, _COPY) for p in model.parameters())
 
 
 def device_of(model: nn.Module, *, sharded: bool = False) -> torch.device:

@@ -233,3 +233,20 @@ def test_two_ranks_on_one_gpu_are_refused_on_both_and_said_once(
             begin_group()
         told.append(is_told(refused.value))
     assert told == [False, True]
+
+
+def with_two_users(_: int) -> tuple[torch.Tensor, list[int]]:
+    """The weights after all steps, and how many users this rank had at each."""
+    everybody = usual_plan(num_users=2, expected_cohort_size=2, steps=3)
+    loop = Loop.of(Data.of(2), everybody).take_all()
+    return loop.weights, [len(cohort) for cohort in loop.drawn]
+
+
+def test_a_rank_without_users_takes_part() -> None:
+    alone, sizes = with_two_users(0)
+    assert sizes == [2, 2, 2]
+    found = answers(4, with_two_users)
+    assert sorted(sizes for _, sizes in found) == [[0] * 3, [0] * 3, [1] * 3, [1] * 3]
+    for weights, _ in found:
+        assert relative(weights, alone) <= 1e-6
+        assert torch.equal(weights, found[0][0])

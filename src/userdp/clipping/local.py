@@ -36,6 +36,7 @@ from userdp.clipping.stacked.records import StackedRecords, lengths_of, num_reco
 from userdp.clipping.stacked.vectorised import Vectorised
 from userdp.clipping.stacked.workers import in_order, num_workers
 from userdp.losses import Batch, RecordLoss, at_least_float32
+from userdp.sharded_tensors import is_divided
 from userdp.updates.contract import LocalTraining
 
 _LOG = logging.getLogger(__name__)
@@ -77,9 +78,9 @@ class LocalClipping:
         self._compute_dtype = settings.compute_dtype
         self._clip = StackedClip(model, self._parameters)
         device = self._parameters[0].device.type
-        self._compiles = (
-            device == "cuda" if settings.compile_blocks is None else settings.compile_blocks
-        )
+        # Gathering weights cannot be compiled, and copies of shards move in memory.
+        may_compile = device == "cuda" and not is_divided(model)
+        self._compiles = may_compile if settings.compile_blocks is None else settings.compile_blocks
         copies = sum(parameter.numel() for parameter in self._parameters)
         stacked = _MOST_STACKED.get(device, _MOST_STACKED["cpu"])
         self._most_users = max(1, min(_MOST_USERS, stacked // copies))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from userdp.errors import InputError
-from userdp.sharded_tensors import is_shard, whole_of
+from userdp.sharded_tensors import is_shard, note_copy, whole_of
 from userdp.sharding.whole import undressed
 
 
@@ -58,7 +58,8 @@ class WholeCopies:
                 self._places.append((module._parameters, name, parameter))
                 # A tied weight has one copy.
                 if id(parameter) not in self._whole:
-                    self._whole[id(parameter)] = nn.Parameter(_empty(parameter))
+                    self._whole[id(parameter)] = whole = nn.Parameter(_empty(parameter))
+                    note_copy(whole)
 
     def of(self, parameters: Sequence[Tensor]) -> list[Any]:
         """The copies of these parameters. Code that trains users holds these, not the shards."""
