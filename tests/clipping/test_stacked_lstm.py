@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from models_zoo import ragged_batch
+from userdp.clipping.local import LocalClipping
 from userdp.clipping.rules import ClipRule, FlatClip, PerLayerClip, PerVectorClip
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.stacked.lstm import StackedLSTM, stacked_lstm
@@ -24,6 +25,15 @@ WORDS = 31
 # The last user's record of one token predicts nothing.
 RAGGED = ([9, 4, 2], [6], [3, 12, 5, 2], [7, 7], [4, 4, 4, 4, 4], [1])
 DESCENT = Descent(rate=0.5, penalty=0.0)
+Threads = Callable[[int], None]
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    """Sets the number of torch's threads for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 def lstm(dtype: torch.dtype = torch.float32) -> WordLSTM:
@@ -83,6 +93,60 @@ def test_users_side_by_side_are_the_users_one_by_one(
     at_once = summed(lstm(dtype), update, rule, "fast")
     assert float(one_by_one.norm()) > 0.1
     assert float((at_once - one_by_one).norm()) <= most * float(one_by_one.norm())
+
+
+def test_the_sum_has_the_same_bits_whoever_works(threads: Threads) -> None:
+    update = FedAvg(local_learning_rate=0.5, local_batch_size=2)
+    model, rule = lstm(), FlatClip(clip_norm=0.3)
+    # More users than one worker takes at a time, of many sizes.
+    groups = [dict(ragged_batch([3 + n % 7] * (1 + n % 5), seed=n)) for n in range(40)]
+
+    def bits(num_threads: int) -> Tensor:
+        threads(num_threads)
+        made = summation(
+            model,
+            list(model.parameters()),
+            update,
+            rule,
+            record_loss=causal_lm_loss,
+            settings=StepSettings(),
+            sequence_length=16,
+        )
+        assert isinstance(made, LocalClipping)
+        found = made.clipped_sum(groups, rule).total.values
+        assert len(made._lstms) == num_threads
+        return found
+
+    alone = bits(1)
+    assert float(alone.norm()) > 0.1
+    for workers in (2, 2, 3):
+        assert torch.equal(bits(workers), alone)
+
+
+def test_a_user_who_fails_in_a_worker_trains_alone_and_the_others_as_before(
+    threads: Threads,
+) -> None:
+    threads(2)
+    update, rule = FedAvg(local_learning_rate=0.5, local_batch_size=2), FlatClip(clip_norm=0.3)
+    model = lstm()
+    groups = [dict(ragged_batch([4, 4], seed=n)) for n in range(20)]
+    # There is no such word.
+    groups[3]["input_ids"] = torch.full_like(groups[3]["input_ids"], WORDS)
+
+    def total(path: str) -> Tensor:
+        made = summation(
+            model,
+            list(model.parameters()),
+            update,
+            rule,
+            record_loss=causal_lm_loss,
+            settings=StepSettings(path=path),  # type: ignore[arg-type]
+            sequence_length=16,
+        )
+        made.skip_failing = True
+        return made.clipped_sum(groups, rule).total.values
+
+    torch.testing.assert_close(total("fast"), total("plain"), rtol=1e-4, atol=1e-6)
 
 
 def program(model: nn.Module, parameters: Sequence[Tensor] | None = None) -> StackedLSTM:
@@ -187,7 +251,7 @@ def test_parameters_may_come_in_any_order() -> None:
 
 def test_long_records_take_their_memory_from_the_number_of_users() -> None:
     made = program(lstm())
-    many, few = made.most_users(10), made.most_users(10_000)
+    many, few = made.most_users(10), made.most_users(200_000)
     assert many == made.most_users(1) > few > 1
     assert made.most_users(2**40) == 1
 

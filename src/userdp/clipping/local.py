@@ -34,6 +34,7 @@ from userdp.clipping.stacked.lora import StackedAdapters, stacked_adapters
 from userdp.clipping.stacked.lstm import StackedLSTM, stacked_lstm
 from userdp.clipping.stacked.records import StackedRecords, lengths_of, num_records
 from userdp.clipping.stacked.vectorised import Vectorised
+from userdp.clipping.stacked.workers import in_order, num_workers
 from userdp.losses import Batch, RecordLoss, at_least_float32
 from userdp.updates.contract import LocalTraining
 
@@ -97,6 +98,8 @@ class LocalClipping:
         self._lstm: StackedLSTM | None = None
         if update.descent is not None and settings.compute_dtype is None:
             self._lstm = stacked_lstm(model, self._parameters, record_loss, update.descent)
+        # On a processor each worker has such a program.
+        self._lstms = [self._lstm]
         # So do adapters on a frozen model: the base runs once for all users.
         self._adapters: StackedAdapters | None = None
         if update.descent is not None and self._lstm is None:
@@ -138,16 +141,19 @@ class LocalClipping:
         within, weight = 0, 0.0
         failures = Failures(self.skip_failing)
         self._clip.use(rule)
-        for users in self._microbatches(listed):
-            if self._has_copies and kind_of(users[0]) not in self._alone:
-                found = self._trained(users, rule)
-                if found is not None:
-                    for view, tensor in zip(total.views, found.sums, strict=True):
-                        view += tensor
-                    within, weight = within + found.num_within, weight + found.weight
-                    continue
+        left: list[Batch] = []
+        for users, found in self._found(listed, rule):
+            if found is None:
+                left += users
+                continue
+            for view, tensor in zip(total.views, found.sums, strict=True):
+                view += tensor
+            within, weight = within + found.num_within, weight + found.weight
+        if left:
+            # After the others: a user who trains alone does so in the model itself, which workers
+            # read.
             self._plain.skip_failing = self.skip_failing
-            alone = self._plain.clipped_sum(users, rule, failures=failures)
+            alone = self._plain.clipped_sum(left, rule, failures=failures)
             total.values += alone.total.values
             within, weight = within + int(alone.num_within), weight + alone.total_weight
         failures.warn_if_all_failed(len(listed))
@@ -168,16 +174,38 @@ class LocalClipping:
             for first in range(0, len(ordered), self._most_users):
                 yield ordered[first : first + self._most_users]
 
-    def _trained(self, users: list[Batch], rule: ClipRule) -> _Trained | None:
+    def _found(
+        self, groups: Sequence[Batch], rule: ClipRule
+    ) -> Iterator[tuple[list[Batch], _Trained | None]]:
+        """Each microbatch and what is found of it; None if its users must train one at a time."""
+        microbatches = list(self._microbatches(groups))
+        if not self._has_copies:
+            yield from ((users, None) for users in microbatches)
+            return
+        alone = self._alone
+        if self._lstm is not None and self._parameters[0].device.type == "cpu":
+            self._lstms += [self._lstm.another() for _ in range(num_workers() - len(self._lstms))]
+            # Who trains alone must not depend on which worker is the first.
+            alone = frozenset(alone)
+        programs = self._lstms[: num_workers()]
+
+        def job(users: list[Batch], lstm: StackedLSTM | None) -> _Trained | None:
+            return None if kind_of(users[0]) in alone else self._trained(users, rule, lstm)
+
+        yield from zip(microbatches, in_order(job, microbatches, programs), strict=True)
+
+    def _trained(
+        self, users: list[Batch], rule: ClipRule, lstm: StackedLSTM | None
+    ) -> _Trained | None:
         """The users' clipped and weighted updates, added up; None if they cannot be stacked."""
         try:
-            way = self._ways(users, rule)
+            way = self._ways(users, rule, lstm)
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
             # What cannot be vectorised fails for all such rows, so it is not tried again. Users
             # whose own data fails are found when they run alone.
-            if not self._is_data_fault(users, rule):
+            if not self._is_data_fault(users, rule, lstm):
                 self._alone.add(kind_of(users[0]))
                 _LOG.warning(
                     "users train one at a time: this model cannot be vectorised (%s).",
@@ -185,7 +213,7 @@ class LocalClipping:
                 )
             return None
         weights = [self._update.weight(num_records(group)) for group in users]
-        sums, squared = self._summed(way, rule, weights)
+        sums, squared = self._summed(way, rule, weights, lstm)
         return _Trained(
             sums=sums,
             num_within=int((squared.sum(0).sqrt() <= rule.clip_norm).sum()),
@@ -193,39 +221,45 @@ class LocalClipping:
         )
 
     def _summed(
-        self, way: list[Tensor] | None, rule: ClipRule, weights: list[float]
+        self,
+        way: list[Tensor] | None,
+        rule: ClipRule,
+        weights: list[float],
+        lstm: StackedLSTM | None,
     ) -> tuple[list[Tensor], Tensor]:
         """The users' updates -way, weighted and added up, and the squared norms (layers, users).
 
         They are clipped once more, as those of every other path are.
         """
         if way is None:
-            assert self._lstm is not None
+            assert lstm is not None
             eps = torch.finfo(self._parameters[0].dtype).eps
-            factors, squared = self._clip.factors(self._lstm.squared_ways(), rule, eps)
-            return self._lstm.summed_ways(-factors * factors.new_tensor(weights)), squared
+            factors, squared = self._clip.factors(lstm.squared_ways(), rule, eps)
+            return lstm.summed_ways(-factors * factors.new_tensor(weights)), squared
         clipped, squared = self._clip.clipped([-tensor for tensor in way], rule)
         factors = torch.tensor(weights, dtype=clipped[0].dtype, device=clipped[0].device)
         return [torch.tensordot(factors, tensor, dims=1) for tensor in clipped], squared
 
-    def _is_data_fault(self, users: list[Batch], rule: ClipRule) -> bool:
+    def _is_data_fault(self, users: list[Batch], rule: ClipRule, lstm: StackedLSTM | None) -> bool:
         """Whether made-up records of the same shapes pass: then these users' data is at fault."""
         made_up = [{name: torch.zeros_like(t) for name, t in group.items()} for group in users]
         try:
-            self._ways(made_up, rule)
+            self._ways(made_up, rule, lstm)
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception:
             return False
         return True
 
-    def _ways(self, users: Sequence[Batch], rule: ClipRule) -> list[Tensor] | None:
+    def _ways(
+        self, users: Sequence[Batch], rule: ClipRule, lstm: StackedLSTM | None
+    ) -> list[Tensor] | None:
         """theta - theta^0 of every user after its local training (Alg. 1, UserUpdateFedAvg).
 
         None if the LSTM's program keeps them, to add them up itself.
         """
-        if self._lstm is not None:
-            self._train_lstm(self._lstm, users, rule)
+        if lstm is not None:
+            self._train_lstm(lstm, users, rule)
             return None
         if self._adapters is not None:
             return self._adapter_ways(self._adapters, users, rule)

@@ -25,12 +25,13 @@ from userdp.clipping.stacked.words import TorchWords
 from userdp.losses import IGNORED_LABEL, RecordLoss, causal_lm_loss
 from userdp.updates.contract import Descent
 
-# So many numbers may stand side by side in the copies of a microbatch. A processor is fastest while
-# the copies stay in its cache.
-_MOST_STACKED = {"cpu": 2**24, "cuda": 2**31}
+# So many numbers may stand side by side in the copies of a microbatch. On a processor more gain
+# nothing: the largest products are taken user by user.
+_MOST_STACKED = {"cpu": 6 * 2**20, "cuda": 2**31}
 # So many numbers may the positions of a local batch take, over all users.
 _MOST_WORKED = {"cpu": 2**26, "cuda": 2**31}
-_MOST_USERS = 1024
+# On a processor every worker should have users, also in a small cohort.
+_MOST_USERS = {"cpu": 16, "cuda": 1024}
 
 # This file knows the model by its name: the models are built on top of clipping.
 _MODEL = "userdp.models.word_lstm.WordLSTM"
@@ -81,6 +82,7 @@ class StackedLSTM:
     """The copies of a microbatch of users, and their local steps."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[Tensor], descent: Descent) -> None:
+        self._made_of = model, parameters, descent
         own = dict(model.named_parameters())
         self._parameters = [own[name] for name in _NAMES]
         places = {id(parameter): place for place, parameter in enumerate(parameters)}
@@ -97,16 +99,19 @@ class StackedLSTM:
         # The kernels are for float32.
         self.has_kernels = device.type == "cuda" and self._parameters[0].dtype == torch.float32
 
+    def another(self) -> StackedLSTM:
+        """A program like this one, with memory of its own."""
+        return StackedLSTM(*self._made_of)
+
     def most_users(self, positions: int) -> int:
         """How many users may stand side by side, if a local batch has so many positions."""
         device = self._parameters[0].device.type
         numbers = sum(parameter.numel() for parameter in self._parameters)
-        # What is kept of a position: gates, their slopes, cells, states, words and outputs. In
-        # torch its logits are written down as well, and their softmax.
-        words = 0 if self.has_kernels else len(self._parameters[0])
-        worked = positions * (12 * self._size + 6 * self._width + 2 * words)
+        # What is kept of a position: gates, their slopes, cells, states, words and outputs. Logits
+        # are written down of one user at a time, if at all.
+        worked = positions * (12 * self._size + 6 * self._width)
         fitting = _MOST_STACKED.get(device, 0) // numbers, _MOST_WORKED.get(device, 0) // worked
-        return max(1, min(_MOST_USERS, *fitting))
+        return max(1, min(_MOST_USERS.get(device, 1), *fitting))
 
     def start(self, num_users: int) -> None:
         """So many users stand at the weights of the model."""

@@ -11,8 +11,7 @@ l_tv = o_t w_v. With the weight k_t of a position in the loss and its label y_t,
 A row shorter than the smallest length is divided by that constant, which has no gradient.
 
 `kernels.word_table` computes the same on CUDA and reads the table twice a step. Here the softmax is
-written down, and nothing of its size is allocated twice: a processor spends longer on fresh memory
-than on the products.
+written down, of one user at a time.
 
 Shapes: U users, N positions, V words, D width. Everything is secret until noise is added.
 """
@@ -22,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from userdp.clipping.stacked.products import product
 from userdp.clipping.stacked.room import Room, settle_, squared_norms
 
 
@@ -32,6 +32,7 @@ class TorchWords:
         self._theta, self._start, self._room = theta_UVD, start_VD, room
         self._smallest = smallest
         self._inverse_UV = self._bent_UV = theta_UVD[:0, :, 0]
+        self._gradients: list[Tensor] = []
 
     def begin(self, users: slice, factor_U: Tensor) -> None:
         """A local step of these users begins: clip what the step before left."""
@@ -50,22 +51,22 @@ class TorchWords:
 
     def output_gradient(self, out_UND: Tensor, labels_UN: Tensor, weights_UN: Tensor) -> Tensor:
         """The gradient of the outputs o; a position of weight zero may have any valid label."""
-        users, positions, _ = out_UND.shape
-        words = self._table.shape[1]
-        inverse = self._inverse_UV[:, None]
-        logits = self._room.take("logits", users, positions, words)
-        torch.bmm(out_UND, self._table.mT, out=logits)
-        logits *= inverse
-        self._gradient = self._room.take("softmax", users, positions, words)
-        torch.softmax(logits, 2, out=self._gradient)
-        self._gradient *= weights_UN[..., None]
-        self._gradient.scatter_add_(2, labels_UN[..., None], -weights_UN[..., None])
-        # w_v d_v without the inputs: sum_t g_tv l_tv.
-        logits *= self._gradient
-        self._bent_UV = logits.sum(1)
-        self._gradient *= inverse
-        self._out = out_UND
-        return torch.bmm(self._gradient, self._table)
+        found = self._room.take("of outputs", *out_UND.shape)
+        self._gradients, bent = [], []
+        # One user after the other: what is computed of one table stays in the cache.
+        for user, (table, inverse) in enumerate(zip(self._table, self._inverse_UV, strict=True)):
+            out, label, weight = out_UND[user], labels_UN[user], weights_UN[user]
+            unit = torch.mul(table, inverse[:, None], out=self._room.take("unit", *table.shape))
+            logits = product(out, unit)
+            # softmax(l) - [v = y]; the weights k are multiplied where fewer numbers are.
+            slope = torch.softmax(logits, 1, out=self._room.take("softmax", *logits.shape))
+            slope.scatter_add_(1, label[:, None], slope.new_full((len(label), 1), -1.0))
+            torch.mul(product(slope, unit.T), weight[:, None], out=found[user])
+            self._gradients.append(product(slope.T, (out * weight[:, None]).T))
+            # w_v d_v without the inputs: sum_t g_tv l_tv.
+            bent.append(weight @ logits.mul_(slope))
+        self._bent_UV = torch.stack(bent)
+        return found
 
     def step(
         self, ids_UN: Tensor, inputs_UND: Tensor, gradient_UND: Tensor, eta: float, penalty: float
@@ -74,18 +75,19 @@ class TorchWords:
 
         `inputs_UND` are the words that went in, `gradient_UND` is their gradient.
         """
-        table, inverse_UV = self._table, self._inverse_UV
         turns = self._turns_UV.gather(1, ids_UN)[..., None]
         along = (inputs_UND * gradient_UND).sum(2, keepdim=True) * turns
-        own = (gradient_UND - inputs_UND * along) * inverse_UV.gather(1, ids_UN)[..., None]
-        # The whole gradient first, then one sum: each row of the table is rounded once.
-        gradient = self._room.take("way", *table.shape)
-        torch.bmm(self._gradient.mT, self._out, out=gradient)
-        bent = self._bent_UV * inverse_UV.square() * self._turns_UV
-        gradient.addcmul_(table, bent[..., None], value=-1)
-        gradient.scatter_add_(1, ids_UN[..., None].expand_as(own), own)
-        if penalty:
-            gradient.add_(table - self._start, alpha=penalty)
-        table.add_(gradient, alpha=-eta)
-        way = torch.sub(table, self._start, out=self._room.take("way", *table.shape))
-        return squared_norms(way.flatten(1))
+        own_UND = gradient_UND - inputs_UND * along
+        bent_UV = self._bent_UV * self._inverse_UV * self._turns_UV
+        squares: list[Tensor] = []
+        for user, (table, gradient) in enumerate(zip(self._table, self._gradients, strict=True)):
+            own, ids = own_UND[user], ids_UN[user]
+            gradient.addcmul_(table, bent_UV[user, :, None], value=-1)
+            gradient.scatter_add_(0, ids[:, None].expand_as(own), own)
+            way = self._room.take("way", *table.shape)
+            if penalty:
+                table.add_(torch.sub(table, self._start, out=way), alpha=-eta * penalty)
+            table.addcmul_(gradient, self._inverse_UV[user, :, None], value=-eta)
+            torch.sub(table, self._start, out=way)
+            squares.append(squared_norms(way.flatten()))
+        return torch.stack(squares)
