@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from userdp.data.tokens import TokenRows
+from userdp.data.encoding import WHOLE_TEXT
+from userdp.data.record import Record
+from userdp.data.store import UserStore, write_store
+from userdp.data.tokens import TokenRows, tokenise, tokenizer_digest, tokens_per_record
 from userdp.errors import InputError
 from userdp.evaluation import evaluate, unknown_word
 from userdp.models.words import most_frequent, word_tokenizer
@@ -54,6 +57,45 @@ def test_the_dictionary_is_saved_and_loaded(tmp_path: Path) -> None:
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again("the bird.").input_ids == word_tokenizer(words)("the bird.").input_ids
     assert again.decode([4, 5]) == "cat the"
+
+
+def test_training_reads_begin_and_end_of_every_text(tmp_path: Path) -> None:
+    texts = ["the cat", "cat cat the"]
+    records = [Record(text, (f"user {n}",), f"record {n}") for n, text in enumerate(texts)]
+    write_store(records, tmp_path / "store", key=bytes(32))
+    store = UserStore.open(tmp_path / "store")
+    word_tokenizer(["the", "cat"]).save_pretrained(tmp_path / "words")
+    # As `userdp train` reads it: from its directory.
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "words")
+    rows = tokenise(store, tokenizer, sequence_length=4)
+    begin, end, the, cat = 1, 2, 4, 5
+    owned = {
+        user: [rows.tokens[slice(*rows.indptr[row : row + 2])].tolist() for row in own]
+        for user in range(2)
+        if (own := np.flatnonzero(rows.owners == user)).size
+    }
+    # A row of the end alone predicts nothing.
+    assert sorted(owned.values()) == [[[begin, the, cat, end]], [[begin, cat, cat, the]]]
+    assert sorted(tokens_per_record(store, tokenizer)) == [4, 5]
+
+
+def test_only_a_tokenizer_that_says_so_begins_texts(tmp_path: Path) -> None:
+    says = word_tokenizer(["the", "cat"])
+    silent = word_tokenizer(["the", "cat"])
+    del silent.init_kwargs["begins_texts"]
+    assert tokenizer_digest(says) != tokenizer_digest(silent)
+
+    def tokens(tokenizer: object) -> list[int]:
+        return WHOLE_TEXT.encode(["the cat"], "plain", tokenizer, 8).tokens.tolist()
+
+    assert tokens(says) == [1, 4, 5, 2]
+    assert tokens(silent) == [4, 5, 2]
+    # A text without a word predicts nothing, whoever begins it.
+    assert not WHOLE_TEXT.encode([" "], "plain", says, 8).tokens.size
+    nameless = word_tokenizer(["the"])
+    nameless.bos_token = None
+    with pytest.raises(InputError, match="begins_texts and has no begin-of-text token"):
+        WHOLE_TEXT.check("plain", nameless, 8)
 
 
 @pytest.mark.parametrize("words", [[], ["a", "a"], ["<unk>", "a"]])

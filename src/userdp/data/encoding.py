@@ -67,7 +67,10 @@ class Encoding(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class WholeText:
-    """Every token of the text carries loss, and the end-of-text token after it."""
+    """Every token of the text carries loss, and the end-of-text token after it.
+
+    Before it stands the tokenizer's begin-of-text token, if the tokenizer says so (`begins_texts`).
+    """
 
     name: str = ""
     has_labelled: bool = False
@@ -81,23 +84,41 @@ class WholeText:
             )
         if tokenizer.eos_token_id is None:
             raise InputError("the tokenizer has no end-of-text token (eos_token): set one.")
+        if begins_texts(tokenizer) and tokenizer.bos_token_id is None:
+            raise InputError(
+                f"the tokenizer says {BEGINS_TEXTS} and has no begin-of-text token (bos_token): "
+                f"set one, or take {BEGINS_TEXTS} out of its tokenizer_config.json."
+            )
 
     def encode(
         self, texts: Sequence[str], kind: TextKind, tokenizer: Any, sequence_length: int
     ) -> EncodedRows:
-        """Text and end, cut into rows. A row of one token predicts nothing and is left out."""
+        """Begin, text and end, cut into rows. A row of one token predicts nothing: it is left out.
+
+        So is a text without a token.
+        """
         rows = RowList()
         end: int = tokenizer.eos_token_id
+        begin: list[int] = [tokenizer.bos_token_id] if begins_texts(tokenizer) else []
         for record, ids in enumerate(ids_of(texts, kind, tokenizer)):
-            closed = [*ids, end]
-            for begin in range(0, len(closed), sequence_length):
-                row = closed[begin : begin + sequence_length]
+            closed = [*begin, *ids, end] if ids else []
+            for first in range(0, len(closed), sequence_length):
+                row = closed[first : first + sequence_length]
                 if len(row) > 1:
                     rows.add(record, row)
         return rows.encoded()
 
 
 WHOLE_TEXT = WholeText()
+
+# The name in a tokenizer's tokenizer_config.json. Models that were trained without a begin-of-text
+# token before every text must not get one, so nothing else is taken for it.
+BEGINS_TEXTS = "begins_texts"
+
+
+def begins_texts(tokenizer: Any) -> bool:
+    """Whether every text begins with the tokenizer's begin-of-text token (M18 App. B)."""
+    return getattr(tokenizer, "init_kwargs", {}).get(BEGINS_TEXTS) is True
 
 
 def ids_of(texts: Sequence[str], kind: TextKind, tokenizer: Any) -> list[list[int]]:

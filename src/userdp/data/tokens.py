@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from userdp.data.array_files import ArrayWriter, file_digest
-from userdp.data.encoding import WHOLE_TEXT, Encoding, ids_of
+from userdp.data.encoding import WHOLE_TEXT, Encoding, begins_texts, ids_of
 from userdp.data.remote_tokens import DIGESTS, LARGE, adopt, numbers, write_blocks
 from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
 from userdp.errors import InputError
@@ -264,11 +264,12 @@ def _cache_of(
 
 
 def tokens_per_record(store: UserStore, tokenizer: Any) -> NDArray[np.int64]:
-    """How many tokens each record has, its end-of-text token included."""
+    """How many tokens each record has, with those that begin and end a text."""
+    around = 2 if begins_texts(tokenizer) else 1
     lengths: list[int] = []
     kind = store.text_kind
     for start in range(0, store.num_records, ENCODE_BATCH):
-        lengths += [len(ids) + 1 for ids in ids_of(_texts(store, start), kind, tokenizer)]
+        lengths += [len(ids) + around for ids in ids_of(_texts(store, start), kind, tokenizer)]
     return np.asarray(lengths, np.int64)
 
 
@@ -360,9 +361,10 @@ def _cache_name(store: UserStore, tokenizer: Any, sequence_length: int, encoding
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """A digest of all of a tokenizer that changes the rows: rule, chat template, end of text."""
+    """A digest of all of a tokenizer that changes rows: rule, template, begin and end of text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rule = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab())
     template = getattr(tokenizer, "chat_template", None)
     identity = f"{tokenizer.eos_token_id}|{template}|{rule}"
+    identity += f"|{tokenizer.bos_token_id}" if begins_texts(tokenizer) else ""
     return hashlib.sha256(identity.encode()).hexdigest()

@@ -1,8 +1,8 @@
 """A dictionary of words as a Hugging Face tokenizer, made from public text.
 
 Words are what white space and punctuation separate, in lower case. The most frequent ones make the
-dictionary, and every other word is one and the same unknown word. A sequence begins with BOS and
-ends with EOS (McMahan et al. 2018, App. B).
+dictionary, and every other word is one and the same unknown word. A text begins with BOS and ends
+with EOS (McMahan et al. 2018, App. B); `begins_texts` tells the training so.
 
 The text must be public, or nobody who is protected: which words are in the dictionary is released
 with the model, and no noise hides it.
@@ -75,4 +75,5 @@ def word_tokenizer(words: Sequence[str]) -> Any:
         bos_token=BEGIN,
         eos_token=END,
         pad_token=PADDING,
+        begins_texts=True,
     )
