@@ -39,6 +39,7 @@ from userdp.clipping.gradients.chunk_choice import chunks_logits, keeps_logits
 from userdp.clipping.gradients.many_users import ManyUsers, look_at
 from userdp.clipping.gradients.one_user import OneUser
 from userdp.clipping.gradients.survey import Survey, stores_little_by_row
+from userdp.clipping.gradients.word_lstm import dictionary_size
 from userdp.clipping.module_state import ModuleState
 from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.rules import ClipRule
@@ -102,7 +103,9 @@ class FastClipping:
         if settings.join_records is True:
             refuse_dropout(model)
             self._refuse_if_attention_cannot_be_captured()
-        self._batch_tokens = settings.microbatch_tokens or usual_tokens(self._device)
+        self._batch_tokens = settings.microbatch_tokens or usual_tokens(
+            self._device, dictionary_size(model)
+        )
         self._packing = self._choose_packing(sequence_length, group_size)
         self._chunks = chunks_logits(
             model,

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from userdp.clipping.execute.layer_swap import Tape
 from userdp.clipping.gradients.layers import StoredForms, per_user
+from userdp.clipping.kernels.onednn import product
 
 GATES = ("input_gate", "forget_gate", "cell_gate", "output_gate")
 NAMES = (
@@ -59,6 +60,11 @@ class WordLstm(StoredForms):
         return CausalLMOutput(logits=logits)
 
 
+def dictionary_size(model: nn.Module) -> int:
+    """How many words the word LSTM knows; 0 for other models."""
+    return len(model.get_parameter(NAMES[0])) if WordLstm.describes(model) else 0
+
+
 def _states(gates: Tensor, of_state: Tensor) -> Tensor:
     """The states (rows, times, H) from the gates' inputs of the words (rows, times, 4H)."""
     rows, times, width = gates.shape
@@ -70,6 +76,16 @@ def _states(gates: Tensor, of_state: Tensor) -> Tensor:
         state = torch.sigmoid(leave) * torch.tanh(cell)
         states.append(state)
     return torch.stack(states, dim=1)
+
+
+def _user_by_user(left_ULV: Tensor, right_ULD: Tensor) -> Tensor:
+    """left^T right of every user, (U, V, D)."""
+    if left_ULV.device.type != "cpu":
+        return torch.bmm(left_ULV.mT, right_ULD)
+    found = right_ULD.new_empty((len(left_ULV), left_ULV.shape[2], right_ULD.shape[2]))
+    for own, left_LV, right_LD in zip(found, left_ULV, right_ULD, strict=True):
+        own.copy_(product(left_LV.mT, right_LD.mT))
+    return found
 
 
 class _WordLstm(torch.autograd.Function):
@@ -91,7 +107,7 @@ class _WordLstm(torch.autograd.Function):
         ctx.save_for_backward(input_ids, lengths, words, embedded, weight, out_weight, out)
         ctx.gates, ctx.states, ctx.users = gates, states, users
         ctx.asked = [probe is not None for probe in probes]
-        return F.linear(out, words)
+        return product(out.flatten(0, 1), words).unflatten(0, out.shape[:2])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -99,7 +115,7 @@ class _WordLstm(torch.autograd.Function):
         input_ids, lengths, words, embedded, weight, out_weight, out = ctx.saved_tensors
         users, width = ctx.users, words.shape[1]
         states = ctx.states.detach()
-        at_out = dy @ words
+        at_out = product(dy.flatten(0, 1), words.T).view_as(out)
         (at_gates,) = torch.autograd.grad(ctx.states, ctx.gates, at_out @ out_weight)
         before = F.pad(states[:, :-1], (0, 0, 1, 0))
         inputs_ULI = per_user(torch.cat([embedded, before], -1), users)
@@ -107,7 +123,7 @@ class _WordLstm(torch.autograd.Function):
         out_ULD = per_user(at_out, users)
 
         def table() -> Tensor:
-            at_words = torch.bmm(per_user(dy, users).mT, per_user(out, users))
+            at_words = _user_by_user(per_user(dy, users), per_user(out, users))
             at_embedded = per_user(at_gates @ weight[:, :width], users)
             # Words of the input add to the same rows.
             own = torch.arange(users, device=dy.device)[:, None] * len(words)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from userdp.clipping.stacked.products import product
+from userdp.clipping.kernels.onednn import product
 from userdp.clipping.stacked.room import Room, settle_, squared_norms
 
 

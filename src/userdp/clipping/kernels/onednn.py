@@ -21,16 +21,16 @@ def product(left_NK: Tensor, right_MK: Tensor) -> Tensor:
 
     Other operands are right, too, but oneDNN would take a thousand times as long for them.
     """
-    linear = _onednn()
-    if linear is None or not (_fits(left_NK) and _fits(right_MK)):
-        return left_NK @ right_MK.mT
-    return linear(left_NK, right_MK, None, "none", [], "")
+    if left_NK.device.type == "cpu" and _fits(left_NK) and _fits(right_MK):
+        linear = _onednn()
+        if linear is not None:
+            return linear(left_NK, right_MK, None, "none", [], "")
+    return left_NK @ right_MK.mT
 
 
 def _fits(tensor: Tensor) -> bool:
     """Whether oneDNN has a fast product for it."""
-    lies_whole = tensor.is_contiguous() or tensor.mT.is_contiguous()
-    return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and lies_whole
+    return tensor.dtype == torch.float32 and (tensor.is_contiguous() or tensor.mT.is_contiguous())
 
 
 def _onednn() -> Callable[..., Any] | None:

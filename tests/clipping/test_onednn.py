@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from userdp.clipping.stacked import products
-from userdp.clipping.stacked.products import product
+from userdp.clipping.kernels import onednn
+from userdp.clipping.kernels.onednn import product
 
 
 def layouts(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
@@ -27,7 +27,7 @@ def test_a_product_is_that_of_float64_in_every_layout(dtype: torch.dtype, most: 
             assert float((found - exact).norm()) <= most * float(exact.norm())
 
 
-@pytest.mark.skipif(products._onednn() is None, reason="torch without oneDNN's product")
+@pytest.mark.skipif(onednn._onednn() is None, reason="torch without oneDNN's product")
 def test_onednn_takes_whole_float32_matrices_only(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[tuple[int, ...]] = []
 
@@ -35,7 +35,7 @@ def test_onednn_takes_whole_float32_matrices_only(monkeypatch: pytest.MonkeyPatc
         taken.append((*left.shape, *right.shape))
         return left @ right.T
 
-    monkeypatch.setattr(products, "_onednn", lambda: linear)
+    monkeypatch.setattr(onednn, "_onednn", lambda: linear)
     whole, turned, pieces = layouts(8, 16, torch.float32)
     product(whole, turned)
     assert len(taken) == 1
@@ -47,5 +47,5 @@ def test_onednn_takes_whole_float32_matrices_only(monkeypatch: pytest.MonkeyPatc
 
 def test_without_onednn_torchs_product_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, turned, _ = layouts(8, 16, torch.float32)
-    monkeypatch.setattr(products, "_onednn", lambda: None)
+    monkeypatch.setattr(onednn, "_onednn", lambda: None)
     assert torch.equal(product(whole, turned), whole @ turned.T)
