@@ -127,6 +127,12 @@ def test_missing_step_is_refused_even_with_good_hashes(written: Path) -> None:
         Ledger.read(written)
 
 
+def test_a_phase_that_the_plan_does_not_have_is_refused(written: Path) -> None:
+    _rechained(written, lambda rows: rows[2].update(clip_norm=0.1))
+    with pytest.raises(LedgerError, match="a phase begins that the plan does not have"):
+        Ledger.read(written)
+
+
 def test_newer_format_is_refused(written: Path) -> None:
     _rechained(written, lambda rows: rows[0].update(format=99))
     with pytest.raises(LedgerError, match="format"):

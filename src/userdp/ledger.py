@@ -276,8 +276,8 @@ class Ledger:
             self._append({"kind": "earlier", **item.to_json()})
 
     def charge_step(self) -> None:
-        """Record the next step; returns once it is on disk."""
-        self._append({"kind": "step", "step": self.steps})
+        """Record the next step, and a phase that begins with it; returns once it is on disk."""
+        self._append({"kind": "step", "step": self.steps, **self.plan.clip.begun_at(self.steps)})
 
     def halt(self) -> None:
         """Record that the last step failed its test, and so the run ends; returns once on disk.

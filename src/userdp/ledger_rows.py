@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from userdp.chain import Row
 from userdp.errors import LedgerError
@@ -109,5 +110,15 @@ def _check_next(row: Row, kept: Kept, path: Path) -> None:
         raise LedgerError(f"{path}: the run halted at another step than the last one.")
     if kind == "step" and row.get("step") != kept.steps:
         raise LedgerError(f"{path}: the steps are not consecutive.")
+    if kind == "step" and "clip_norm" in row and not _is_planned(row, kept.rows[0]):
+        raise LedgerError(f"{path}: a phase begins that the plan does not have.")
     if kind == "end" and row.get("steps") != kept.steps:
         raise LedgerError(f"{path}: the closing row counts other steps than there are.")
+
+
+def _is_planned(row: Row, first: Row) -> bool:
+    """Whether the plan has a phase of this clip norm that begins with this step."""
+    found: Any = first
+    for name in ("plan", "clip", "phases"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return isinstance(found, list) and [row.get("step"), row["clip_norm"]] in found

@@ -76,8 +76,13 @@ def test_a_schedule_of_clip_norms_changes_no_price(
         "train", config_file(privacy=PRIVACY, name="b.toml"), "--out", tmp_path / "b", "--json"
     ).json
     assert found["epsilon"] == flat["epsilon"]
-    plan = json.loads((tmp_path / "run" / "ledger.jsonl").read_text().splitlines()[0])["plan"]
-    assert plan["clip"]["phases"] == [[0, 1.0], [2, 0.25]]
+    lines = (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert rows[0]["plan"]["clip"]["phases"] == [[0, 1.0], [2, 0.25]]
+    # Every phase has an entry of its own: the row of its first step.
+    begun = {row["step"]: row["clip_norm"] for row in rows if "clip_norm" in row}
+    assert begun == {0: 1.0, 2: 0.25}
+    assert userdp("ledger", "verify", tmp_path / "run", "--json").json["ok"]
 
 
 @pytest.mark.parametrize(

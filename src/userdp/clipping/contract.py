@@ -67,6 +67,11 @@ class ClipRule(Part):
         """Whether the clip norm can be another one at another step."""
         return self.count_stddev is not None
 
+    def begun_at(self, step: int) -> dict[str, float]:
+        """What the ledger's row of this step says, if a phase of the rule begins with it."""
+        del step
+        return {}
+
     @property
     def count_stddev(self) -> float | None:
         """The noise on the count of unclipped updates that each step releases; None if it does not.

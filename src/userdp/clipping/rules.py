@@ -354,6 +354,11 @@ class ScheduledClip(FlatClip):
         """At the steps of the schedule."""
         return len(self.phases) > 1
 
+    def begun_at(self, step: int) -> dict[str, float]:
+        """The clip norm of the phase that begins with this step."""
+        norms = dict(self.phases)
+        return {"clip_norm": norms[step]} if step in norms else {}
+
     def following(self, noisy_share_within: float | None) -> ScheduledClip:
         """The rule of the next step."""
         del noisy_share_within
