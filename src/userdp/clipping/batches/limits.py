@@ -5,19 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from userdp.clipping.execute.models import output_layer
 
 # Padded tokens in one backward pass.
 CUDA_TOKENS = 16_384
 CPU_TOKENS = 2_048
+# A captured batch costs 1.6 ms whatever its size (H200, GPT-2 small). So a device with room for
+# this many times a model's weights runs large batches, which hold most cohorts of 64 short users.
+LARGE_TOKENS = 40_960
+LEAST_ROOM = 256
 # Memory for stored per-user gradients in one backward pass: bytes on the CPU, a share on CUDA.
 CPU_STORED_BYTES = 1 << 29
 CUDA_STORED_SHARE = 0.3
 
 
-def usual_tokens(device: torch.device) -> int:
+def usual_tokens(model: nn.Module, device: torch.device, *, captured: bool) -> int:
     """Padded tokens in one backward pass, if nobody says how many."""
-    return CUDA_TOKENS if device.type == "cuda" else CPU_TOKENS
+    if device.type != "cuda":
+        return CPU_TOKENS
+    _, memory = torch.cuda.mem_get_info(device)
+    return large_or_usual(model, memory) if captured else CUDA_TOKENS
+
+
+def large_or_usual(model: nn.Module, memory: int) -> int:
+    """The tokens of a captured batch on a CUDA device of this much memory, in bytes."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    width = getattr(output_layer(model), "out_features", 0)
+    # Kernels count the logits in 32 bits.
+    fits = LEAST_ROOM * weights <= memory and LARGE_TOKENS * width < 2**31
+    return LARGE_TOKENS if fits else CUDA_TOKENS
 
 
 def stored_users(parameters: Sequence[Tensor], product_dtype: torch.dtype) -> int:

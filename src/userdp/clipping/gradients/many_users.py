@@ -150,11 +150,10 @@ class ManyUsers:
                     f"{giver!r} has the same input as {layer.name!r}, and the loss does not use "
                     'its output. Freeze it, or use path="plain" ([training] path).'
                 )
-            ends = self._probes.tapes[layer.module].ends
             for name, form in layer.rule.forms(layer.module, gradients, inputs).items():
-                by_user = name == "weight" and ends is not None
-                if isinstance(form, Stored) and self._ranges is not None and not by_user:
-                    form = replace(form, by_row=True)
+                if isinstance(form, Stored) and self._ranges is not None:
+                    by_user = self._probes.is_stored_by_user(layer.parameters[name])
+                    form = replace(form, by_row=not by_user)
                 # A stored gradient that several layers added to is one form.
                 key = id(form.gradients_U) if isinstance(form, Stored) else id(form)
                 if key not in seen:
