@@ -32,7 +32,7 @@ def test_every_user_has_the_sum_over_its_own_tokens(dtype: torch.dtype) -> None:
 
 def test_a_value_that_is_not_finite_stays_with_its_user() -> None:
     values, others, ends = drawn(torch.float32)
-    values[1] = math.inf
+    values[0] = math.inf
     for found in user_sums(values, others, ends):
         assert not found[0].isfinite().any()
         assert found[1:].isfinite().all()
