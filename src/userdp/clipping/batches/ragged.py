@@ -243,8 +243,10 @@ def _filled(groups: Sequence[Batch], shape: Shape) -> Users:
     counts += [each] * full + [rest] * (rest > 0)
     counts += [0] * (shape.users - len(counts))
     rows_of_user = torch.tensor(counts)
+    row_starts = F.pad(rows_of_user.cumsum(0), (1, 0)).to(torch.int32)
     ranges = RowRanges(
-        starts=F.pad(rows_of_user.cumsum(0), (1, 0)).to(torch.int32),
+        starts=row_starts,
+        user_starts=row_starts.clamp(max=starts[-1]),
         user_of_row=torch.repeat_interleave(torch.arange(shape.users), rows_of_user),
         most_rows=shape.most_rows,
         fewest_rows=shape.fewest_rows,

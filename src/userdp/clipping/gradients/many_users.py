@@ -104,7 +104,7 @@ class ManyUsers:
         self._ranges = users.ranges
         if users.ranges is not None:
             # A copy: compiled blocks want their inputs aligned.
-            self._probes.set_ends(users.ranges.starts[1:].clone())
+            self._probes.set_ends(users.ranges.user_starts[1:].clone())
         layers = [(layer.module, layer.rule) for layer in self._probes.layers]
         with self._execution.prepared(self._model, layers, self._probes.tapes):
             losses = self._execution.losses(self._model, users.batch)

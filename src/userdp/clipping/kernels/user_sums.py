@@ -25,12 +25,15 @@ def user_sums(values: Tensor, others: Tensor | None, ends: Tensor) -> tuple[Tens
     """(users, columns) sums of (tokens, columns), and of values * others where these are given.
 
     In float32 at least. A user without tokens has zeros. Without `others` the second has no row.
+    Tokens behind the last user's are left out.
     """
     wide = wide_dtype(values.dtype)
     if values.is_cuda:
         return _kernel().user_sums(values, others, ends, wide)
     counts = ends.diff(prepend=ends.new_zeros(1))
     owner = torch.repeat_interleave(torch.arange(len(ends)), counts)
+    values = values[: len(owner)]
+    others = None if others is None else others[: len(owner)]
     sums = torch.zeros(len(ends), values.shape[1], dtype=wide)
     found = sums.index_add(0, owner, values.to(wide))
     if others is None:
