@@ -12,7 +12,7 @@ from userdp.clipping.execute.models import output_layer
 # Padded tokens in one backward pass.
 CUDA_TOKENS = 16_384
 CPU_TOKENS = 2_048
-# A captured batch costs 1.6 ms whatever its size (H200, GPT-2 small). So a device with room for
+# A captured batch costs 1.6 to 1.9 ms whatever its size (H200, GPT-2 small). A device with room for
 # this many times a model's weights runs large batches, which hold most cohorts of 64 short users.
 LARGE_TOKENS = 40_960
 LEAST_ROOM = 256
