@@ -25,12 +25,12 @@ def usual_tokens(model: nn.Module, device: torch.device, *, captured: bool) -> i
     """Padded tokens in one backward pass, if nobody says how many."""
     if device.type != "cuda":
         return CPU_TOKENS
-    _, memory = torch.cuda.mem_get_info(device)
-    return large_or_usual(model, memory) if captured else CUDA_TOKENS
+    free, _ = torch.cuda.mem_get_info(device)
+    return large_or_usual(model, free) if captured else CUDA_TOKENS
 
 
 def large_or_usual(model: nn.Module, memory: int) -> int:
-    """The tokens of a captured batch on a CUDA device of this much memory, in bytes."""
+    """The tokens of a captured batch where this much memory, in bytes, is free on the device."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     width = getattr(output_layer(model), "out_features", 0)
     # Kernels count the logits in 32 bits.
