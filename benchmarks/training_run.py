@@ -1,11 +1,12 @@
 """What is left of the bare step's speed in a whole private run.
 
 A run samples ragged Poisson cohorts, loads and packs their rows, clips, draws the noise, writes the
-ledger to disk and steps the optimizer. Its tokens per second, once every batch shape has been seen,
-are compared with those of the bare step (gradients and clipping) on full batches; `useful` counts
-tokens of records, `padded` also what padding adds. The two take turns in one process, each for some
-seconds: a device that has just begun to work may run at a higher clock. Records fill their rows but
-for a user's last, or with `--short` are as short as posts and chat messages are.
+ledger to disk and steps the optimizer, in batches of the usual size. Its tokens per second, once
+every batch shape has been seen, are compared with those of the bare step (gradients and clipping)
+on full batches of 16,384 tokens; `useful` counts tokens of records, `padded` also what padding
+adds. The two take turns in one process, each for some seconds: a device that has just begun to work
+may run at a higher clock. Records fill their rows but for a user's last, or with `--short` are as
+short as posts and chat messages are.
 
 With `--cold` only the first `--warm` steps run, and some more at full speed. What is measured is
 how long it takes until no step brings a new batch shape any more, and how much longer the first
@@ -103,7 +104,6 @@ def main() -> None:
             rows.index(),
             settings=StepSettings(
                 compute_dtype=setting.dtype,
-                microbatch_tokens=tokens,
                 join_records=None if options.join is None else options.join == "yes",
             ),
             sequence_length=options.length,

@@ -24,6 +24,7 @@ from userdp.clipping.flat import ClippedSum, FlatBuffer
 from userdp.clipping.gradients import chunk_choice, many_users, probes
 from userdp.clipping.kernels import reference
 from userdp.clipping.kernels.running import same_every_time
+from userdp.clipping.kernels.user_sums import user_sums
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import ClipRule, FlatClip, PerVectorClip
 from userdp.clipping.settings import StepSettings
@@ -480,6 +481,22 @@ def test_products_are_the_librarys_and_their_squares_those_of_their_values(
         above = squares.double().sum(0)[finite] / norms - 1
         assert (above >= 0).all()
         assert (above <= 8e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_over_users_tokens_are_exact_and_leave_out_what_is_nobodys(dtype: torch.dtype) -> None:
+    # Seed 0. The tokens behind the last user's are not finite, and no user's sum shows it.
+    generator = torch.Generator().manual_seed(0)
+    counts = [480, 0, 2_048, 32, 1_056, 0]
+    values, others = torch.randn(2, sum(counts) + 64, 776, generator=generator).to(dtype)
+    values[-64:] = float("nan")
+    ends = torch.tensor(counts).cumsum(0).int().cuda()
+    found = user_sums(values.cuda(), others.cuda(), ends)
+    for whole, sums in zip(
+        (values.double(), values.double() * others.double()), found, strict=True
+    ):
+        exact = torch.stack([part.sum(0) for part in whole[:-64].split(counts)])
+        torch.testing.assert_close(sums.double().cpu(), exact, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("width", [64, 256])

@@ -44,7 +44,7 @@ def test_8b_with_adapters_is_as_measured() -> None:
     found = predict(H200, MODELS["llama-8b"], BATCH, 1)
     told = measured("h200_2026-11-18_large_lora_8b.json", "private")
     assert found.tokens_a_second == pytest.approx(told["tokens_a_second"], rel=0.05)
-    # Later steps replay a graph, whose memory torch does not count: the first one shows what is held.
+    # Later steps replay a graph, whose memory torch does not count. The first one shows it.
     assert found.memory_bytes / 2**30 == pytest.approx(told["peak_gib"], rel=0.1)
 
 

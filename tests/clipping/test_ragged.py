@@ -292,3 +292,12 @@ def test_model_with_just_as_many_positions_as_tokens() -> None:
     )  # fmt: skip
     model = shake(transformers.GPT2LMHeadModel(config).double().eval())
     assert_same_as_plain(model, cohort([[12, 3], [12], [9, 9, 9]]), settings=MIXED)
+
+
+def test_nothing_is_stored_for_places_of_padding() -> None:
+    (users,) = pack_ragged(groups_of([[64] * 9, [64] * 3]), Sizes(max_tokens=128 * 64))
+    ranges = users.ranges
+    assert ranges is not None
+    used = int((users.weights > 0).sum())
+    assert used == 12 < ranges.starts[-1] == len(users.weights)
+    assert ranges.user_starts.tolist() == [min(start, used) for start in ranges.starts.tolist()]

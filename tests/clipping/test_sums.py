@@ -142,7 +142,8 @@ def test_rows_that_nearly_cancel_do_not_hide_the_rest(form: str, size: float) ->
     rows = torch.stack([large, rest - large], 1).flatten(0, 1)
     ids = torch.arange(shape[0]).expand(2 * users, -1)
     ranges: RowRanges | None = RowRanges(
-        starts=torch.arange(0, 2 * users + 1, 2, dtype=torch.int32),
+        starts=(starts := torch.arange(0, 2 * users + 1, 2, dtype=torch.int32)),
+        user_starts=starts,
         user_of_row=torch.arange(users).repeat_interleave(2),
         fewest_rows=1,
         most_rows=2,

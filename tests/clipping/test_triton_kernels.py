@@ -41,7 +41,7 @@ def last_line_of(program: str, variables: dict[str, str]) -> str:
 
 
 def test_all_kernels_compile_for_hopper_without_a_gpu() -> None:
-    assert int(last_line_of("triton_compiled.py", {"TRITON_INTERPRET": "0"})) == 44
+    assert int(last_line_of("triton_compiled.py", {"TRITON_INTERPRET": "0"})) == 48
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,6 +100,16 @@ def test_stored_norms_and_weighted_sums_are_torchs(case: str, errors: Errors) ->
     assert found["finite alike"] == 0.0
     assert found["norms"] <= 1e-6
     assert found["sums"] <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_sums_over_a_users_tokens_are_torchs_and_stay_with_the_user(
+    dtype: str, errors: Errors
+) -> None:
+    found = errors[f"user sums {dtype}"]
+    assert found["finite alike"] == 0.0
+    assert found["sums"] <= (1e-13 if dtype == "float64" else 2e-5)
+    assert found["without tokens"] == 0.0
 
 
 def test_some_users_are_scaled_again_others_silenced_or_left_untouched(errors: Errors) -> None:

@@ -88,7 +88,24 @@ def all_kernels() -> int:
             options = {"num_warps": warps, "num_stages": 2}
             compiles(inner._inner_kernel, constants, **options)
             count += 1
-    return count + attention() + products()
+    return count + user_sums() + attention() + products()
+
+
+def user_sums() -> int:
+    """The sums over users' tokens, for two precisions."""
+    import triton.language as tl
+
+    from userdp.clipping.kernels import user_sums_kernel as kernels
+
+    for kind, others in itertools.product(("*bf16", "*fp32"), (True, False)):
+        constants = {"HAS_OTHERS": others, "WIDE": tl.float32, "TOKENS": 64, "COLUMNS": 64}
+        kinds = {"values": kind, "others": kind, "ends": "*i32"}
+        kinds |= dict.fromkeys(("sums", "products"), "*fp32") | dict.fromkeys(
+            constants, "constexpr"
+        )
+        signature = {name: kinds.get(name, "i32") for name in kernels._user_sums_kernel.arg_names}
+        compiles(kernels._user_sums_kernel, constants, signature, num_warps=8)
+    return 4
 
 
 def attention() -> int:

@@ -286,6 +286,30 @@ def attention_reach(value: float) -> dict[str, float]:
     }
 
 
+def user_sum_errors(dtype: torch.dtype) -> dict[str, float]:
+    """Users of unlike many tokens, one without any; the third user's values are not finite."""
+    from userdp.clipping.kernels import user_sums_kernel
+
+    counts = [1, 0, 16, 37, 5]
+    # The last token is nobody's.
+    values, others = (torch.randn(sum(counts) + 1, 2 * 136).to(dtype)[:, :136] for _ in range(2))
+    values[5, 3], values[-1] = math.nan, math.inf
+    ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32)
+    wide = torch.float32 if dtype != torch.float64 else dtype
+    found = user_sums_kernel.user_sums(values, others, ends, wide)
+    only, none = user_sums_kernel.user_sums(values, None, ends, wide)
+    assert none.shape == (0, 136)
+    assert torch.equal(only.nan_to_num(), found[0].nan_to_num())
+    wholes = [values.double(), values.double() * others.double()]
+    exact = [torch.stack([part.sum(0) for part in whole[:-1].split(counts)]) for whole in wholes]
+    pairs = list(zip(found, exact, strict=True))
+    return {
+        "finite alike": max(float((f.isfinite() != e.isfinite()).sum()) for f, e in pairs),
+        "sums": max(float((f.double() - e).nan_to_num().abs().max()) for f, e in pairs),
+        "without tokens": float(found[0][1].abs().max() + found[1][1].abs().max()),
+    }
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     results: dict[str, dict[str, float]] = {}
@@ -313,6 +337,8 @@ if __name__ == "__main__":
     results["stored with gaps"] = stored_errors([0, 1, 1, 2], used=4)
     results["stored nobody"] = stored_errors([0, 0, 0, 0], used=0)
     results["settle"] = settle_errors()
+    for name in ("float16", "float32", "float64"):
+        results[f"user sums {name}"] = user_sum_errors(getattr(torch, name))
     for case in ((2, 1, 16), (2, 2, 24), (4, 2, 64)):
         for dtype, name in ((torch.float32, "float32"), (torch.float16, "float16")):
             results[f"attention {case} {name}"] = attention_errors(*case, dtype)

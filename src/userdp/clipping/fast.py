@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from userdp.clipping.batches.cohort import Packing
 from userdp.clipping.batches.joined_records import is_joined
-from userdp.clipping.batches.limits import stored_users, usual_tokens
+from userdp.clipping.batches.limits import CUDA_TOKENS, stored_users, usual_tokens
 from userdp.clipping.batches.ragged import Sizes
 from userdp.clipping.batches.users import Users, size_of
 from userdp.clipping.checks.compared_shapes import ComparedShapes
@@ -62,9 +62,8 @@ class FastClipping:
     """Clipped sums of cohorts, as the plain loop would give them.
 
     `sequence_length` is how long records may be and `group_size` how many rows a group may have,
-    public numbers; `skip_failing` as in
-    `PlainClipping`; `every_shape` compares every new shape of batch with the plain loop. `differs`
-    says that the two were seen to differ: from then on the plain loop does the work.
+    public numbers. `skip_failing` is as in `PlainClipping`. `every_shape` compares every new shape
+    of batch with the plain loop. `differs` says that the two were seen to differ.
     """
 
     def __init__(
@@ -104,14 +103,15 @@ class FastClipping:
             refuse_dropout(model)
             self._refuse_if_attention_cannot_be_captured()
         self._batch_tokens = settings.microbatch_tokens or usual_tokens(
-            self._device, dictionary_size(model)
+            model, self._device, captured=self._graphs, words=dictionary_size(model)
         )
         self._packing = self._choose_packing(sequence_length, group_size)
         self._chunks = chunks_logits(
             model,
             record_loss,
             settings.chunk_logits,
-            tokens=self._batch_tokens,
+            # Large batches are for devices with room for their logits.
+            tokens=settings.microbatch_tokens or min(self._batch_tokens, CUDA_TOKENS),
             itemsize=self._product_dtype.itemsize,
         )
         self._total = FlatBuffer(self._parameters, padded_rows(model) if self._compile else None)

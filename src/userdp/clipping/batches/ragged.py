@@ -10,7 +10,8 @@ than the others.
 Users are sorted into kinds by their tokens: up to 512, up to 2,048, and so on. Each kind has its
 own batches, because the number of places and the cheapest form of a gradient (`forms`) depend on
 the size of the users. If a kind has too few users to fill a batch, smaller users fill it up. There
-are places for twice as many users as the smallest ones of the kind would need.
+are places for twice as many users as the smallest ones of the kind would need, in a large batch for
+half as many more.
 
 Unless records are joined, many users often have the largest number of rows, because the sampler
 allows no more. They share batches in which all have the same number of rows: those run fastest.
@@ -44,9 +45,11 @@ from userdp.losses import Batch
 # kinds mean few batch shapes, each of which has to be captured, and compared with the plain loop.
 FIRST_KIND = 512
 NEXT_KIND = 4
-# The last batch of a cohort may have one of these shares of a full batch's rows. More of them would
-# leave fewer rows empty, and each has to be captured.
-SMALLER = tuple(eighths / 8 for eighths in range(1, 8))
+# The last batch of a cohort may have any number of eighths of a full batch's rows, or of sixteenths
+# where a full batch has more tokens than this. More parts would leave fewer rows empty, and each
+# number of rows has to be captured.
+MANY_TOKENS = 16_384
+FEW_PARTS, MANY_PARTS = 8, 16
 SHORTEST_ROW = 16
 ALIGNMENT = 8
 
@@ -120,8 +123,10 @@ class Sizes:
         most = max(1, min(upper, self.max_tokens) // length)
         full_rows = max(1, self.max_tokens // length)
         all_rows = max(1, int(full_rows * share))
-        # Half of the smallest number of rows: smaller users may come in.
-        users = max(1, all_rows // max(1, fewest // 2))
+        # Fewer rows than the smallest number: smaller users may come in. In a large batch they come
+        # less often, and its places need more memory.
+        each = fewest * 2 // 3 if self.max_tokens > MANY_TOKENS else fewest // 2
+        users = max(1, all_rows // max(1, each))
         limit = self.most_users(tokens)
         if limit is not None:
             users = min(users, limit)
@@ -156,7 +161,8 @@ def _pack(groups: Sequence[Batch], sizes: Sizes) -> Iterator[Users]:
         shape = sizes.shape(rows, length)
         chosen, used = waiting.fitting(shape)
         waiting.remove(chosen)
-        smaller = (sizes.shape(rows, length, share) for share in SMALLER)
+        parts = MANY_PARTS if sizes.max_tokens > MANY_TOKENS else FEW_PARTS
+        smaller = (sizes.shape(rows, length, part / parts) for part in range(1, parts))
         holding = (s for s in smaller if s.rows >= used and _has_places(s, len(chosen), used))
         yield _filled([groups[i] for i in sorted(chosen)], next(holding, shape))
 
@@ -237,8 +243,10 @@ def _filled(groups: Sequence[Batch], shape: Shape) -> Users:
     counts += [each] * full + [rest] * (rest > 0)
     counts += [0] * (shape.users - len(counts))
     rows_of_user = torch.tensor(counts)
+    row_starts = F.pad(rows_of_user.cumsum(0), (1, 0)).to(torch.int32)
     ranges = RowRanges(
-        starts=F.pad(rows_of_user.cumsum(0), (1, 0)).to(torch.int32),
+        starts=row_starts,
+        user_starts=row_starts.clamp(max=starts[-1]),
         user_of_row=torch.repeat_interleave(torch.arange(shape.users), rows_of_user),
         most_rows=shape.most_rows,
         fewest_rows=shape.fewest_rows,

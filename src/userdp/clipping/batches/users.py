@@ -57,11 +57,14 @@ class RowRanges:
 
     Every row belongs to a place: first come the users, then places with rows of padding, then
     places without rows. No place has more than `most_rows` rows, and few have less than
-    `fewest_rows`. The largest batch for such users has `full_rows` rows.
+    `fewest_rows`. The largest batch for such users has `full_rows` rows. `user_starts` are the same
+    as `starts`, but there a place of padding has no rows: its gradient is zero, and need not be
+    computed.
     """
 
     starts: Tensor
     user_of_row: Tensor
+    user_starts: Tensor
     fewest_rows: int
     most_rows: int
     full_rows: int
@@ -111,8 +114,10 @@ class Users:
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor of the batch."""
-        ranges = [] if self.ranges is None else [self.ranges.starts, self.ranges.user_of_row]
-        return [*self.batch.values(), self.weights, *ranges]
+        tensors = [*self.batch.values(), self.weights]
+        if self.ranges is None:
+            return tensors
+        return [*tensors, self.ranges.starts, self.ranges.user_of_row, self.ranges.user_starts]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Users:
         """The same layout with other `tensors`."""
@@ -120,8 +125,10 @@ class Users:
         weights, *rest = tensors[len(batch) :]
         ranges = self.ranges
         if ranges is not None:
-            starts, user_of_row = rest
-            ranges = replace(ranges, starts=starts, user_of_row=user_of_row)
+            starts, user_of_row, user_starts = rest
+            ranges = replace(
+                ranges, starts=starts, user_of_row=user_of_row, user_starts=user_starts
+            )
         return replace(self, batch=batch, weights=weights, ranges=ranges)
 
     def sent_to(self, device: torch.device) -> Users:

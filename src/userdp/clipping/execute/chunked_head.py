@@ -94,9 +94,9 @@ def token_losses(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
             if stored is not None and stored.dtype != dtype:
                 # As for every product: squares must be those of the values that are handed out.
                 squares = None
-            losses = _TrainedHead.apply(
-                hidden, weight, flat, units_of(tape, hidden), stored, squares, tape.ends
-            )
+            ends = tape.ends if tape.weight_by_user else None
+            units = units_of(tape, hidden)
+            losses = _TrainedHead.apply(hidden, weight, flat, units, stored, squares, ends)
     return losses.view(labels.shape)
 
 

@@ -37,9 +37,12 @@ class Tape:
     by_row: tuple[bool, ...] | None = None
     # Columns added to a head of unaligned width, for speed; they carry nothing.
     padding: int = 0
-    # In a ragged batch: where each user's rows end. With it a product hands out its stored
-    # gradients by user; everything else is handed out by row.
+    # In a ragged batch: where each user's rows end, if anything is handed out by user. That may be
+    # a product's stored gradients, and sums over tokens (biases, norms' weights). Everything else
+    # is handed out by row.
     ends: Tensor | None = None
+    weight_by_user: bool = False
+    adds_by_user: bool = False
 
 
 def only(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:

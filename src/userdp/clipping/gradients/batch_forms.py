@@ -119,9 +119,14 @@ class BatchForms:
         return None if self.ranges is None else self.ranges.starts
 
     @property
+    def user_starts(self) -> Tensor | None:
+        """The same, but places of padding have no rows: nothing is stored for them."""
+        return None if self.ranges is None else self.ranges.user_starts
+
+    @property
     def num_used(self) -> Tensor | None:
-        """How many places of a ragged batch have rows; they come first."""
-        return None if self.starts is None else (self.starts.diff() > 0).sum()
+        """How many places of a ragged batch have something stored by user; they come first."""
+        return None if self.user_starts is None else (self.user_starts.diff() > 0).sum()
 
     def spread(self, factors: Tensor) -> Tensor:
         """The users' factors, repeated for each of their rows."""
@@ -175,6 +180,10 @@ class BatchForms:
                 owner,
                 any_rows=self.ranges is not None,
             )
+            if self.user_starts is not None:
+                # Nothing is stored for places of padding: what was read there is anything.
+                of_user = torch.arange(len(ids), device=ids.device) < self.user_starts[-1]
+                parts = torch.where(of_user, parts, 0.0)
             return self.by_user(parts.T).sum(1)
         assert isinstance(other, Pair)
         x, y = other.inputs_ULI, other.output_gradients_ULO

@@ -8,7 +8,7 @@ under torch.compile and inside a CUDA graph.
 
 Dimension 0 of every activation counts rows, and the rows of a user are adjacent. In an equal batch
 a layer hands out one gradient for each user, in a ragged one for each row (`Tape.users` says for
-how many), except that products may use `Tape.ends` to hand them out by user.
+how many), unless it is told where users' rows end (`Tape.ends`) and to hand them out by user.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from userdp.clipping.batches.users import power_of_two
 from userdp.clipping.execute.layer_swap import Tape, compute_dtype, only, per_user, units_of
 from userdp.clipping.gradients.forms import EmbeddingRows, Form, Pair, Stored
 from userdp.clipping.kernels.products import products_with_squares, users_products
+from userdp.clipping.kernels.user_sums import user_sums
 from userdp.losses import wide_dtype
 from userdp.sharded_tensors import is_shard
 
@@ -32,8 +33,14 @@ from userdp.sharded_tensors import is_shard
 _AT_ONCE = 16
 
 
-def summed_tokens(values_ULD: Tensor, users: int | None) -> Tensor:
-    """Each user's values added up over its tokens, in float32 at least."""
+def summed_tokens(values_ULD: Tensor, users: int | None, ends: Tensor | None = None) -> Tensor:
+    """Each user's values added up over its tokens, in float32 at least.
+
+    Where `ends` says at which token each user ends, U counts rows.
+    """
+    if ends is not None:
+        sums, _ = user_sums(values_ULD.flatten(0, 1), None, ends)
+        return sums
     wide = wide_dtype(values_ULD.dtype)
     if users is None:
         return values_ULD.sum(1, dtype=wide)
@@ -62,8 +69,11 @@ class _Product(torch.autograd.Function):
         outputs: Tensor | None,
         bias_gradients: Tensor | None,
         ends: Tensor | None,
+        weight_by_user: bool,
+        bias_by_user: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, *([] if ends is None else [ends]))
+        ctx.weight_by_user, ctx.bias_by_user = weight_by_user, bias_by_user
         ctx.users, ctx.transposed = users, transposed
         ctx.stored, ctx.squares = stored is not None, squares is not None
         ctx.inputs = inputs is not None
@@ -77,21 +87,23 @@ class _Product(torch.autograd.Function):
         dx = (dy @ (weight.t() if ctx.transposed else weight)) if ctx.needs_input_grad[0] else None
         x_ULI, y_ULO = per_user(x, ctx.users), per_user(dy, ctx.users)
         stored, squares, bias = None, None, None
+        # The row length is read here: a layer may be called twice, on rows of different length.
+        token_ends = ends[0] * x_ULI.shape[1] if ends else None
         if ctx.stored:
             x_NI, y_NO = x_ULI.flatten(0, 1), y_ULO.flatten(0, 1)
             first, second = (x_NI, y_NO) if ctx.transposed else (y_NO, x_NI)
-            # The row length is read here: a layer may be called twice, on rows of different length.
-            token_ends = ends[0] * x_ULI.shape[1] if ends else None
-            users = len(ends[0]) if ends else len(x_ULI)
+            own_ends = token_ends if ctx.weight_by_user else None
+            users = len(x_ULI) if own_ends is None else len(own_ends)
             if ctx.squares:
                 divisor = x_ULI.shape[1]
-                stored, squares = products_with_squares(first, second, users, token_ends, divisor)
+                stored, squares = products_with_squares(first, second, users, own_ends, divisor)
             else:
-                stored = users_products(first, second, users, token_ends)
+                stored = users_products(first, second, users, own_ends)
         if ctx.bias:
-            bias = summed_tokens(y_ULO, ctx.users)
+            bias = summed_tokens(y_ULO, ctx.users, token_ends if ctx.bias_by_user else None)
         inputs, outputs = x_ULI if ctx.inputs else None, y_ULO if ctx.outputs else None
-        return dx, None, None, None, None, stored, squares, inputs, outputs, bias, None
+        handed = (stored, squares, inputs, outputs, bias)
+        return dx, None, None, None, None, *handed, None, None, None
 
 
 class Product:
@@ -125,6 +137,8 @@ class Product:
             probe("outputs"),
             probe("bias"),
             tape.ends,
+            tape.weight_by_user,
+            tape.adds_by_user,
         )
 
     @staticmethod
@@ -157,8 +171,9 @@ class _Affine(torch.autograd.Function):
         users: int | None,
         weight_gradients: Tensor | None,
         bias_gradients: Tensor | None,
+        ends: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(h, weight)
+        ctx.save_for_backward(h, weight, *([] if ends is None else [ends]))
         ctx.users = users
         ctx.weight, ctx.bias = weight_gradients is not None, bias_gradients is not None
         return h * weight if bias is None else h * weight + bias
@@ -166,14 +181,22 @@ class _Affine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (dy,) = gradients
-        h, weight = ctx.saved_tensors
+        h, weight, *ends = ctx.saved_tensors
         dh = dy * weight if ctx.needs_input_grad[0] else None
+        y_ULD = per_user(dy, ctx.users)
         by_weight, by_bias = None, None
-        if ctx.weight:
-            by_weight = summed_tokens(per_user(dy * h, ctx.users), ctx.users)
-        if ctx.bias:
-            by_bias = summed_tokens(per_user(dy, ctx.users), ctx.users)
-        return dh, None, None, None, by_weight, by_bias
+        if ends:
+            h_ULD, token_ends = per_user(h, ctx.users), ends[0] * y_ULD.shape[1]
+            # One kernel reads the output gradients once for both sums.
+            others = h_ULD.flatten(0, 1) if ctx.weight else None
+            sums, products = user_sums(y_ULD.flatten(0, 1), others, token_ends)
+            by_weight, by_bias = products if ctx.weight else None, sums if ctx.bias else None
+        else:
+            if ctx.weight:
+                by_weight = summed_tokens(per_user(dy * h, ctx.users), ctx.users)
+            if ctx.bias:
+                by_bias = summed_tokens(y_ULD, ctx.users)
+        return dh, None, None, None, by_weight, by_bias, None
 
 
 class StoredForms:
@@ -243,6 +266,7 @@ def _affine(module: Any, h: Tensor) -> Tensor:
         units_of(tape, h),
         probe("weight"),
         probe("bias"),
+        tape.ends,
     )
 
 

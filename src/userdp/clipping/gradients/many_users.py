@@ -104,7 +104,7 @@ class ManyUsers:
         self._ranges = users.ranges
         if users.ranges is not None:
             # A copy: compiled blocks want their inputs aligned.
-            self._probes.set_ends(users.ranges.starts[1:].clone())
+            self._probes.set_ends(users.ranges.user_starts[1:].clone())
         layers = [(layer.module, layer.rule) for layer in self._probes.layers]
         with self._execution.prepared(self._model, layers, self._probes.tapes):
             losses = self._execution.losses(self._model, users.batch)
@@ -150,11 +150,10 @@ class ManyUsers:
                     f"{giver!r} has the same input as {layer.name!r}, and the loss does not use "
                     'its output. Freeze it, or use path="plain" ([training] path).'
                 )
-            ends = self._probes.tapes[layer.module].ends
             for name, form in layer.rule.forms(layer.module, gradients, inputs).items():
-                by_user = name == "weight" and ends is not None
-                if isinstance(form, Stored) and self._ranges is not None and not by_user:
-                    form = replace(form, by_row=True)
+                if isinstance(form, Stored) and self._ranges is not None:
+                    by_user = self._probes.is_stored_by_user(layer.parameters[name])
+                    form = replace(form, by_row=not by_user)
                 # A stored gradient that several layers added to is one form.
                 key = id(form.gradients_U) if isinstance(form, Stored) else id(form)
                 if key not in seen:

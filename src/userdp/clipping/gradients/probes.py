@@ -18,7 +18,7 @@ from userdp.clipping.execute.execution import Execution
 from userdp.clipping.execute.layer_swap import Tape
 from userdp.clipping.execute.models import output_layer
 from userdp.clipping.gradients.any_layer import AnyLayer
-from userdp.clipping.gradients.layers import Embedding, Product
+from userdp.clipping.gradients.layers import Embedding, LayerNorm, Product, RmsNorm
 from userdp.clipping.gradients.lstm import Lstm
 from userdp.clipping.gradients.merged_lora import MergedLora
 from userdp.clipping.gradients.survey import (
@@ -43,6 +43,8 @@ PRODUCTS_A_SCALED_VALUE = 720
 PRODUCTS_A_STORED_VALUE = 600
 # A ragged batch stores a gradient by row if it has at most this many values in all rows together.
 MOST_VALUES_BY_ROW = 2**25
+# The rules of layers that can add up a bias's or a norm's gradient by user.
+ADDING = (Product, LayerNorm, RmsNorm)
 
 
 class Probes:
@@ -64,6 +66,15 @@ class Probes:
         self.layers = survey.layers
         self._ties = _ties(self.layers, self._called)
         self.layers = [self._for_shared_weights(layer) for layer in self.layers]
+        # Biases and norms' weights, whose gradients are sums over tokens.
+        self._added_up = {id(p) for layer in self.layers for p in _added_up(layer)}
+        # All of them by user or all by row: a layer is told where users end for all it stores.
+        self._adds_by_user = self._ranges is not None and not any(
+            id(parameter) in self._added_up
+            for layer in self.layers
+            for parameter in layer.parameters.values()
+            if layer.rule not in ADDING
+        )
         # Layers with the same input share it: by the input's id, the layer that hands it out.
         self._giver: dict[int, nn.Module] = {}
         self.inputs_from: dict[nn.Module, nn.Module] = {}
@@ -75,19 +86,22 @@ class Probes:
         return [embedding.parameters["weight"] for embedding, _ in self._ties]
 
     def set_ends(self, ends: Tensor) -> None:
-        """Tell the products of a ragged batch where each user's rows end."""
+        """Tell those layers of a ragged batch that store by user where each user's rows end."""
         for layer in self.layers:
             tape = self.tapes[layer.module]
-            if layer.rule is not Product or "weight" not in tape.probes:
-                continue
-            if self.is_stored_by_user(layer.parameters["weight"]):
+            stored = tape.probes.keys() & layer.parameters.keys()
+            if layer.rule is not Embedding and any(
+                self.is_stored_by_user(layer.parameters[name]) for name in stored
+            ):
                 tape.ends = any_size(ends, 0)
 
     def is_stored_by_user(self, weight: Tensor) -> bool:
-        """Whether a ragged batch stores this weight's gradients by user.
+        """Whether a ragged batch stores this parameter's gradients by user.
 
         Otherwise it stores them by row, which is cheaper for thin weights.
         """
+        if id(weight) in self._added_up:
+            return self._adds_by_user
         layers = [
             (layer, name)
             for layer in self.layers
@@ -122,6 +136,9 @@ class Probes:
                 )
                 continue
             tape.padding = self._padding(layer)
+            tape.adds_by_user = self._adds_by_user
+            if layer.rule is Product and "weight" in layer.parameters:
+                tape.weight_by_user = self.is_stored_by_user(layer.parameters["weight"])
             for name, parameter in layer.parameters.items():
                 if layer.rule is Product and name == "weight" and self._prefers_pair(layer):
                     self._probe_pair(layer, tape)
@@ -263,6 +280,15 @@ class Probes:
                 name=layer.name, module=layer.module, rule=AnyLayer, parameters=layer.parameters
             )
         return layer
+
+
+def _added_up(layer: Layer) -> list[nn.Parameter]:
+    """The layer's parameters whose gradients are sums over tokens."""
+    if layer.rule not in ADDING:
+        return []
+    return [
+        p for name, p in layer.parameters.items() if layer.rule is not Product or name == "bias"
+    ]
 
 
 def _ties(layers: list[Layer], called: dict[nn.Module, Called]) -> list[tuple[Layer, Layer]]:

@@ -86,7 +86,8 @@ class Sums:
             table = self._stored_table(kind, members)
             if table is not None:
                 groups += table.block_groups
-                norms.append(table.squared_norms(gradients, batch.starts, by_row=kind.by_row))
+                starts = batch.starts if kind.by_row else batch.user_starts
+                norms.append(table.squared_norms(gradients, starts, by_row=kind.by_row))
             else:
                 groups += [group for group, _ in members]
                 norms += [batch.stored_squared_norms(g, kind.by_row)[None] for g in gradients]

@@ -1,7 +1,7 @@
 """Every user's product a_u^T b_u: its stored gradient of a linear layer.
 
 In both factors the users' tokens lie one after the other. All users have the same number of tokens,
-or user u's tokens end at `ends[u]`.
+or user u's tokens end at `ends[u]`; those behind the last user's are left out.
 """
 
 from __future__ import annotations
