@@ -16,6 +16,7 @@ from userdp import Plan, PrivateStep, UserIndex, verify
 from userdp.clipping.plain import clip_update
 from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip, PerLayerClip, PerVectorClip
 from userdp.clipping.settings import StepSettings
+from userdp.clipping.stacked.clip import StackedClip
 from userdp.clipping.stacked.lora import stacked_adapters
 from userdp.clipping.summation import summation
 from userdp.errors import InputError, UnaccountedPlanError
@@ -330,6 +331,50 @@ def test_no_user_moves_an_estimate_beyond_its_sensitivity(estimator: object) -> 
     bound = estimator.sensitivity(2.0)  # type: ignore[attr-defined]
     assert largest <= bound * (1 + 1e-12)
     # The bound is no more than twice what random users reach.
+    assert largest >= 0.5 * bound
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        FlatClip(clip_norm=2.0),
+        PerLayerClip(clip_norm=2.0),
+        PerVectorClip(norms=(1.5, 0.5), groups=("*.weight", "*.bias")),
+    ],
+    ids=["flat", "per layer", "per vector"],
+)
+@pytest.mark.parametrize(
+    "estimator",
+    [FixedDenominator(factor=1.7), ClippedDenominator(expected_groups=8.0, least=2.0)],
+    ids=["f_f", "f_c"],
+)
+def test_no_user_moves_an_estimate_of_clipped_updates_beyond_its_sensitivity(
+    estimator: object, rule: ClipRule
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
+    parameters = list(model.parameters())
+    clip = StackedClip(model, parameters)
+    clip.use(rule)
+    rng = np.random.default_rng(4)
+    largest = 0.0
+    for _ in range(1000):
+        users = int(rng.integers(1, 9))
+        # Some far beyond the bound, some within, most of them in one direction.
+        sizes = torch.from_numpy(rng.choice([0.1, 10.0, 1e4], size=users))
+        drawn = [torch.from_numpy(rng.standard_normal((users, *p.shape))) for p in parameters]
+        for tensor in drawn:
+            tensor[: users // 2] = tensor[:1]
+            tensor[-1] = -tensor[0] if users > 1 else tensor[0]
+            tensor.mul_(sizes.view(-1, *[1] * (tensor.dim() - 1)))
+        clipped, _ = clip.clipped(drawn, rule)
+        updates = torch.cat([tensor.flatten(1) for tensor in clipped], dim=1)
+        _, weights = cohort_of(rng, users, bound=1.0)
+        moved = estimate(estimator, updates, weights) - estimate(
+            estimator, updates[:-1], weights[:-1]
+        )
+        largest = max(largest, float(moved.norm()))
+    bound = estimator.sensitivity(rule.bound)  # type: ignore[attr-defined]
+    assert largest <= bound * (1 + 1e-12)
     assert largest >= 0.5 * bound
 
 

@@ -1,9 +1,9 @@
 """The paper's findings on other people's words, small enough for a processor.
 
-FedAvg against FedSGD (App. D), clip norms (Fig. 2), estimators (Fig. 5), noise (Fig. 3), cohort
-sizes (Figs. 6 and 7), clip norms that change at constant z (Fig. 8), the penalty on updates (App.
-D): each run is one line of results, with its accuracy every so many rounds, and the share of head
-words among its predictions (Table 3).
+FedAvg against FedSGD (App. D), clip norms (Fig. 2), estimators and sampling (Fig. 5), noise (Fig.
+3), cohort sizes (Figs. 6 and 7), clip norms that change at constant z (Fig. 8), the penalty on
+updates (App. D): each run is one line of results, with its accuracy every so many rounds, and the
+share of head words among its predictions (Table 3).
 
 Run: python -m reproductions.mcmahan2018.study --data SHARED/data --set shakespeare_plays \
          --out reproductions/mcmahan2018/results [--only fedavg] [--seeds 3] [--device cuda]
@@ -30,6 +30,9 @@ from userdp.evaluation import evaluate, unknown_word
 from userdp.models.word_lstm import WordLSTM, WordLSTMConfig
 from userdp.models.words import SPECIAL
 from userdp.plan import Plan
+from userdp.sampling.contract import PublicNumbers
+from userdp.sampling.poisson_users import PoissonUsers
+from userdp.sampling.without_replacement import WithoutReplacement
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
 from userdp.tasks import CausalTask, cohort_batches
@@ -81,7 +84,7 @@ class Setting:
     """One run of a study. The noise multiplier is that of f_f, also where the estimator is f_c.
 
     `cohort` is the expected number of users, by default the size's. `later` is a clip norm from the
-    middle of the run on.
+    middle of the run on. With `fixed_size` every cohort has exactly so many users.
     """
 
     name: str
@@ -91,6 +94,7 @@ class Setting:
     local_batch: int = 8
     cohort: int | None = None
     later: float | None = None
+    fixed_size: bool = False
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -104,6 +108,11 @@ def settings(cohort: int, users: int) -> list[Setting]:
         Setting(name="fedavg, S=20, per layer", clip_norm=20.0, by_layer=True),
         Setting(name="fedavg, f_c", options={"estimator": "f_c", "min_weight": 0.8 * users}),
         Setting(name="fedavg, true average", options={"estimator": "f"}),
+        Setting(
+            name="fedavg, true average, cohorts of fixed size",
+            fixed_size=True,
+            options={"estimator": "f"},
+        ),
         *(
             Setting(name=f"{kind}, z={noise:g}", noise_multiplier=noise, local_batch=batch)
             for kind, batch in (("fedavg", 8), ("fedsgd", 10_000))
@@ -184,11 +193,16 @@ def run(
     update: UpdateRule = FedAvg(
         local_learning_rate=ETA, local_batch_size=setting.local_batch, **setting.options
     )
-    plan = Plan.sample_users(
-        num_users=users,
-        expected_cohort_size=min(setting.cohort or size.cohort, users),
-        group_size=-(-size.words_per_user // size.unroll),
-        steps=size.rounds,
+    records = -(-size.words_per_user // size.unroll)
+    plan = Plan.of(
+        WithoutReplacement if setting.fixed_size else PoissonUsers,
+        PublicNumbers(
+            num_users=users,
+            num_records=users * records,
+            expected_groups=min(setting.cohort or size.cohort, users),
+            group_size=records,
+            steps=size.rounds,
+        ),
         clip=_clip_rule(setting, size.rounds),
         noise_multiplier=setting.noise_multiplier,
         # These runs are about learning: with this little noise nothing is promised.
