@@ -29,7 +29,7 @@ def _is_here(module: str) -> bool:
 
 # CUDA machines have triton, newer ones with Gluon; elsewhere these kernels cannot be imported.
 _WITH_TRITON = "gram gram_kernels inner record_attention settle stored tables"
-_WITH_TRITON += " local_steps word_rows word_table"
+_WITH_TRITON += " local_steps user_sums_kernel word_rows word_table"
 _NEEDED_BY = dict.fromkeys(_WITH_TRITON.split(), "triton")
 _NEEDED_BY["hopper"] = "triton.experimental.gluon"
 collect_ignore_glob = [
