@@ -50,6 +50,19 @@ class TokensFirst(nn.Module):
         return self.layer(x.transpose(0, 1)).transpose(0, 1)
 
 
+class Folded(nn.Module):
+    """A norm that first sees half rows, and whole ones in its last call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = torch.cat((x, x), 1)
+        halves = self.layer(whole.reshape(2 * len(x), x.shape[1], WIDTH))
+        return self.layer(x + halves.view_as(whole)[:, : x.shape[1]])
+
+
 class Recurrent(nn.Module):
     """A recurrent layer without a rule: its last state counts rows second."""
 
@@ -64,13 +77,13 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("lengths", COHORTS)
 @pytest.mark.parametrize(
     "inner",
-    [Table, FlatPositions, TokensFirst, Recurrent, lambda: Attention(batch_first=False)],
-    ids=["Table", "FlatPositions", "TokensFirst", "Recurrent", "Attention, tokens first"],
+    [Table, FlatPositions, TokensFirst, Folded, Recurrent, lambda: Attention(batch_first=False)],
+    ids=["Table", "FlatPositions", "TokensFirst", "Folded", "Recurrent", "Attention, tokens first"],
 )
 def test_layer_that_does_not_count_rows_first_is_refused_by_name(
     inner: type[nn.Module], lengths: str
 ) -> None:
-    with pytest.raises(MixedExamplesError, match=r"(Linear|Embedding|GRU|MultiheadAttention)"):
+    with pytest.raises(MixedExamplesError, match=r"(Linear|Norm|Embedding|GRU|MultiheadAttention)"):
         fast_sum(around(inner()), cohort(COHORTS[lengths]), RULE)
 
 

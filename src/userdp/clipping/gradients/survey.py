@@ -6,6 +6,7 @@ away. The model itself stays as it is.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -51,12 +52,14 @@ class Layer:
 class Called:
     """How a module was called on a few rows.
 
-    `input_shape` is the shape of the first argument, `all_shapes` those of all tensor arguments.
-    Modules with the same input have the same `same_input`.
+    `input_shape` is the shape of the last call's first argument, `all_shapes` are those of all its
+    tensor arguments, and `every_shape` has the first argument's of every call. Modules with the
+    same input have the same `same_input`.
     """
 
     times: int
     input_shape: tuple[int, ...]
+    every_shape: tuple[tuple[int, ...], ...]
     all_shapes: tuple[tuple[int, ...], ...]
     same_input: int
 
@@ -177,16 +180,19 @@ def _rule_for(module: nn.Module) -> LayerRule:
 
 def look(layers: list[Layer], forward: Callable[[], Any]) -> dict[nn.Module, Called]:
     """How each layer is called in `forward`, a pass over a few rows."""
-    times: dict[nn.Module, int] = {}
+    every: dict[nn.Module, list[tuple[int, ...]]] = {}
     shapes: dict[nn.Module, tuple[tuple[int, ...], ...]] = {}
     inputs: dict[nn.Module, Any] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        times[module] = times.get(module, 0) + 1
         # Kept alive, so that no later tensor gets the same id.
-        inputs[module] = args[0] if args else next(iter(kwargs.values()), None)
+        inputs[module] = first = args[0] if args else next(iter(kwargs.values()), None)
+        every.setdefault(module, []).append(shape_of(first))
         leaves = pytree.tree_leaves((args, kwargs))
         shapes[module] = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+
+    def shape_of(given: Any) -> tuple[int, ...]:
+        return tuple(given.shape) if isinstance(given, Tensor) else ()
 
     handles = [layer.module.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
@@ -197,8 +203,9 @@ def look(layers: list[Layer], forward: Callable[[], Any]) -> dict[nn.Module, Cal
             handle.remove()
     return {
         module: Called(
-            times=times[module],
-            input_shape=tuple(x.shape) if isinstance(x, Tensor) else (),
+            times=len(every[module]),
+            input_shape=shape_of(x),
+            every_shape=tuple(every[module]),
             all_shapes=shapes[module],
             same_input=id(x),
         )
@@ -217,15 +224,21 @@ def counts_rows(called: Called, more: Called) -> tuple[bool, ...] | None:
 
 
 def check_rows(layer: Layer, called: Called, more: Called) -> None:
-    """Raise if the layer's input does not count rows in its first dimension.
+    """Raise if an input of the layer does not count rows in its first dimension.
 
-    `called` saw `TRIAL_ROWS` rows, `more` saw `MORE_ROWS`.
+    `called` saw `TRIAL_ROWS` rows, `more` saw `MORE_ROWS`. A layer that is called often is looked
+    at every time: in one call its rows might be cut or turned, and what it hands out by user there
+    would be of others.
     """
-    shape, larger = called.input_shape, more.input_shape
     if layer.rule is AnyLayer:
         counted = counts_rows(called, more)
         if counted is None or any(counted):
             return
+    for shape, larger in itertools.zip_longest(called.every_shape, more.every_shape, fillvalue=()):
+        _check_call(layer, shape, larger)
+
+
+def _check_call(layer: Layer, shape: tuple[int, ...], larger: tuple[int, ...]) -> None:
     first, larger_first = (sizes[0] if len(sizes) > 1 else 0 for sizes in (shape, larger))
     rows_first = (first, larger_first) == (TRIAL_ROWS, MORE_ROWS)
     # Rows and tokens may be flattened into one dimension: a user's rows stay adjacent.
