@@ -98,6 +98,25 @@ def test_only_a_tokenizer_that_says_so_begins_texts(tmp_path: Path) -> None:
         WHOLE_TEXT.check("plain", nameless, 8)
 
 
+def test_a_digest_follows_the_rows_of_a_tokenizer_and_nothing_else(tmp_path: Path) -> None:
+    word_tokenizer(["cat", "<", ">", "/", "s"]).save_pretrained(tmp_path)
+    usual, split, cut = (
+        AutoTokenizer.from_pretrained(tmp_path, **given)
+        for given in ({}, {"split_special_tokens": True}, {})
+    )
+    cut.backend_tokenizer.enable_truncation(2)
+    cut.backend_tokenizer.enable_padding(length=9)
+    digests = [tokenizer_digest(tokenizer) for tokenizer in (usual, split, cut)]
+    rows = [
+        WHOLE_TEXT.encode(["cat </s> cat"], "plain", tokenizer, 16).tokens.tolist()
+        for tokenizer in (usual, split, cut)
+    ]
+    assert rows[0] == rows[2] != rows[1]
+    assert digests[0] == digests[2] != digests[1]
+    # A call changes the settings of the tokenizer that it is made with.
+    assert [tokenizer_digest(tokenizer) for tokenizer in (usual, split, cut)] == digests
+
+
 @pytest.mark.parametrize("words", [[], ["a", "a"], ["<unk>", "a"]])
 def test_no_word_may_stand_for_two_things(words: list[str]) -> None:
     with pytest.raises(InputError, match="dictionary"):

@@ -363,8 +363,15 @@ def _cache_name(store: UserStore, tokenizer: Any, sequence_length: int, encoding
 def tokenizer_digest(tokenizer: Any) -> str:
     """A digest of all of a tokenizer that changes rows: rule, template, begin and end of text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and (backend.truncation or backend.padding):
+        # Every call takes both off, so they change no row, and must not change the digest.
+        backend = type(backend).from_str(backend.to_str())
+        backend.no_truncation()
+        backend.no_padding()
     rule = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab())
     template = getattr(tokenizer, "chat_template", None)
     identity = f"{tokenizer.eos_token_id}|{template}|{rule}"
     identity += f"|{tokenizer.bos_token_id}" if begins_texts(tokenizer) else ""
+    # Not in the rule: whether the name of a special token in a text is that token, or a word.
+    identity += "|split" if getattr(tokenizer, "split_special_tokens", False) else ""
     return hashlib.sha256(identity.encode()).hexdigest()
