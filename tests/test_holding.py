@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,13 +15,15 @@ from torch import Tensor
 from ranks_runner import answers
 from userdp import holding
 from userdp.clipping.flat import ClippedSum, FlatBuffer
+from userdp.errors import InputError
 from userdp.holding import Release, WholeWeights, apart, joined
 from userdp.noise import draw
 from userdp.noise.banded import Banded
 from userdp.noise.contract import Noise
 from userdp.noise.gaussian import Gaussian
 from userdp.ranks import Ranks
-from userdp.streams import RunSecret
+from userdp.sharding.pieces import check_drawn_by_position
+from userdp.streams import RunSecret, Streams
 
 PARAMETERS = [torch.zeros(5, 3), torch.zeros(2), torch.zeros(7, 1)]
 
@@ -59,10 +62,35 @@ def test_noise_goes_on_alike_from_vectors_of_the_buffer_and_of_each_parameter(
             assert torch.equal(own, other)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FromTheFirst(Noise):
+    """A noise of another package, which does not look at where its part begins."""
+
+    name: ClassVar[str] = "toy-first"
+    title: ClassVar[str] = "from the first number on"
+
+    def add_(
+        self,
+        values: Tensor,
+        *,
+        offset: int,
+        size: int,
+        noise_stddev: float,
+        step: int,
+        streams: Streams,
+    ) -> None:
+        values += torch.from_numpy(streams.rng(step).standard_normal(len(values))) * noise_stddev
+
+    @property
+    def words(self) -> str:
+        return ""
+
+
 # Numbers of the sum, in parts of eight: the last part is shorter.
 SIZE, PART = 30, 8
 NOISES = {
     "gaussian": Gaussian(noise_multiplier=1.0),
+    "another's": FromTheFirst(noise_multiplier=1.0),
     "banded": Banded(noise_multiplier=1.0, bands=3, steps=4, strategy="toeplitz"),
 }
 
@@ -101,6 +129,14 @@ def test_parts_of_the_sum_get_their_noise_while_others_are_on_their_way() -> Non
         alone, _ = noised(0, NOISES[name])
         for gradient, happened in ranks:
             assert torch.equal(gradient, alone)
-            # All parts are sent before the first gets its noise. What remembers noises all at once.
+            # All parts are sent before the first gets its noise. What remembers noises all at once,
+            # and so does what may not draw by position: parts must not get the same numbers.
             parts = 4 if name == "gaussian" else 1
             assert happened == ["sent"] * parts + ["noised"] * parts
+
+
+def test_with_shards_a_noise_that_is_not_drawn_by_position_is_refused() -> None:
+    check_drawn_by_position(NOISES["gaussian"])
+    check_drawn_by_position(NOISES["banded"])
+    with pytest.raises(InputError, match="draws other numbers for a part"):
+        check_drawn_by_position(NOISES["another's"])

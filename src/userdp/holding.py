@@ -50,7 +50,11 @@ class WholeWeights:
     def __init__(self, parameters: Sequence[Tensor], noise: Noise, ranks: Ranks) -> None:
         self._parameters = list(parameters)
         self._noise = noise.started()
-        self._is_without_memory = self._noise is noise
+        # Our own noises that remember nothing draw by position. Whether one of another package does
+        # is not known here: if it drew the same numbers for every part, their difference would be
+        # without noise.
+        is_ours = type(noise).__module__.partition(".")[0] == __name__.partition(".")[0]
+        self._takes_parts = is_ours and self._noise is noise
         self._ranks = ranks
 
     def set_gradients(self, total: ClippedSum, release: Release) -> None:
@@ -85,7 +89,7 @@ class WholeWeights:
         """How many values get their noise at a time, where ranks wait for each other's."""
         # Whole pieces of noise, so that none is drawn twice. A noise that remembers something does
         # so for the whole buffer.
-        return PIECE if self._is_without_memory else len(values)
+        return PIECE if self._takes_parts else len(values)
 
     def state_dict(self) -> dict[str, Any]:
         """What the noise remembers. Secret."""

@@ -39,7 +39,7 @@ from userdp.noise.contract import Noise
 from userdp.noise.draw import pieces_drawn_once
 from userdp.ranks import Ranks
 from userdp.sharded_tensors import is_shard, local_of
-from userdp.streams import Streams
+from userdp.streams import RunSecret, Streams
 
 # Values that are divided over the ranks at a time. The copy for it needs this much memory.
 BUCKET = 2**24
@@ -135,6 +135,7 @@ class Pieces:
     """
 
     def __init__(self, parameters: Sequence[Tensor], noise: Noise, *, ranks: Ranks) -> None:
+        check_drawn_by_position(noise)
         self._ranks, self._count = ranks, ranks.count
         self.pieces = [Piece.of(p, ranks.rank, ranks.count) for p in parameters]
         self.noises = [noise.started() for _ in self.pieces]
@@ -245,6 +246,34 @@ class Pieces:
                     "held": piece.size if begun else None,
                 }
                 noise.load_state_dict(own)
+
+
+def check_drawn_by_position(noise: Noise) -> None:
+    """Refuse a noise that draws other numbers for a part of a buffer than for the whole, by trial.
+
+    If every piece got the same numbers, their difference would be without noise.
+    """
+    streams, size = RunSecret.from_system().streams("trial"), 12
+
+    def added(*parts: slice) -> Tensor:
+        values = torch.zeros(size)
+        for part in parts:
+            noise.started().add_(
+                values[part],
+                offset=part.start,
+                size=size,
+                noise_stddev=noise.noise_stddev(1.0),
+                step=0,
+                streams=streams,
+            )
+        return values
+
+    if not torch.equal(added(slice(0, size)), added(slice(0, 5), slice(5, size))):
+        raise InputError(
+            f"{type(noise).__name__} draws other numbers for a part of the sum than for the whole, "
+            "and with shards each rank noises its own part. Draw by position (`offset`), or train "
+            "without shards."
+        )
 
 
 def _common(states: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
