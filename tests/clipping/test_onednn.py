@@ -49,3 +49,11 @@ def test_without_onednn_torchs_product_is_taken(monkeypatch: pytest.MonkeyPatch)
     whole, turned, _ = layouts(8, 16, torch.float32)
     monkeypatch.setattr(onednn, "_onednn", lambda: None)
     assert torch.equal(product(whole, turned), whole @ turned.T)
+
+
+@pytest.mark.parametrize(("rows", "columns", "inner"), [(3, 4, 0), (0, 4, 3), (3, 0, 4)])
+def test_a_product_of_matrices_without_numbers_is_torchs(
+    rows: int, columns: int, inner: int
+) -> None:
+    left, right = torch.zeros(rows, inner), torch.zeros(columns, inner)
+    assert torch.equal(product(left, right), left @ right.T)

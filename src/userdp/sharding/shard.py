@@ -138,6 +138,8 @@ def prepare_step(
             "compile_blocks=True with a sharded model: gathering weights cannot be captured. Leave "
             "compile_blocks out."
         )
+    # An earlier run on this model may have left its own.
+    passes.copies = None
     if not plan.update.is_mean_gradient:
         from userdp.sharding.copies import copies_of
 

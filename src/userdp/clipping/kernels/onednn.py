@@ -29,8 +29,9 @@ def product(left_NK: Tensor, right_MK: Tensor) -> Tensor:
 
 
 def _fits(tensor: Tensor) -> bool:
-    """Whether oneDNN has a fast product for it."""
-    return tensor.dtype == torch.float32 and (tensor.is_contiguous() or tensor.mT.is_contiguous())
+    """Whether oneDNN has a fast product for it. It refuses matrices without a number."""
+    whole = tensor.is_contiguous() or tensor.mT.is_contiguous()
+    return tensor.dtype == torch.float32 and tensor.numel() > 0 and whole
 
 
 def _onednn() -> Callable[..., Any] | None:
