@@ -216,7 +216,7 @@ class PrivateStep:
         """
         if self._drawn is None:
             raise InputError("no cohort is drawn: call draw() first, once for every step.")
-        ending(self._model_passes, partial(check_tried, self._ranks, self._checked))()
+        check_tried(self._ranks, self._checked, partial(ending, self._model_passes))
         cohort, could_differ = self._drawn, not self._checked.summation.differs
         try:
             # The cohort stays drawn until its batches are here: none is drawn ahead.

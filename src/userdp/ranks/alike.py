@@ -6,6 +6,7 @@ on is compared before its first step, and the weights from time to time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -26,6 +27,9 @@ from userdp.losses import Batch
 from userdp.plan import Plan
 from userdp.ranks.group import Ranks
 from userdp.sharded_tensors import is_shard
+
+# From what needs the model to what runs it, on all ranks together.
+Running = Callable[[Callable[[], None]], Callable[[], None]]
 
 # Weights are compared after the first step, and then after every so many.
 STEPS_BETWEEN = 100
@@ -65,17 +69,25 @@ class Checked(Protocol):
         ...
 
 
-def check_tried(ranks: Ranks, checked: Checked) -> None:
-    """With several ranks, probe the model now: later, each rank would see other groups."""
+def check_tried(ranks: Ranks, checked: Checked, running: Running) -> None:
+    """With several ranks, probe the model now: later, each rank would see other groups.
+
+    `running` is how code runs that needs the model. With shards it may gather the whole model, so
+    it is left out where nothing has to be probed.
+    """
     if ranks.count == 1 or checked.is_checked:
         return
-    with ranks.together():
-        checked.check_model(None)
-        if not checked.is_checked:
-            raise InputError(
-                f"{ranks.count} ranks train this model, and nothing is known about its rows: call "
-                "check_model(example) with a made-up example before the first step."
-            )
+
+    def probe() -> None:
+        with ranks.together():
+            checked.check_model(None)
+            if not checked.is_checked:
+                raise InputError(
+                    f"{ranks.count} ranks train this model, and nothing is known about its rows: "
+                    "call check_model(example) with a made-up example before the first step."
+                )
+
+    running(probe)()
 
 
 def is_check_due(step: int) -> bool:
