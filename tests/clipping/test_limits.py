@@ -42,6 +42,9 @@ def test_only_the_word_lstm_has_a_dictionary() -> None:
         (64, LEAST_ROOM - 1, CUDA_TOKENS),
         # With so many words the logits of a large batch could not be counted in 32 bits.
         (52_429, 1_000 * LEAST_ROOM, CUDA_TOKENS),
+        # The head is filled up to a multiple of 64: 52,416 words fit, and the next are 52,480.
+        (52_416, 1_000 * LEAST_ROOM, LARGE_TOKENS),
+        (52_417, 1_000 * LEAST_ROOM, CUDA_TOKENS),
     ],
 )
 def test_batches_are_large_where_there_is_room_and_logits_are_few(

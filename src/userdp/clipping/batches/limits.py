@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from userdp.clipping.execute.models import output_layer
+from userdp.clipping.execute.models import head_padding, output_layer
 
 # Padded tokens in one backward pass.
 CUDA_TOKENS = 16_384
@@ -38,7 +38,7 @@ def usual_tokens(model: nn.Module, device: torch.device, *, captured: bool, word
 def large_or_usual(model: nn.Module, memory: int) -> int:
     """The tokens of a captured batch where this much memory, in bytes, is free on the device."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    width = getattr(output_layer(model), "out_features", 0)
+    width = getattr(output_layer(model), "out_features", 0) + head_padding(model)
     # Kernels count the logits in 32 bits.
     fits = LEAST_ROOM * weights <= memory and LARGE_TOKENS * width < 2**31
     return LARGE_TOKENS if fits else CUDA_TOKENS
