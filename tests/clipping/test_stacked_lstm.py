@@ -15,7 +15,7 @@ from userdp.clipping.local import LocalClipping
 from userdp.clipping.rules import ClipRule, FlatClip, PerLayerClip, PerVectorClip
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.stacked.lstm import StackedLSTM, stacked_lstm
-from userdp.clipping.summation import summation
+from userdp.clipping.summation import Summation, summation
 from userdp.losses import Batch, causal_lm_loss, masked_lm_loss
 from userdp.models.word_lstm import WordLSTM, WordLSTMConfig
 from userdp.updates.contract import Descent, UpdateRule
@@ -52,8 +52,8 @@ def cohort() -> list[Batch]:
     return [*found]
 
 
-def summed(model: nn.Module, update: FedAvg, rule: ClipRule, path: str) -> Tensor:
-    made = summation(
+def summation_of(model: nn.Module, update: UpdateRule, rule: ClipRule, path: str) -> Summation:
+    return summation(
         model,
         list(model.parameters()),
         update,
@@ -62,6 +62,10 @@ def summed(model: nn.Module, update: FedAvg, rule: ClipRule, path: str) -> Tenso
         settings=StepSettings(path=path),  # type: ignore[arg-type]
         sequence_length=16,
     )
+
+
+def summed(model: nn.Module, update: FedAvg, rule: ClipRule, path: str) -> Tensor:
+    made = summation_of(model, update, rule, path)
     found = made.clipped_sum(cohort(), rule).total.values
     if path == "fast":
         assert made._lstm is not None  # type: ignore[attr-defined]
@@ -110,15 +114,7 @@ def test_the_papers_larger_dictionaries_are_on_the_fast_path(
     groups: list[Batch] = [{"input_ids": ids, "labels": ids} for ids in drawn]
     found: list[Tensor] = []
     for path in ("plain", "fast"):
-        made = summation(
-            model,
-            list(model.parameters()),
-            update,
-            rule,
-            record_loss=causal_lm_loss,
-            settings=StepSettings(path=path),  # type: ignore[arg-type]
-            sequence_length=6,
-        )
+        made = summation_of(model, update, rule, path)
         found.append(made.clipped_sum(groups, rule).total.values)
         assert not getattr(made, "differs", False)
         assert getattr(made, "trains_many_at_once", True)
@@ -133,15 +129,7 @@ def test_the_sum_has_the_same_bits_whoever_works(threads: Threads) -> None:
 
     def bits(num_threads: int) -> Tensor:
         threads(num_threads)
-        made = summation(
-            model,
-            list(model.parameters()),
-            update,
-            rule,
-            record_loss=causal_lm_loss,
-            settings=StepSettings(),
-            sequence_length=16,
-        )
+        made = summation_of(model, update, rule, "fast")
         assert isinstance(made, LocalClipping)
         found = made.clipped_sum(groups, rule).total.values
         assert len(made._lstms) == num_threads
@@ -165,15 +153,7 @@ def test_a_user_who_fails_in_a_worker_trains_alone_and_the_others_as_before(
 
     def total(path: str, num_threads: int) -> Tensor:
         threads(num_threads)
-        made = summation(
-            model,
-            list(model.parameters()),
-            update,
-            rule,
-            record_loss=causal_lm_loss,
-            settings=StepSettings(path=path),  # type: ignore[arg-type]
-            sequence_length=16,
-        )
+        made = summation_of(model, update, rule, path)
         made.skip_failing = True
         return made.clipped_sum(groups, rule).total.values
 

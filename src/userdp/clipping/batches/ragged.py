@@ -10,8 +10,8 @@ than the others.
 Users are sorted into kinds by their tokens: up to 512, up to 2,048, and so on. Each kind has its
 own batches, because the number of places and the cheapest form of a gradient (`forms`) depend on
 the size of the users. If a kind has too few users to fill a batch, smaller users fill it up. There
-are places for twice as many users as the smallest ones of the kind would need, in a large batch for
-half as many more.
+are places for twice as many users as the smallest ones of the kind would need, and in a large batch
+for one and a half times as many.
 
 Unless records are joined, many users often have the largest number of rows, because the sampler
 allows no more. They share batches in which all have the same number of rows: those run fastest.
