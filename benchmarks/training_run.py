@@ -6,13 +6,17 @@ every batch shape has been seen, are compared with those of the bare step (gradi
 on full batches of 16,384 tokens; `useful` counts tokens of records, `padded` also what padding
 adds. The two take turns in one process, each for some seconds: a device that has just begun to work
 may run at a higher clock. Records fill their rows but for a user's last, or with `--short` are as
-short as posts and chat messages are.
+short as posts and chat messages are. `--rows` takes real records, from a file of
+`reproductions.finetuning.prepare` without `--join`.
+
+Clipping costs more where users are small. `--bare-group-size 4` compares with a second bare step
+too, whose users have 4 rows.
 
 With `--cold` only the first `--warm` steps run, and some more at full speed. What is measured is
 how long it takes until no step brings a new batch shape any more, and how much longer the first
 steps took than at full speed. A second process finds what the first one left on disk.
 
-Run: python benchmarks/training_run.py [--short] [--join yes] [--cold] [--json FILE]
+Run: python benchmarks/training_run.py [--short | --rows FILE] [--join yes] [--cold] [--json FILE]
 (CPU: a tiny model)
 """
 
@@ -58,6 +62,17 @@ def ragged_rows(
     return TokenRows(tokens=tokens, indptr=indptr, owners=owners, num_users=users)
 
 
+def real_rows(path: Path) -> TokenRows:
+    """The training rows of a prepared set."""
+    with np.load(path) as file:
+        return TokenRows(
+            tokens=file["train_tokens"].astype(np.int32),
+            indptr=file["train_indptr"],
+            owners=file["train_owners"],
+            num_users=int(file["train_num_users"]),
+        )
+
+
 def main() -> None:
     """Measure one setting."""
     gpu = torch.cuda.is_available()
@@ -72,17 +87,27 @@ def main() -> None:
     parser.add_argument(
         "--stretch", type=count, default=10, help="steps timed together: the host may run ahead"
     )
-    parser.add_argument("--short", action="store_true")
+    records = parser.add_mutually_exclusive_group()
+    records.add_argument("--short", action="store_true")
+    records.add_argument("--rows", type=Path, help="real records, as `prepare` writes them")
+    parser.add_argument("--bare-group-size", type=count, help="rows of a second bare step's users")
     parser.add_argument("--join", choices=["yes", "no"], help="as the device prefers if not given")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--json", type=new_file)
     options = parser.parse_args()
     tokens = 16_384 if gpu else 2_048
-    refuse_uneven(parser, tokens, options.length, options.group_size)
+    sizes = [options.group_size]
+    if options.bare_group_size:
+        sizes.append(options.bare_group_size)
+    for size in sizes:
+        refuse_uneven(parser, tokens, options.length, size)
     setting = Setting(options.model, options.finetune, options.length, tokens)
-    bare = None if options.cold else Bare.of(setting, options.group_size)
+    bare = {} if options.cold else {size: Bare.of(setting, size) for size in sizes}
 
-    rows = ragged_rows(5_000, options.length, options.group_size, 2_000, short=options.short)
+    if options.rows:
+        rows = real_rows(options.rows)
+    else:
+        rows = ragged_rows(5_000, options.length, options.group_size, 2_000, short=options.short)
     plan = Plan.sample_users(
         num_users=rows.num_users,
         expected_cohort_size=options.cohort,
@@ -109,21 +134,26 @@ def main() -> None:
             sequence_length=options.length,
             record=RunRecord(ledger, secret),
         )
-        if bare is None:
+        if options.cold:
             report(first_steps(step, rows, options.warm) | {"finetune": options.finetune}, options)
             return
-        rates = run(step, rows, bare, options.warm, options.stretch)
+        rates = run(step, rows, list(bare.values()), options.warm, options.stretch)
         ledger.close()
     row = {
         "model": options.model,
         "finetune": options.finetune,
         "group_size": options.group_size,
         "sequence_length": options.length,
-        "bare_tokens_per_second": bare.rate,
-        "useful_share": rates["useful"] / bare.rate,
-        "padded_share": rates["padded"] / bare.rate,
+        "bare_tokens_per_second": bare[options.group_size].rate,
+        "useful_share": rates["useful"] / bare[options.group_size].rate,
+        "padded_share": rates["padded"] / bare[options.group_size].rate,
+        "useful_share_by_bare_group_size": {
+            size: rates["useful"] / other.rate for size, other in bare.items()
+        },
+        "useful_tokens_a_step": rates["tokens"],
         "cohort": options.cohort,
         "short": options.short,
+        "rows": options.rows and options.rows.stem,
         "join": options.join,
         "steps": rates["steps"],
     }
@@ -216,9 +246,9 @@ class Bare:
 
 
 def run(
-    step: PrivateStep, rows: TokenRows, bare: Bare, warm: int, together: int
+    step: PrivateStep, rows: TokenRows, bare: list[Bare], warm: int, together: int
 ) -> dict[str, float]:
-    """Useful and padded tokens per second after the first `warm` steps, in turns with the bare one.
+    """Useful and padded tokens per second after the first `warm` steps, in turns with bare ones.
 
     Steps that bring a shape not seen before (and compile it) are left out.
     """
@@ -260,14 +290,15 @@ def run(
             sums["padded"] += padded[0]
             sums["steps"] += stretch["steps"]
             rate = sums["useful"] / sums["seconds"]
-            bare.run(padded[0])
-            print(
-                f"{sums['steps']} steps: {rate:.0f} tokens a second of {bare.rate:.0f}", flush=True
-            )
+            for other in bare:
+                other.run(padded[0])
+            found = ", ".join(f"{other.rate:.0f}" for other in bare)
+            print(f"{sums['steps']} steps: {rate:.0f} tokens a second of {found}", flush=True)
             begin()
     assert sums["steps"], "every stretch of steps brought a new shape: run more"
     return {name: sums[name] / sums["seconds"] for name in ("useful", "padded")} | {
-        "steps": sums["steps"]
+        "steps": sums["steps"],
+        "tokens": sums["useful"] / sums["steps"],
     }
 
 
