@@ -26,7 +26,6 @@ import argparse
 import json
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +101,6 @@ def main() -> None:
     for size in sizes:
         refuse_uneven(parser, tokens, options.length, size)
     setting = Setting(options.model, options.finetune, options.length, tokens)
-    bare = {} if options.cold else {size: Bare.of(setting, size) for size in sizes}
-
     if options.rows:
         rows = real_rows(options.rows)
     else:
@@ -137,6 +134,7 @@ def main() -> None:
         if options.cold:
             report(first_steps(step, rows, options.warm) | {"finetune": options.finetune}, options)
             return
+        bare = {size: Bare(setting, size) for size in sizes}
         rates = run(step, rows, list(bare.values()), options.warm, options.stretch)
         ledger.close()
     row = {
@@ -210,27 +208,31 @@ def first_steps(step: PrivateStep, rows: TokenRows, number: int) -> dict[str, An
     }
 
 
-@dataclass
 class Bare:
     """Gradients and their clipping on full batches, and how long they took."""
 
-    step: Step
-    tokens: int
-    batches: int = 0
-    seconds: float = 0.0
+    def __init__(self, setting: Setting, group_size: int) -> None:
+        self._setting, self._group_size = setting, group_size
+        self.tokens = setting.rows * setting.length
+        self._step: Step | None = None
+        self.batches, self.seconds = 0, 0.0
 
-    @classmethod
-    def of(cls, setting: Setting, group_size: int) -> Bare:
-        """Compiled, and captured where there are graphs."""
-        step = setting.userdp(group_size)
-        step()
-        if setting.on_gpu:
-            step = captured(step, None)
-        return cls(step=step, tokens=setting.rows * setting.length)
+    def step(self) -> None:
+        """One batch: compiled, and captured where there are graphs."""
+        if self._step is None:
+            # Not before the run has its own memory: how large its batches are depends on what is
+            # free when it begins.
+            self._step = self._setting.userdp(self._group_size)
+            self._step()
+            if self._setting.on_gpu:
+                self._step = captured(self._step, None)
+        self._step()
 
     def run(self, tokens: int) -> None:
         """So many tokens, to the next batch."""
         batches = max(1, round(tokens / self.tokens))
+        if self._step is None:
+            self.step()
         synchronise()
         began = time.perf_counter()
         for _ in range(batches):

@@ -105,7 +105,9 @@ ABOVE = {
     "kept": GROUND | {"clipping", "losses", "models"},
     "seen": GROUND,
     "neighbours": GROUND | {"clipping", "losses", "models", "seen", "updates"},
-    "checked_model": GROUND | {"clipping", "losses", "models", "plan", "probe", "sampling"},
+    "checked_model": GROUND
+    | {"clipping", "losses", "models", "passed_checks", "plan", "probe", "sampling"},
+    "passed_checks": GROUND | {"clipping", "digests", "losses", "models", "updates"},
     "probe": GROUND | {"kept"} | {"clipping", "losses", "models", "neighbours", "seen", "updates"},
     "checkpoints": GROUND | {"chain", "data"},
     "same_run": GROUND | {"checkpoints", "digests", "ledger", "plan"},

@@ -72,8 +72,12 @@ def test_each_user_is_joined_if_that_saves_this_user_much_whoever_else_is_there(
     assert not worth_joining(lone, "cpu", sequence_length=32)
     assert not worth_joining(full, "cuda", sequence_length=16)
     # A small user is joined where groups may be large, by public numbers.
-    for user, joins in ((full, True), (cohort([[16] * 33])[0], False)):
-        assert worth_joining(user, "cuda", sequence_length=16, group_size=33) is joins
+    for user, joins in ((full, True), (cohort([[272] * 2])[0], False)):
+        assert worth_joining(user, "cuda", sequence_length=272, group_size=2) is joins
+        assert worth_joining(user, "cpu", sequence_length=272, group_size=2) is False
+    # There every user is, if records are short.
+    for user in (full, cohort([[16] * 33])[0]):
+        assert worth_joining(user, "cuda", sequence_length=16, group_size=33)
         assert not worth_joining(user, "cuda", sequence_length=16, group_size=32)
         assert not worth_joining(user, "cpu", sequence_length=16, group_size=33)
     for groups, joined_rows in ((even, {False}), (uneven, {True}), (even + uneven, {False, True})):

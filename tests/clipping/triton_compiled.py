@@ -104,7 +104,7 @@ def user_sums() -> int:
             constants, "constexpr"
         )
         signature = {name: kinds.get(name, "i32") for name in kernels._user_sums_kernel.arg_names}
-        compiles(kernels._user_sums_kernel, constants, signature, num_warps=8)
+        compiles(kernels._user_sums_kernel, constants, signature, num_warps=4)
     return 4
 
 

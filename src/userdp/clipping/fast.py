@@ -25,7 +25,7 @@ from userdp.clipping.batches.joined_records import is_joined
 from userdp.clipping.batches.limits import CUDA_TOKENS, stored_users, usual_tokens
 from userdp.clipping.batches.ragged import Sizes
 from userdp.clipping.batches.users import Users, size_of
-from userdp.clipping.checks.compared_shapes import ComparedShapes
+from userdp.clipping.checks.compared_shapes import ComparedShapes, Passed
 from userdp.clipping.checks.computed import refuse_computed_weights
 from userdp.clipping.checks.made_up import disguised, own_groups
 from userdp.clipping.checks.verify import NothingFiniteError, compare_with_plain, refuse_dropout
@@ -63,7 +63,7 @@ class FastClipping:
 
     `sequence_length` is how long records may be and `group_size` how many rows a group may have,
     public numbers. `skip_failing` is as in `PlainClipping`. `every_shape` compares every new shape
-    of batch with the plain loop. `differs` says that the two were seen to differ.
+    of batch with the plain loop; `passed` remembers what passed. `differs`: they were seen to.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class FastClipping:
         sequence_length: int | None = None,
         group_size: int | None = None,
         every_shape: bool = True,
+        passed: Passed | None = None,
     ) -> None:
         settings = settings or StepSettings()
         refuse_computed_weights(model)
@@ -98,7 +99,8 @@ class FastClipping:
         self._dtype = settings.compute_dtype
         if settings.checkpoint_blocks:
             blocks_of(model)  # Raises now, not at the first step, if there are none.
-        self._compared = ComparedShapes(every_shape=every_shape, compiles=self._compile)
+        compiles = self._compile
+        self._compared = ComparedShapes(every_shape=every_shape, compiles=compiles, passed=passed)
         if settings.join_records is True:
             refuse_dropout(model)
             self._refuse_if_attention_cannot_be_captured()
@@ -139,8 +141,7 @@ class FastClipping:
             max_length=most_positions(self._model),
         )
         if self._graphs and sequence_length is not None:
-            # The declared length is public. Without it every longer row that is seen would bring
-            # new batch shapes.
+            # Public. Without it every longer row that is seen would bring new batch shapes.
             sizes.see_length(sequence_length)
         return Packing(
             self._model,
@@ -188,8 +189,8 @@ class FastClipping:
         except MixedExamplesError as error:
             if not self.skip_failing:
                 raise
-            # On made-up values in a new batch shape the two paths differ. The fast path is not used
-            # again, and what it has added up of this cohort does not count.
+            # In a new batch shape the two paths differ. The fast path is not used again, and what
+            # it has added up of this cohort does not count.
             self.differs = True
             _LOG.warning("from here on users run one at a time: %s", error)
             return self._plain().clipped_sum(listed, rule)
@@ -217,8 +218,7 @@ class FastClipping:
                 if not self._packing.halve():
                     raise
             _LOG.warning("out of memory: from here on batches have half as many tokens.")
-            # What was captured for the larger batches holds memory.
-            self._add_by_shape.clear()
+            self._add_by_shape.clear()  # What was captured for larger batches holds memory.
             self._pool = None
             if self._graphs:
                 torch.cuda.empty_cache()
@@ -344,6 +344,7 @@ class FastClipping:
                 is_checked = self._settings.check and users.count > 1
                 if is_checked and self._compared.compare_next(users, key):
                     self._compare(add, users)
+                    self._compared.note(key)
                 if not self._graphs and len(self._add_by_shape) >= EAGER_SHAPES:
                     self._add_by_shape.clear()
                 self._add_by_shape[key] = add
@@ -396,5 +397,4 @@ class FastClipping:
                     # These made-up updates all count as zero, so they show nothing: try others.
                     continue
         if self._graphs:
-            # What the plain loop needed is not needed again.
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # The plain loop's memory is not needed again.

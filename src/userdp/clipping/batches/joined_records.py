@@ -43,6 +43,9 @@ FULL_ENOUGH = {"cpu": 0.8, "cuda": 0.65}
 # Users of at most this many tokens are small. Where groups may be larger, small ones are joined on
 # CUDA however full their rows are: a few with full rows would need batches of another shape.
 SMALL = 512
+# There, if records have at most this many tokens, all users are joined. Attention across rows then
+# costs hardly more than within rows, and a cohort needs one kind of batch instead of two.
+SHORT_RECORD = 256
 _SEPARATE = {"input_ids", "labels", "attention_mask"}
 # The trial joins a record of this many tokens with another one. Rounding may move logits this far.
 _TRIAL = 5
@@ -78,7 +81,8 @@ def worth_joining(
     length = size.length
     if device == "cuda" and sequence_length is not None:
         length = max(length, sequence_length)
-        if own <= SMALL < (group_size or 0) * sequence_length:
+        may_be_large = (group_size or 0) * sequence_length > SMALL
+        if may_be_large and (own <= SMALL or sequence_length <= SHORT_RECORD):
             return True
     return own < FULL_ENOUGH.get(device, 0.0) * size.rows * length
 

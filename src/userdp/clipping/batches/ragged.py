@@ -9,9 +9,10 @@ than the others.
 
 Users are sorted into kinds by their tokens: up to 512, up to 2,048, and so on. Each kind has its
 own batches, because the number of places and the cheapest form of a gradient (`forms`) depend on
-the size of the users. If a kind has too few users to fill a batch, smaller users fill it up. There
-are places for twice as many users as the smallest ones of the kind would need, and in a large batch
-for one and a half times as many.
+the size of the users. If a kind has too few users to fill a batch, smaller users fill it up. A full
+batch has places for twice as many users as the smallest ones of the kind would need, and a large
+one for one and a half times as many. Smaller batches have places for three times as many, up to the
+number of the full batch, which there is memory for.
 
 Unless records are joined, many users often have the largest number of rows, because the sampler
 allows no more. They share batches in which all have the same number of rows: those run fastest.
@@ -46,8 +47,9 @@ from userdp.losses import Batch
 FIRST_KIND = 512
 NEXT_KIND = 4
 # The last batch of a cohort may have any number of eighths of a full batch's rows, or of sixteenths
-# where a full batch has more tokens than this. More parts would leave fewer rows empty, and each
-# number of rows has to be captured.
+# where a full batch has more tokens than this. Up to half a batch there are twice as many parts:
+# the rows that stay empty are a larger share of a small batch. More parts would leave fewer rows
+# empty, and each number of rows has to be captured.
 MANY_TOKENS = 16_384
 FEW_PARTS, MANY_PARTS = 8, 16
 SHORTEST_ROW = 16
@@ -112,6 +114,13 @@ class Sizes:
         """How many users of this many tokens may share a batch."""
         return self.max_users if tokens > FIRST_KIND else self.max_short_users
 
+    @property
+    def shares(self) -> list[float]:
+        """Which parts of a full batch there are, the smallest first."""
+        parts = MANY_PARTS if self.max_tokens > MANY_TOKENS else FEW_PARTS
+        small = [part / (2 * parts) for part in range(1, parts)]
+        return [*small, *(part / parts for part in range(parts // 2, parts))]
+
     def shape(self, rows: int, length: int, share: float = 1.0) -> Shape:
         """The batch, or a share of it, for users of about `rows` rows of this length."""
         tokens = rows * length
@@ -126,7 +135,8 @@ class Sizes:
         # Fewer rows than the smallest number: smaller users may come in. In a large batch they come
         # less often, and its places need more memory.
         each = fewest * 2 // 3 if self.max_tokens > MANY_TOKENS else fewest // 2
-        users = max(1, all_rows // max(1, each))
+        users = min(full_rows // max(1, each), all_rows // max(1, fewest // 3))
+        users = max(1, users)
         limit = self.most_users(tokens)
         if limit is not None:
             users = min(users, limit)
@@ -161,8 +171,7 @@ def _pack(groups: Sequence[Batch], sizes: Sizes) -> Iterator[Users]:
         shape = sizes.shape(rows, length)
         chosen, used = waiting.fitting(shape)
         waiting.remove(chosen)
-        parts = MANY_PARTS if sizes.max_tokens > MANY_TOKENS else FEW_PARTS
-        smaller = (sizes.shape(rows, length, part / parts) for part in range(1, parts))
+        smaller = (sizes.shape(rows, length, share) for share in sizes.shares)
         holding = (s for s in smaller if s.rows >= used and _has_places(s, len(chosen), used))
         yield _filled([groups[i] for i in sorted(chosen)], next(holding, shape))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -159,7 +160,8 @@ def row_ends(batch: Batch) -> Tensor:
 
 
 def _pool(name: str, tensor: Tensor) -> Tensor:
-    values = tensor.detach().cpu().unique()
+    # By numpy: torch's took a fifth of a second for a batch, on a machine of 16 cores.
+    values = torch.from_numpy(np.unique(tensor.detach().cpu().numpy()))
     if name == "labels" and bool((values != IGNORED_LABEL).any()):
         values = values[values != IGNORED_LABEL]
     return values

@@ -176,6 +176,7 @@ class _Affine(torch.autograd.Function):
         ctx.save_for_backward(h, weight, *([] if ends is None else [ends]))
         ctx.users = users
         ctx.weight, ctx.bias = weight_gradients is not None, bias_gradients is not None
+        ctx.product_dtype = compute_dtype(h)
         return h * weight if bias is None else h * weight + bias
 
     @staticmethod
@@ -186,10 +187,12 @@ class _Affine(torch.autograd.Function):
         y_ULD = per_user(dy, ctx.users)
         by_weight, by_bias = None, None
         if ends:
-            h_ULD, token_ends = per_user(h, ctx.users), ends[0] * y_ULD.shape[1]
-            # One kernel reads the output gradients once for both sums.
-            others = h_ULD.flatten(0, 1) if ctx.weight else None
-            sums, products = user_sums(y_ULD.flatten(0, 1), others, token_ends)
+            token_ends = ends[0] * y_ULD.shape[1]
+            # One kernel reads the output gradients once for both sums. Both factors are written for
+            # it, so they have the dtype of products. float16 would lose large numbers.
+            narrow = ctx.product_dtype if ctx.product_dtype == torch.bfloat16 else y_ULD.dtype
+            others = per_user(h, ctx.users).flatten(0, 1).to(narrow) if ctx.weight else None
+            sums, products = user_sums(y_ULD.flatten(0, 1).to(narrow), others, token_ends)
             by_weight, by_bias = products if ctx.weight else None, sums if ctx.bias else None
         else:
             if ctx.weight:

@@ -189,7 +189,7 @@ def _sizes(q: Tensor, k: Tensor) -> dict[str, Any]:
         "TILE": _TILE if padded <= _WIDE else _TILE_OF_WIDE,
         "STEP": STEP,
         "num_warps": 4 if padded <= _WIDE // 2 else 8,
-        "num_stages": 2,
+        "num_stages": 3,
     }
 
 
