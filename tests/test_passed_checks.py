@@ -231,3 +231,14 @@ def test_the_digest_is_that_of_the_rule_too(remembers: Path) -> None:
     ]
     digests = [each._digest for each in found if each is not None]
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_nothing_is_remembered_where_the_driver_is_unknown(
+    monkeypatch: pytest.MonkeyPatch, remembers: Path
+) -> None:
+    monkeypatch.setattr(passed_checks, "_words_of", lambda device: None)
+    assert [probes_run(monkeypatch, lambda: checked(gpt2())) for _ in range(2)] == [1, 1]
+    assert not remembers.exists()
+    # This machine, or CI's, may have a driver or not: it is never guessed.
+    monkeypatch.setattr(passed_checks.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError()))
+    assert passed_checks._driver_version() is None

@@ -16,6 +16,7 @@ kept, where nobody else can read.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import importlib.metadata
 import os
@@ -79,11 +80,14 @@ def passed_checks_of(
         return None
     if not update.is_mean_gradient or record_loss is not causal_lm_loss or not is_proven(model):
         return None
+    words = _words_of(device)
+    if words is None:
+        return None
     trained = {id(parameter) for parameter in parameters}
     described = [
         code_version(),
         _triton_version(),
-        _words_of(device),
+        words,
         model_digest(model),
         # An infinite clip norm is another kind of rule: it clips nothing.
         f"{type(rule).__qualname__} {rule.bounds_updates}",
@@ -101,8 +105,11 @@ def _saves_time(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _words_of(device: torch.device) -> str:
-    """The device, its driver, and the switches of torch that decide how it computes."""
+def _words_of(device: torch.device) -> str | None:
+    """The device, its driver, and the switches of torch that decide how it computes.
+
+    None if the driver's version cannot be read: then nothing is remembered.
+    """
     switches = [
         torch.backends.cuda.matmul.allow_tf32,
         torch.backends.cudnn.allow_tf32,
@@ -111,9 +118,23 @@ def _words_of(device: torch.device) -> str:
     ]
     if device.type != "cuda":
         return f"{device.type} {switches}"
+    driver = _driver_version()
+    if driver is None:
+        return None
     found = torch.cuda.get_device_properties(device)
-    driver = torch._C._cuda_getDriverVersion()
     return f"{found.name} {found.major}.{found.minor} {driver} {torch.version.cuda} {switches}"
+
+
+def _driver_version() -> str | None:
+    """The version of NVIDIA's driver, as its own library tells it."""
+    length = 96
+    found = ctypes.create_string_buffer(length)
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        failed = library.nvmlInit_v2() or library.nvmlSystemGetDriverVersion(found, length)
+    except (OSError, AttributeError):
+        return None
+    return None if failed else found.value.decode()
 
 
 def _triton_version() -> str:
