@@ -104,7 +104,8 @@ ABOVE = {
     "lineage": GROUND | {"earlier", "ledger", "run_files"},
     "kept": GROUND | {"clipping", "losses", "models"},
     "seen": GROUND,
-    "neighbours": GROUND | {"clipping", "losses", "models", "seen", "updates"},
+    "tried_users": GROUND | {"clipping", "losses"},
+    "neighbours": GROUND | {"clipping", "losses", "models", "seen", "tried_users", "updates"},
     "checked_model": GROUND
     | {"clipping", "losses", "models", "passed_checks", "plan", "probe", "sampling"},
     "passed_checks": GROUND | {"clipping", "digests", "losses", "models", "updates"},

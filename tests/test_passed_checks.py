@@ -101,7 +101,10 @@ def test_whatever_a_check_depends_on_makes_it_run_again(
     deeper, half = gpt2(n_layer=2), gpt2().to(torch.bfloat16)
     frozen, in_training = gpt2(), gpt2().train()
     frozen.transformer.wte.weight.requires_grad_(False)
-    for other in (deeper, half, frozen, in_training):
+    trained = gpt2()
+    with torch.no_grad():
+        trained.transformer.wte.weight[0, 0] += 1.0
+    for other in (deeper, half, frozen, in_training, trained):
         assert probes_run(monkeypatch, lambda other=other: checked(other)) == 1
     longer = {"sequence_length": 9}
     packed = {"settings": StepSettings(microbatch_tokens=64)}
@@ -220,6 +223,7 @@ def test_the_digest_is_that_of_the_rule_too(remembers: Path) -> None:
         "record_loss": causal_lm_loss,
         "settings": StepSettings(),
         "sizes": (8, 2),
+        "weights": lambda: "",
     }
     found = [
         passed_checks_of(model, list(model.parameters()), rule=rule, **options)

@@ -35,7 +35,7 @@ from userdp.losses import (
     masked_lm_loss,
 )
 from userdp.models.proven import is_proven, ways_of
-from userdp.passed_checks import PassedChecks, passed_checks_of
+from userdp.passed_checks import PassedChecks, passed_checks_of, read_once
 from userdp.plan import Plan
 from userdp.probe import check_model, is_language_modelling, usual_length, vocabulary_of
 from userdp.sampling import Cohort
@@ -99,6 +99,7 @@ class CheckedModel:
                 rule=plan.clip,
                 record_loss=record_loss,
                 settings=settings,
+                weights=read_once(model),
             )
         )
         self._sizes = (sequence_length, plan.sampler.rows_in_a_group)
@@ -220,9 +221,10 @@ class CheckedModel:
         self._example, self._ways = example, ways_of(self._model)
         passed, words = self._passed(), f"probe {self._longest}"
         try:
-            self.is_checked = (passed is not None and passed.has(words)) or self._check(
-                example, sequence_length=self._longest
-            )
+            if passed is not None and passed.has(words):
+                self.is_checked = True
+            else:
+                self.is_checked = self._check(example, sequence_length=self._longest)
             if passed is not None and self.is_checked:
                 passed.note(words)
         except NothingSeenError as error:

@@ -1,22 +1,22 @@
 """Compares the clipped sums of cohorts with and without one extra user.
 
-The extra user is long or short, has no record, or has huge or non-finite values. It comes first, in
-the middle or last. Then the cohort without it is summed once more, as in the next step. The sum
-must move by exactly the extra user's own clipped update, as the plain loop computes it for that
-user alone.
+The extra user is long or short, has no record, or has huge or non-finite values (`tried_users`). It
+comes first, in the middle or last. Then the cohort without it is summed once more, as in the next
+step. The sum must move by exactly the extra user's own clipped update, as the plain loop computes
+it for that user alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from userdp.clipping.batches.users import PADDING, is_padded
 from userdp.clipping.checks.distance import distance, distances, norm_of
 from userdp.clipping.checks.made_up import MadeUp
 from userdp.clipping.checks.tried_rule import rule_that_clips
@@ -24,17 +24,17 @@ from userdp.clipping.checks.wide_reference import wide_gradient
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.kernels.running import uncompiled
 from userdp.clipping.layer_groups import Layers
-from userdp.clipping.plain import PlainClipping, clip_update
+from userdp.clipping.plain import PlainClipping, each_clipped
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.summation import Summation, summation
-from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, Update, coarsest_dtype, wide_dtype
+from userdp.losses import Batch, RecordLoss, Update, coarsest_dtype, wide_dtype
 from userdp.models.checks import trainable_parameters
 from userdp.seen import MOST_COUPLING, Probe
+from userdp.tried_users import Group, TriedUsers
 from userdp.updates.contract import UpdateRule
 
 Path = Literal["fast", "plain"]
-Group = dict[str, Tensor]
 
 # Coupling grows with the cohort, and real cohorts are larger than a probe's. So nothing is allowed
 # beyond what rounding needs. On the CPU the fast path needs only this much. In float64 it needs
@@ -59,8 +59,10 @@ _COARSE = 0.5
 # Updates that the device must have room for, twice over, or else they are kept on the host: the
 # sums of two cohorts, the extra user's update, and one on its way.
 _UPDATES_AT_ONCE = 4
-# Updates of more bytes than this are not kept for later.
+# Updates of more bytes than this are not kept for later, and few users' gradients are stored at a
+# time: the probe must not need more memory than a step does.
 _LARGE = 2**30
+_FEW_USERS = 2
 # The batch entry that multiplies a row's loss, to make losses huge or not finite.
 _SCALE = "userdp_probe_scale"
 
@@ -81,10 +83,9 @@ class Trial:
         settings: StepSettings,
     ) -> None:
         self._model = model
-        self._made_up = made_up
-        self._longest = longest if made_up.has_tokens else 1
-        self._rows = max(1, min(2, group_size))
-        self._group_size = group_size
+        self._reads_tokens = made_up.has_tokens
+        self._users = users = TriedUsers(made_up, longest=longest, group_size=group_size)
+        self._longest, self._rows = users.longest, users.rows
         self._record_loss = record_loss
         self._update_rule = update
         self._path: Path = settings.path
@@ -93,70 +94,31 @@ class Trial:
         self._layers = Layers(model, self._parameters)
         # Bytes of one update.
         self._size = sum(p.numel() * wide_dtype(p.dtype).itemsize for p in self._parameters)
+        self._is_large = self._size > _LARGE
         self._keep_on = self._where_updates_fit()
         self._oracle = self._plain(record_loss)
         self._rule = rule
-        self._others = self._cohort(1)
+        self._others = self._users.cohort()
         # By the clip norm that they were computed with; large updates are not kept.
         self._known: dict[float, list[Update]] = {}
-        self._rule = rule_that_clips(rule, [norm_of(update) for update in self._updates()])
+        self._rule = rule_that_clips(rule, list(map(norm_of, self._updates())))
         self._allowed = self._what_rounding_explains()
-
-    # ---- what is tried
-
-    def _group(self, rows: int, length: float, seed: int) -> Group:
-        return self._made_up.group(rows, max(1, min(self._longest, math.ceil(length))), seed=seed)
-
-    def _cohort(self, seed: int) -> list[Group]:
-        """Users of different lengths, one of them only a few tokens long."""
-        longest, rows = self._longest, self._rows
-        sizes = [(1, longest / 2), (rows, 3), (1, longest / 4 + 1)]
-        return [self._group(r, length, 10 * seed + i) for i, (r, length) in enumerate(sizes)]
-
-    def _extras(self, thorough: bool) -> Iterator[tuple[str, Group]]:
-        yield "a long user", self._group(self._rows, self._longest, 101)
-        yield "a short user", self._group(1, 2, 102)
-        for times in (1e4, 1e8) if self._made_up.has_fractions else ():
-            large = self._group(1, self._longest, 110)
-            yield (
-                f"a user of numbers {times:g} times as large",
-                {
-                    name: tensor * times if tensor.is_floating_point() else tensor
-                    for name, tensor in large.items()
-                },
-            )
-        if not thorough:
-            return
-        yield "a user with as many records as may be", self._group(self._group_size, 5, 103)
-        yield "a user without records", self._group(0, 4, 104)
-        if "labels" in self._made_up.tensors and self._made_up.has_tokens:
-            silent = self._group(1, self._longest, 105)
-            none = torch.full_like(silent["labels"], IGNORED_LABEL)
-            yield "a user without labels", silent | {"labels": none}
-            yield "a user of records of unlike length", self._ragged(self._rows, 108)
-
-    def _ragged(self, rows: int, seed: int) -> Group:
-        """A group of rows of different lengths: all rows but the first have two tokens."""
-        group = self._group(rows, self._longest, seed)
-        for name, tensor in group.items():
-            if is_padded(name, tensor):
-                tensor[1:, 2:] = PADDING[name]
-        return group
 
     def probes(self, thorough: bool) -> Iterator[Probe]:
         """Try every cohort with and without one extra user, for every way of packing batches."""
         packings = (True, False) if thorough and self._path == "fast" else (True,)
         for mix in packings:
             clipping = self._clipping(self._record_loss, mix)
+            again = self._again(clipping)
             alone = self._kept(self._sum(clipping, self._others))
             yield self._probe("each user alone", alone, self._of_oracle())
-            yield self._again(clipping)
-            for name, extra in self._extras(thorough):
-                own = self._own(extra)
+            yield again
+            for name, extra in self._users.extras(thorough):
+                own_of = self._own_of(extra)
                 for place, where in self._places(thorough):
                     cohort = [*self._others[:where], extra, *self._others[where:]]
                     found = self._sum(clipping, cohort)
-                    yield self._probe(f"{name}, {place}", found, alone, own)
+                    yield self._probe(f"{name}, {place}", found, alone, own_of())
             later = self._sum(clipping, self._others)
             # After larger users the fast path may pack the cohort differently, which rounds
             # differently.
@@ -188,13 +150,16 @@ class Trial:
     def _of_oracle(self) -> Update:
         """The sum that the cohort must have: each user computed alone, padded to its own length."""
         total: Update = []
-        for group, update in zip(self._others, self._updates(), strict=True):
-            clipped = self._contribution(update, group)
+        groups = iter(self._others)
+        for update in self._updates():
+            self._clip_in_place(update, next(groups))
             if not total:
-                total = clipped
+                total = update
                 continue
-            for running, tensor in zip(total, clipped, strict=True):
+            for running, tensor in zip(total, update, strict=True):
                 running += tensor
+            # The next update is computed while this one would still be held.
+            del update
         return total
 
     def _with_scaled_losses(self) -> Iterator[Probe]:
@@ -214,9 +179,10 @@ class Trial:
         kinds = {"a huge user": 1e6, "a user beyond float32": 1e30}
         kinds |= {"a user of infinite loss": math.inf, "a user whose loss is no number": math.nan}
         for name, factor in kinds.items():
-            extra = scaled(self._group(1, self._longest, 106), factor)
+            extra = scaled(self._users.group(1, self._longest, 106), factor)
             for place, where in self._places(True):
-                own = self._contribution(self._update(self._plain(scaled_loss), extra), extra)
+                own = self._update(self._plain(scaled_loss), extra)
+                self._clip_in_place(own, extra)
                 found = self._sum(clipping, [*others[:where], extra, *others[where:]])
                 yield self._probe(f"{name}, {place}", found, alone, own)
 
@@ -257,6 +223,7 @@ class Trial:
             record_loss=record_loss,
             settings=settings,
             sequence_length=self._longest,
+            most_stored_users=_FEW_USERS if self._is_large else None,
         )
 
     def _sum(
@@ -282,29 +249,46 @@ class Trial:
         return [tensor.to(self._keep_on) for tensor in oracle.update(group, self._rule)]
 
     def _updates(self) -> Iterator[Update]:
-        """Each user's update, alone. Large ones are computed anew: one is held at a time."""
+        """Each user's update, alone, in a list that may be changed.
+
+        Large ones are computed anew: one is held at a time.
+        """
         # Local training clips on the way, so its updates depend on the rule.
         is_local = self._update_rule.local_training is not None
         clip_norm = self._rule.clip_norm if is_local else 0.0
         updates = (self._update(self._oracle, group) for group in self._others)
-        if self._size > _LARGE:
+        if self._is_large:
             return updates
         if clip_norm not in self._known:
             self._known[clip_norm] = list(updates)
-        return iter(self._known[clip_norm])
+        return map(list, self._known[clip_norm])
 
     def _kept(self, tensors: Update) -> Update:
         return [tensor.detach().to(self._keep_on, copy=True) for tensor in tensors]
 
-    def _contribution(self, update: Update, group: Group) -> Update:
+    def _clip_in_place(self, update: Update, group: Group) -> None:
+        """Replace the tensors by the group's contribution, one by one: no second list is held."""
         weight = self._update_rule.weight(len(next(iter(group.values()))))
         layers = self._layers.by(self._rule)
-        return [t * weight for t in clip_update(update, self._rule, layers=layers)]
+        for place, tensor in enumerate(each_clipped(update, self._rule, layers=layers)):
+            update[place] = tensor if weight == 1 else tensor * weight
+
+    def _own_of(self, extra: Group) -> Callable[[], Update | None]:
+        """Gives the extra user's own contribution.
+
+        A large one is computed each time, so that none is held while a cohort is summed.
+        """
+        if self._is_large:
+            return partial(self._own, extra)
+        own = self._own(extra)
+        return lambda: own
 
     def _own(self, extra: Group) -> Update | None:
         if not len(next(iter(extra.values()))):
             return None
-        return self._contribution(self._update(self._oracle, extra), extra)
+        own = self._update(self._oracle, extra)
+        self._clip_in_place(own, extra)
+        return own
 
     def _probe(
         self,
@@ -356,12 +340,12 @@ class Trial:
 
     def _distance_from_wide(self, group: Group, update: Update) -> float:
         """How far the plain loop's update of a group is from that in float32, both clipped."""
-        narrow, device = self._contribution(update, group), self._parameters[0].device
+        self._clip_in_place(update, group)
+        device = self._parameters[0].device
         own = {name: tensor.to(device) for name, tensor in group.items()}
-        wide = self._contribution(
-            wide_gradient(self._model, self._parameters, own, record_loss=self._record_loss), group
-        )
-        return distance(wide, narrow)
+        wide = wide_gradient(self._model, self._parameters, own, record_loss=self._record_loss)
+        self._clip_in_place(wide, group)
+        return distance(wide, update)
 
     # ---- why
 
@@ -375,7 +359,7 @@ class Trial:
                 "modules. It cannot be trained with a guarantee."
             )
         name, error = self._worst_on_equal_lengths()
-        if self._made_up.has_tokens and error <= self._allowed:
+        if self._reads_tokens and error <= self._allowed:
             return head + (
                 "a record's gradient depends on how far it is padded, which other users' lengths "
                 "decide, as in models that also look at what follows. Use "
@@ -388,8 +372,8 @@ class Trial:
 
     def _worst_on_equal_lengths(self) -> tuple[str, float]:
         """The parameter with the largest error if nobody is padded, and the error in clip norms."""
-        groups = [self._group(1, self._longest / 2, 200 + i) for i in range(3)]
-        each = [self._contribution(self._update(self._oracle, group), group) for group in groups]
+        groups = [self._users.group(1, self._longest / 2, 200 + i) for i in range(3)]
+        each = [self._own(group) or [] for group in groups]
         total = self._clipping(self._record_loss, False).clipped_sum(groups, self._rule).total
         found = [view.to(self._keep_on) for view in total.views]
         names = {id(p): name for name, p in self._model.named_parameters()}

@@ -2,9 +2,11 @@
 
 In an architecture that is proven by tests, the probe and the comparisons with the plain loop look
 for what tests cannot see: a device, a driver or a compiler that computes wrongly. Their outcome
-depends on the code, the versions, the device and the shapes, and not on anybody's data. On a GPU
-they take much of the time until a run is at full speed. So a check that passed is remembered under
-a digest of all that it depends on. If any of that changes, the check runs again.
+depends on the code, the versions, the device, the weights and the shapes, and not on anybody's
+data. On a GPU they take much of the time until a run is at full speed. So a check that passed is
+remembered under a digest of all that it depends on. If any of that changes, the check runs again.
+Of the weights, those that a run begins with count: shapes that come later are compared with the
+weights of their step, and those differ from run to run.
 
 A model that is not proven, a loss or an update of one's own, and a run on several ranks are checked
 every time. So is newly compiled code (`ComparedShapes`). `userdp verify` remembers nothing.
@@ -17,10 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -28,7 +31,7 @@ from torch import nn
 
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
-from userdp.digests import code_version, model_digest
+from userdp.digests import code_version, model_digest, weights_digest
 from userdp.losses import RecordLoss, causal_lm_loss
 from userdp.models.proven import is_proven
 from userdp.updates.contract import UpdateRule
@@ -61,6 +64,11 @@ def usual_folder() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "userdp" / "passed"
 
 
+def read_once(model: nn.Module) -> Callable[[], str]:
+    """Gives the digest of the weights as they are when it is first asked for."""
+    return functools.cache(functools.partial(weights_digest, model))
+
+
 def passed_checks_of(
     model: nn.Module,
     parameters: Sequence[nn.Parameter],
@@ -70,10 +78,12 @@ def passed_checks_of(
     record_loss: RecordLoss,
     settings: StepSettings,
     sizes: Sequence[int | None],
+    weights: Callable[[], str],
 ) -> PassedChecks | None:
     """The checks of this model as it is now; None where every run repeats them.
 
-    `sizes` are the public numbers that made-up rows depend on.
+    `sizes` are the public numbers that made-up rows depend on. `weights` gives the digest of the
+    weights that the run begins with.
     """
     device = parameters[0].device
     if not (_saves_time(device) and settings.check and settings.path == "fast"):
@@ -94,6 +104,7 @@ def passed_checks_of(
         repr(settings),
         repr([*sizes]),
         repr([m.training for m in model.modules()]),
+        weights(),
         repr([(n, p.shape, p.dtype, id(p) in trained) for n, p in model.named_parameters()]),
         repr([(n, b.shape, b.dtype) for n, b in model.named_buffers()]),
     ]

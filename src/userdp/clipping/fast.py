@@ -63,7 +63,8 @@ class FastClipping:
 
     `sequence_length` is how long records may be and `group_size` how many rows a group may have,
     public numbers. `skip_failing` is as in `PlainClipping`. `every_shape` compares every new shape
-    of batch with the plain loop; `passed` remembers what passed. `differs`: they were seen to.
+    of batch with the plain loop; `passed` remembers what passed. `differs`: they were seen to. At
+    most `most_stored_users` users have stored gradients at a time.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class FastClipping:
         group_size: int | None = None,
         every_shape: bool = True,
         passed: Passed | None = None,
+        most_stored_users: int | None = None,
     ) -> None:
         settings = settings or StepSettings()
         refuse_computed_weights(model)
@@ -95,19 +97,18 @@ class FastClipping:
         may_compile = on_cuda and not any(is_shard(parameter) for parameter in model.parameters())
         self._compile = may_compile if settings.compile_blocks is None else settings.compile_blocks
         self._graphs = self._compile and on_cuda
-        self._settings = settings
-        self._dtype = settings.compute_dtype
+        self._settings, self._dtype = settings, settings.compute_dtype
         if settings.checkpoint_blocks:
             blocks_of(model)  # Raises now, not at the first step, if there are none.
-        compiles = self._compile
-        self._compared = ComparedShapes(every_shape=every_shape, compiles=compiles, passed=passed)
+        self._compared = ComparedShapes(every_shape, compiles=self._compile, passed=passed)
         if settings.join_records is True:
             refuse_dropout(model)
             self._refuse_if_attention_cannot_be_captured()
         self._batch_tokens = settings.microbatch_tokens or usual_tokens(
             model, self._device, captured=self._graphs, words=dictionary_size(model)
         )
-        self._packing = self._choose_packing(sequence_length, group_size)
+        most = stored_users(self._parameters, self._product_dtype, most=most_stored_users)
+        self._packing = self._choose_packing(sequence_length, group_size, most)
         self._chunks = chunks_logits(
             model,
             record_loss,
@@ -128,31 +129,30 @@ class FastClipping:
         self._add_by_shape: dict[Any, AddBatch] = {}
         self._pool: Any = None
 
-    def _choose_packing(self, sequence_length: int | None, group_size: int | None) -> Packing:
+    def _choose_packing(self, length: int | None, group_size: int | None, users: int) -> Packing:
         settings, on_cuda = self._settings, self._device.type == "cuda"
         half = self._product_dtype == torch.bfloat16
         ragged = self._graphs and half and has_aligned_head(self._model, self._record_loss)
         ragged = ragged and stores_little_by_row(self._model)
-        max_users = stored_users(self._parameters, self._product_dtype)
         sizes = Sizes(
             max_tokens=self._batch_tokens,
-            max_users=max_users,
-            max_short_users=None if on_cuda else max_users,
+            max_users=users,
+            max_short_users=None if on_cuda else users,
             max_length=most_positions(self._model),
         )
-        if self._graphs and sequence_length is not None:
+        if self._graphs and length is not None:
             # Public. Without it every longer row that is seen would bring new batch shapes.
-            sizes.see_length(sequence_length)
+            sizes.see_length(length)
         return Packing(
             self._model,
             self._record_loss,
             device=self._device.type,
             sizes=sizes,
-            max_equal_users=None if on_cuda else max_users,
+            max_equal_users=None if on_cuda else users,
             ladder=self._graphs,
             ragged=ragged if settings.mix_sizes is None else settings.mix_sizes,
             ragged_always=settings.mix_sizes is True,
-            sequence_length=sequence_length,
+            sequence_length=length,
             group_size=group_size,
             join_records=settings.join_records if self._can_follow_records else False,
         )
@@ -396,5 +396,5 @@ class FastClipping:
                 except NothingFiniteError:
                     # These made-up updates all count as zero, so they show nothing: try others.
                     continue
-        if self._graphs:
-            torch.cuda.empty_cache()  # The plain loop's memory is not needed again.
+        if self._graphs:  # The plain loop's memory is not needed again.
+            torch.cuda.empty_cache()

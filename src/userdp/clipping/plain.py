@@ -52,10 +52,10 @@ def clip_update(
     >>> clip_update([torch.tensor([float("nan"), 4.0])], FlatClip(clip_norm=1.0))
     [tensor([0., 0.])]
     """
-    return list(_each_clipped(update, rule, layers=layers))
+    return list(each_clipped(update, rule, layers=layers))
 
 
-def _each_clipped(
+def each_clipped(
     update: Sequence[Tensor], rule: ClipRule, *, layers: Sequence[int] | None = None
 ) -> Iterator[Tensor]:
     """The tensors of `clip_update`, one at a time: all of them may not fit beside the update."""
@@ -92,7 +92,7 @@ def clipped_sum(
     """
     total = [torch.zeros_like(leaf_of(t), dtype=wide_dtype(t.dtype)) for t in like]
     for update in updates:
-        for running, tensor in zip(total, _each_clipped(update, rule, layers=layers), strict=True):
+        for running, tensor in zip(total, each_clipped(update, rule, layers=layers), strict=True):
             running += tensor
         # The next update is computed while this one would still be held.
         del update
@@ -156,7 +156,7 @@ class PlainClipping:
                 update = self.update(group, rule)
                 norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in update]
                 within += int(torch.stack(norms).norm() <= rule.clip_norm)
-                clipped = _each_clipped(update, rule, layers=layers)
+                clipped = each_clipped(update, rule, layers=layers)
                 # At most 1, so the weighted update is within the bound as well.
                 weight = self._rule.weight(num_records)
                 for running, tensor in zip(total.views, clipped, strict=True):

@@ -75,9 +75,12 @@ def mean_gradient(
 
     from userdp.losses import causal_lm_loss, wide_dtype
 
+    def zeros(parameter: Tensor) -> Tensor:
+        return torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype))
+
     record_loss = record_loss or causal_lm_loss
     num_records = len(next(iter(batch.values())))
-    update = [torch.zeros_like(p, dtype=wide_dtype(p.dtype)) for p in parameters]
+    update: list[Tensor] = []
     size = microbatch_records or max(num_records, 1)
     for start in range(0, num_records, size):
         stop = start + size
@@ -89,8 +92,13 @@ def mean_gradient(
                 "the batch would mix records before the group is formed. Return one loss per "
                 "record."
             )
-        gradients = torch.autograd.grad(losses.sum() / num_records, parameters, allow_unused=True)
-        for total, gradient in zip(update, gradients, strict=True):
+        mean = losses.sum() / num_records
+        gradients = list(torch.autograd.grad(mean, parameters, allow_unused=True))
+        for place, parameter in enumerate(parameters):
+            # Each gradient is let go once it is added: all of them are as large as the model.
+            gradient, gradients[place] = gradients[place], None
+            if start == 0:
+                update.append(zeros(parameter))
             if gradient is not None:
-                total += gradient
-    return update
+                update[place] += gradient
+    return update or [zeros(parameter) for parameter in parameters]

@@ -44,10 +44,14 @@ def large_or_usual(model: nn.Module, memory: int) -> int:
     return LARGE_TOKENS if fits else CUDA_TOKENS
 
 
-def stored_users(parameters: Sequence[Tensor], product_dtype: torch.dtype) -> int:
-    """How many users' stored gradients fit into the memory set aside for them."""
+def stored_users(
+    parameters: Sequence[Tensor], product_dtype: torch.dtype, *, most: int | None = None
+) -> int:
+    """How many users' stored gradients fit into the memory set aside for them, at most `most`."""
     count, device = sum(p.numel() for p in parameters), parameters[0].device
     if device.type != "cuda":
-        return max(1, CPU_STORED_BYTES // (count * parameters[0].element_size()))
-    _, memory = torch.cuda.mem_get_info(device)
-    return max(2, int(CUDA_STORED_SHARE * memory) // (count * product_dtype.itemsize))
+        fitting = max(1, CPU_STORED_BYTES // (count * parameters[0].element_size()))
+    else:
+        _, memory = torch.cuda.mem_get_info(device)
+        fitting = max(2, int(CUDA_STORED_SHARE * memory) // (count * product_dtype.itemsize))
+    return min(fitting, most or fitting)

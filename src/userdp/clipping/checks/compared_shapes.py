@@ -34,7 +34,7 @@ class Passed(Protocol):
 class ComparedShapes:
     """Remembers which shapes were seen and compared."""
 
-    def __init__(self, *, every_shape: bool, compiles: bool, passed: Passed | None = None) -> None:
+    def __init__(self, every_shape: bool, *, compiles: bool, passed: Passed | None = None) -> None:
         self._every_shape = every_shape
         self._compiles = compiles
         self._passed = passed
