@@ -93,7 +93,8 @@ def mean_gradient(
                 "record."
             )
         mean = losses.sum() / num_records
-        gradients = list(torch.autograd.grad(mean, parameters, allow_unused=True))
+        gradients: list[Tensor | None] = []
+        gradients += torch.autograd.grad(mean, parameters, allow_unused=True)
         for place, parameter in enumerate(parameters):
             # Each gradient is let go once it is added: all of them are as large as the model.
             gradient, gradients[place] = gradients[place], None
