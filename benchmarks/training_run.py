@@ -7,7 +7,9 @@ on full batches of 16,384 tokens; `useful` counts tokens of records, `padded` al
 adds. The two take turns in one process, each for some seconds: a device that has just begun to work
 may run at a higher clock. Records fill their rows but for a user's last, or with `--short` are as
 short as posts and chat messages are. `--rows` takes real records, from a file of
-`reproductions.finetuning.prepare` without `--join`.
+`reproductions.finetuning.prepare` without `--join`. Then the model is also measured on the file's
+held-out users, and `useful_share_with_evaluation` is what is left in a run of 500 steps that does
+so before the first one and after every 100th.
 
 Clipping costs more where users are small. `--bare-group-size 4` compares with a second bare step
 too, whose users have 4 rows.
@@ -36,12 +38,17 @@ from clipping import CLIP, GPT2, LLAMA, Setting, Step, captured, count, new_file
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.settings import StepSettings
 from userdp.data.tokens import TokenRows
+from userdp.evaluation import evaluate
 from userdp.ledger import Ledger
 from userdp.plan import Plan
 from userdp.run_record import RunRecord
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
 from userdp.tasks import CausalTask, cohort_batches
+
+# The run whose evaluations are counted in.
+RUN_STEPS = 500
+EVALUATE_EVERY = 100
 
 
 def ragged_rows(
@@ -61,14 +68,14 @@ def ragged_rows(
     return TokenRows(tokens=tokens, indptr=indptr, owners=owners, num_users=users)
 
 
-def real_rows(path: Path) -> TokenRows:
-    """The training rows of a prepared set."""
+def real_rows(path: Path, part: str) -> TokenRows:
+    """The rows of a prepared set that are for training (`train`) or evaluation (`test`)."""
     with np.load(path) as file:
         return TokenRows(
-            tokens=file["train_tokens"].astype(np.int32),
-            indptr=file["train_indptr"],
-            owners=file["train_owners"],
-            num_users=int(file["train_num_users"]),
+            tokens=file[f"{part}_tokens"].astype(np.int32),
+            indptr=file[f"{part}_indptr"],
+            owners=file[f"{part}_owners"],
+            num_users=int(file[f"{part}_num_users"]),
         )
 
 
@@ -102,7 +109,7 @@ def main() -> None:
         refuse_uneven(parser, tokens, options.length, size)
     setting = Setting(options.model, options.finetune, options.length, tokens)
     if options.rows:
-        rows = real_rows(options.rows)
+        rows = real_rows(options.rows, "train")
     else:
         rows = ragged_rows(5_000, options.length, options.group_size, 2_000, short=options.short)
     plan = Plan.sample_users(
@@ -137,6 +144,11 @@ def main() -> None:
         bare = {size: Bare(setting, size) for size in sizes}
         rates = run(step, rows, list(bare.values()), options.warm, options.stretch)
         ledger.close()
+    if options.rows:
+        seconds = evaluation_seconds(setting, real_rows(options.rows, "test"))
+        spent = RUN_STEPS * rates["tokens"] / rates["useful"]
+        evaluated = spent + (1 + RUN_STEPS // EVALUATE_EVERY) * seconds
+        rates |= {"evaluation": seconds, "with_evaluation": rates["useful"] * spent / evaluated}
     row = {
         "model": options.model,
         "finetune": options.finetune,
@@ -148,6 +160,10 @@ def main() -> None:
         "useful_share_by_bare_group_size": {
             size: rates["useful"] / other.rate for size, other in bare.items()
         },
+        "evaluation_seconds": rates.get("evaluation"),
+        "useful_share_with_evaluation": rates["with_evaluation"] / bare[options.group_size].rate
+        if options.rows
+        else None,
         "useful_tokens_a_step": rates["tokens"],
         "cohort": options.cohort,
         "short": options.short,
@@ -302,6 +318,17 @@ def run(
         "steps": sums["steps"],
         "tokens": sums["useful"] / sums["steps"],
     }
+
+
+def evaluation_seconds(setting: Setting, rows: TokenRows) -> float:
+    """How long the model is measured on these rows: the median of three times, after a first."""
+    taken: list[float] = []
+    for _ in range(4):
+        synchronise()
+        began = time.perf_counter()
+        evaluate(setting.model, rows, pad_token=0, compute_dtype=setting.dtype)
+        taken.append(time.perf_counter() - began)
+    return sorted(taken[1:])[1]
 
 
 def synchronise() -> None:

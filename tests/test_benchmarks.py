@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -141,6 +142,28 @@ def test_a_whole_run_is_compared_with_its_bare_step(
     assert row["bare_tokens_per_second"] > 0
     # Padding adds to what is computed, not to what is useful; a full cohort has none.
     assert 0 < row["useful_share"] <= row["padded_share"]
+
+
+def test_a_run_on_real_records_counts_its_evaluations(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arrays = {
+        "tokens": np.arange(320, dtype=np.uint16) % 50,
+        "indptr": np.arange(0, 321, 8),
+        "owners": np.arange(40) // 4,
+        "num_users": np.int64(10),
+    }
+    rows = tmp_path / "rows.npz"
+    parts = ("train", "test")
+    np.savez(rows, **{f"{part}_{name}": arrays[name] for part in parts for name in arrays})
+    results = tmp_path / "run.json"
+    sizes = "--length 16 --group-size 4 --cohort 4 --warm 2 --steps 2 --stretch 1"
+    given = ["--rows", str(rows), "--json", str(results)]
+    run(monkeypatch, *sizes.split(), *given, name="training_run")
+    (row,) = json.loads(results.read_text())
+    assert row["rows"] == "rows"
+    assert row["evaluation_seconds"] > 0
+    assert 0 < row["useful_share_with_evaluation"] < row["useful_share"]
 
 
 @pytest.mark.parametrize(
