@@ -188,7 +188,9 @@ def first_steps(step: PrivateStep, rows: TokenRows, number: int) -> dict[str, An
     """
     clipping = step._checked.summation
     assert isinstance(clipping, FastClipping)
-    task, shapes, last = CausalTask(pad_token=0), 0, 0.0
+    task = CausalTask(pad_token=0)
+    # When each step that brought a new shape ended.
+    ends: list[float] = []
 
     def take() -> bool:
         """One step; whether it brought a new shape."""
@@ -201,7 +203,7 @@ def first_steps(step: PrivateStep, rows: TokenRows, number: int) -> dict[str, An
     for _ in range(number):
         if take():
             synchronise()
-            last = time.perf_counter() - began
+            ends.append(time.perf_counter() - began)
     synchronise()
     seconds, shapes = time.perf_counter() - began, len(clipping._add_by_shape)
     full_speed = time.perf_counter()
@@ -218,7 +220,8 @@ def first_steps(step: PrivateStep, rows: TokenRows, number: int) -> dict[str, An
         "first_steps": number,
         "seconds": seconds,
         "shapes": shapes,
-        "last_new_shape_after_seconds": last,
+        "last_new_shape_after_seconds": max(ends, default=0.0),
+        "new_shapes_after_seconds": [round(end, 2) for end in ends],
         "step_seconds": each,
         "lost_seconds": None if each is None else seconds - number * each,
     }
