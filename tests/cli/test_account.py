@@ -244,6 +244,23 @@ def test_plan_draws_and_takes_estimated_norms(tmp_path):
     assert found["not_covered"]
 
 
+def test_a_plan_without_norms_says_which_group_sizes_the_extremes_would_choose(tmp_path):
+    options = "plan --users 5000 --records-per-user 10 --epsilon 8"
+    chosen = {
+        assumed: run(f"{options} --assume {assumed}")["group_size"]
+        for assumed in ("same", "orthogonal")
+    }
+    assert chosen["same"] < chosen["orthogonal"]
+    for assumed in chosen:
+        reasons = run(f"{options} --assume {assumed}")["reasons"]
+        assert f"G={chosen['same']} if all" in reasons[-1]
+        assert f"G={chosen['orthogonal']} if they" in reasons[-1]
+    norms = tmp_path / "norms.json"
+    norms.write_text('{"1": 2.0, "4": 1.2}')
+    reasons = run(f"{options} --gradient-norms {norms}")["reasons"]
+    assert not any("no gradient norms were given" in reason for reason in reasons)
+
+
 def test_plan_text_marks_what_is_hypothetical():
     result = CliRunner().invoke(app, f"{PLAN} --times-users 10".split())
     assert "HYPOTHETICAL" in result.stdout

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json as json_module
 import math
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -14,7 +13,7 @@ import typer
 from userdp import defaults, planner
 from userdp import norms as norm_models
 from userdp.accounting import accountant, events
-from userdp.cli import charts, common, mechanism_table, plan_scale
+from userdp.cli import charts, common, mechanism_table, plan_norms, plan_scale
 from userdp.clipping.rules import AutomaticClip
 from userdp.data.store import UserStore
 from userdp.errors import InputError
@@ -23,13 +22,6 @@ from userdp.scale import Prediction
 from userdp.statement import epsilon_text
 from userdp.task_names import TaskName
 from userdp.units import Adjacency
-
-
-class Assumed(StrEnum):
-    """What to assume about a user's gradients without an estimate (Charles et al. 2024, App. B)."""
-
-    SAME = "same"
-    ORTHOGONAL = "orthogonal"
 
 
 def plan(
@@ -71,12 +63,12 @@ def plan(
         typer.Option(help="With --model: what is learned; by default as in `[data] task`."),
     ] = None,
     assume: Annotated[
-        Assumed,
+        plan_norms.Assumed,
         typer.Option(
             help="Without --gradient-norms or --model: a user's gradients all agree (same, the "
             "worst case for sampling users) or are orthogonal (the best)."
         ),
-    ] = Assumed.SAME,
+    ] = plan_norms.Assumed.SAME,
     times_users: Annotated[
         list[int] | None,
         typer.Option(help="Also say what this many times the users would give; hypothetical."),
@@ -128,10 +120,10 @@ def plan(
         delta = defaults.delta(num_users)
     if compute is None:
         compute = defaults.compute(num_users, typical)
-    norms, source = _norms(gradient_norms, assume)
+    norms, source = plan_norms.given_norms(gradient_norms, assume)
     found_norms: dict[int, float] | None = None
     if model is not None and opened is not None:
-        found_norms = _estimated_norms(
+        found_norms = plan_norms.estimated_norms(
             model,
             opened,
             largest_group=typical,
@@ -158,6 +150,9 @@ def plan(
         adjacency=adjacency,
     )
     found = planner.recommend(setting, norms, user_factors=tuple(times_users or ()))
+    if gradient_norms is None and found_norms is None:
+        hangs_on_norms = plan_norms.what_hangs_on_it(found.candidates, assume)
+        found = replace(found, reasons=(*found.reasons, *filter(None, [hangs_on_norms])))
     noise_multiplier, reached, by = _certified(setting, found.best)
     stddev = found.best.noise_stddev * noise_multiplier / found.best.noise_multiplier
     not_covered = _not_covered(peeked, gradient_norms)
@@ -246,53 +241,6 @@ def _counts(
             "and give --records-per-user)"
         )
     return users, per_user, peeked
-
-
-def _estimated_norms(
-    model: str,
-    store: UserStore,
-    *,
-    largest_group: int,
-    sample_users: int,
-    sequence_length: int,
-    task: TaskName | None,
-) -> dict[int, float]:
-    """L(G) of a model, measured on users of the store. It needs torch and is not private."""
-    common.quiet_transformers()
-    from userdp.configured import named_task
-    from userdp.data.tokens import tokenise
-    from userdp.gradient_norms import median_norms
-    from userdp.models.load import load_model
-
-    loaded, tokenizer = load_model(model, task=task or "causal")
-    chosen = named_task(task, loaded, tokenizer, store)
-    return median_norms(
-        loaded,
-        tokenise(store, tokenizer, sequence_length=sequence_length, encoding=chosen.encoding),
-        chosen,
-        largest_group=largest_group,
-        sample_users=sample_users,
-        # The same users each time, so that planning twice looks at no more of them.
-        rng=np.random.default_rng(0),
-    )
-
-
-def _norms(path: Path | None, assume: Assumed) -> tuple[Norms, str]:
-    if path is None:
-        known = {
-            Assumed.SAME: norm_models.same_direction(),
-            Assumed.ORTHOGONAL: norm_models.orthogonal(),
-        }
-        rule = {Assumed.SAME: "L(G) = L(1)", Assumed.ORTHOGONAL: "L(G) = L(1) / sqrt(G)"}
-        return known[assume], f"assumed {rule[assume]}, in units of L(1)"
-    try:
-        data: dict[str, Any] = json_module.loads(path.read_text(encoding="utf-8"))
-        norms = {int(size): float(value) for size, value in data.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
-        raise InputError(
-            f'{path}: expected a JSON object of group size to norm, like {{"1": 0.9, "2": 0.7}}.'
-        ) from None
-    return norm_models.estimated(norms), f"estimated, {path.name}"
 
 
 def _certified(setting: Setting, best: Candidate) -> tuple[float, float, str]:
