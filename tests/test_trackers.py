@@ -14,7 +14,7 @@ import torch
 
 import userdp
 from userdp.errors import InputError
-from userdp.trackers import TRACKERS
+from userdp.trackers import TRACKERS, open_trackers
 from userdp.validation import Validation
 
 # All that a tracker may ever be told. A new name here is a decision about privacy.
@@ -183,3 +183,35 @@ def test_each_package_is_called_as_it_expects(
     assert [name for name, *_ in found["trackio"]] == ["init", "log", "finish"]
     assert found["trackio"][0][1]["auto_log_gpu"] is False
     assert found["wandb"][0][1]["settings"]["x_disable_stats"] is True
+
+
+def told(tracker: str, run: Path) -> None:
+    """Tell a real tracker two steps."""
+    with open_trackers([tracker], run) as (opened,):
+        for step in (1, 2):
+            opened.log({"epsilon": 0.5 * step}, step)
+
+
+def test_tensorboard_reads_the_steps_and_no_time(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    told("tensorboard", tmp_path)
+    found = EventAccumulator(str(tmp_path / "trackers" / "tensorboard"))
+    found.Reload()
+    rows = [(row.step, row.value, row.wall_time) for row in found.Scalars("epsilon")]
+    assert rows == [(1, 0.5, 1.0), (2, 1.0, 2.0)]
+
+
+def test_weights_and_biases_stays_offline_in_the_run(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    told("wandb", tmp_path)
+    (run,) = (tmp_path / "trackers" / "wandb").glob("offline-run-*")
+    assert list(run.glob("*.wandb"))
+
+
+def test_trackio_keeps_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "database"))
+    pytest.importorskip("trackio")
+    told("trackio", tmp_path / "run")
+    assert any(path.is_file() for path in (tmp_path / "database").rglob("userdp*"))
