@@ -9,7 +9,8 @@ from torch import nn
 
 from userdp.config import Config
 from userdp.data.store import UserStore
-from userdp.models.heads import classes_at
+from userdp.losses import RecordLoss
+from userdp.models.heads import classes_at, refuse_other_head
 from userdp.models.load import Lora, classes_of, load_model, load_tokenizer
 from userdp.tasks import Task, TaskName, task_named, usual_task
 
@@ -47,6 +48,20 @@ def configured_task(config: Config, tokenizer: Any, store: UserStore) -> Task:
     return task_named(name, tokenizer, classes=classes)
 
 
-def named_task(name: TaskName | None, model: nn.Module, tokenizer: Any, store: UserStore) -> Task:
-    """The task of that name for this model; without a name, the usual one for such a store."""
-    return task_named(name or usual_task(store.text_kind), tokenizer, classes=classes_of(model))
+def named_task(
+    name: TaskName | None,
+    model: nn.Module,
+    tokenizer: Any,
+    store: UserStore,
+    *,
+    record_loss: RecordLoss | None = None,
+) -> Task:
+    """The task of that name for this model; without a name, the usual one for such a store.
+
+    A model of `transformers` with a head for another task is refused. With a `record_loss` of one's
+    own it is not: that loss may read the model as it likes.
+    """
+    name = name or usual_task(store.text_kind)
+    if record_loss is None:
+        refuse_other_head(model, name)
+    return task_named(name, tokenizer, classes=classes_of(model))

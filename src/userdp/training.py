@@ -171,7 +171,7 @@ def train(
     settings = settings or StepSettings()
     own_task = None if task is None or isinstance(task, str) else task
     if task is None or isinstance(task, str):
-        task = named_task(task, model, tokenizer, store)
+        task = named_task(task, model, tokenizer, store, record_loss=record_loss)
     if record_loss is not None:
         digest = scheduler_digest(record_loss)
         task = OwnLoss(task=task, record_loss=record_loss, digest=digest)

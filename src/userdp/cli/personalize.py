@@ -61,6 +61,7 @@ def personalize(
         model,
         found.tokenizer,
         found.store,
+        task=found.task,
         sequence_length=found.sequence_length,
         learning_rate=learning_rate,
         epochs=epochs,
