@@ -30,7 +30,10 @@ def evaluate(
     sequence_length: SequenceLength = None,
     task: Annotated[
         TaskName | None,
-        typer.Option(help="What is predicted; by default as the run was trained, or every token."),
+        typer.Option(
+            help="What is predicted; by default as the run was trained, else every token, of chats "
+            "the assistant's."
+        ),
     ] = None,
     device: common.Device = "cpu",
     allow_overlap: AllowOverlap = False,
