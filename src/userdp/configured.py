@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from userdp.config import Config
 from userdp.data.store import UserStore
+from userdp.errors import InputError
 from userdp.losses import RecordLoss
 from userdp.models.heads import classes_at, refuse_other_head
 from userdp.models.load import Lora, classes_of, load_model, load_tokenizer
@@ -46,6 +48,28 @@ def configured_task(config: Config, tokenizer: Any, store: UserStore) -> Task:
     if name == "classification" and not classes:
         classes = classes_at(config.model.path)
     return task_named(name, tokenizer, classes=classes)
+
+
+def configured_loss(config: Config) -> RecordLoss | None:
+    """The loss of one's own that a configuration names, imported from this environment."""
+    name = config.data.record_loss
+    if name is None:
+        return None
+    try:
+        found = pkgutil.resolve_name(name)
+    except Exception as error:
+        # Importing runs the module's code, so anything can go wrong in it.
+        said = str(error).strip().partition("\n")[0]
+        raise InputError(
+            f"[data] record_loss = {name!r} cannot be imported ({type(error).__name__}: {said}). "
+            "Install its package, or name its folder in PYTHONPATH."
+        ) from error
+    if not callable(found):
+        raise InputError(
+            f"[data] record_loss = {name!r} is a {type(found).__name__}: name a function of the "
+            "model and a batch that gives one loss per record."
+        )
+    return found
 
 
 def named_task(
