@@ -154,8 +154,9 @@ ABOVE = {
     | {"averaging", "bounding", "checkpoints", "clipping", "configured", "data", "defaults"}
     | {"digests", "early_end", "ledger", "losses", "models", "opening", "opening_together"}
     | {"optimizers", "paid", "plan", "public_gradient", "ranks", "run_record", "run_state"}
-    | {"shared_record", "sharding", "statement", "step", "tasks", "trackers", "validation"}
-    | {"validation_curve", "watching"},
+    | {"shared_record", "sharding", "statement", "step", "step_log", "tasks", "trackers"}
+    | {"updates", "validation", "validation_curve", "watching"},
+    "step_log": GROUND | {"run_record", "statement", "watching"},
     "configured": GROUND | {"config", "data", "losses", "models", "tasks"},
     "training_from_config": GROUND
     | {"checkpoints", "clipping", "config", "configured", "data", "optimizers", "plan"}
