@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -69,7 +69,7 @@ def configured_loss(config: Config) -> RecordLoss | None:
             f"[data] record_loss = {name!r} is a {type(found).__name__}: name a function of the "
             "model and a batch that gives one loss per record."
         )
-    return found
+    return cast(RecordLoss, found)
 
 
 def named_task(

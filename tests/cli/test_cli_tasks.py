@@ -111,6 +111,15 @@ def test_chats_with_a_template_in_a_file(lora: bool, tmp_path: Path) -> None:
     assert 18 * 4 <= measured["tokens"] <= 18 * 8
     every = userdp("evaluate", tmp_path / "run", stores[1], "--task", "causal", "--json").json
     assert every["tokens"] > 2 * measured["tokens"]
+    # Of three records the last one is measured.
+    lines = (tmp_path / "other.jsonl").read_text().splitlines()
+    (tmp_path / "last.jsonl").write_text("\n".join(lines[2::3]))
+    key = ("--key", tmp_path / "secret" / "ids.key")
+    assert userdp("import", tmp_path / "last.jsonl", "--out", tmp_path / "last", *key).code == 0
+    last = userdp("evaluate", tmp_path / "run", tmp_path / "last", "--json").json
+    tuned = userdp("personalize", tmp_path / "run", stores[1], "--json").json
+    assert tuned["loss_before"] == pytest.approx(last["mean_user_loss"], rel=1e-5)
+    assert tuned["users"] == 6
 
 
 @pytest.mark.slow
