@@ -423,7 +423,9 @@ def test_a_halted_run_is_a_finished_run(tmp_path: Path, monkeypatch: pytest.Monk
     # Stopped after the step was charged and halted, and before the run was closed.
     with monkeypatch.context() as patched:
         patched.setattr(RunRecord, "finish", stop)
-        assert command(*train).code != 0
+        stopped = command(*train)
+    assert stopped.code != 0
+    assert "the filter leaves less noise than the same run without it below" in stopped.err
     rows = (tmp_path / "run" / "ledger.jsonl").read_text()
     assert [json.loads(row)["kind"] for row in rows.splitlines()] == ["run", "step", "halt"]
     told = command(*train, "--resume").json

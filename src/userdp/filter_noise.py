@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from userdp.accounting.filter import filter_plan
+from userdp.errors import InputError
 from userdp.plan import Plan
 from userdp.updates.filter import Filter
 
@@ -46,16 +47,20 @@ def whether_it_pays(plan: Plan) -> str:
     epsilon = math.inf if test is None else plan.epsilon()
     if test is None or not 0 < epsilon < math.inf:
         return ""
-    without = Plan.sample_users(
-        num_users=plan.num_users,
-        expected_cohort_size=plan.num_users,
-        group_size=1,
-        steps=plan.steps,
-        clip_norm=1.0,
-        epsilon=epsilon,
-        delta=plan.delta,
-        adjacency=plan.adjacency,
-    )
+    try:
+        without = Plan.sample_users(
+            num_users=plan.num_users,
+            expected_cohort_size=plan.num_users,
+            group_size=1,
+            steps=plan.steps,
+            clip_norm=1.0,
+            epsilon=epsilon,
+            delta=plan.delta,
+            adjacency=plan.adjacency,
+        )
+    except InputError:
+        # Nothing to compare with. The advice must not end a run that has a price.
+        return ""
     filtered = plan.noise_stddev / plan.divisor / plan.clip.bound
     even = test.concentration * (without.noise_stddev / without.divisor) / filtered
     told = (

@@ -125,16 +125,22 @@ def begins_texts(tokenizer: Any) -> bool:
 def ids_of(texts: Sequence[str], kind: TextKind, tokenizer: Any) -> list[list[int]]:
     """The tokens of each record's words, without special tokens: none of a chat that is refused."""
     words = list(texts) if kind == "plain" else [_words(text, kind, tokenizer) for text in texts]
-    return tokenizer(words, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-        "input_ids"
-    ]
+    found = tokenizer(
+        [word or "" for word in words],
+        add_special_tokens=False,
+        return_attention_mask=False,
+        verbose=False,
+    )["input_ids"]
+    # A tokenizer may make something of an empty text.
+    return [[] if word is None else ids for word, ids in zip(words, found, strict=True)]
 
 
-def _words(text: str, kind: TextKind, tokenizer: Any) -> str:
+def _words(text: str, kind: TextKind, tokenizer: Any) -> str | None:
+    """The words of a record; None for a chat that the template refuses."""
     try:
         return text_of(text, kind, tokenizer)
     except RefusedChatError:
-        return ""
+        return None
 
 
 class RowList:
