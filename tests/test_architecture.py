@@ -84,7 +84,8 @@ ABOVE = {
     | {"config", "data", "earlier", "evaluation", "run_files", "validation_curve"}
     | {"tasks"},
     "trackers": GROUND,
-    "personalization": GROUND | {"data", "evaluation", "losses", "models", "stacked_lora"},
+    "personalization": GROUND
+    | {"configured", "data", "evaluation", "losses", "models", "stacked_lora", "tasks"},
     "watching": GROUND | {"averaging", "ledger", "run_record", "step", "trackers", "validation"},
     "spending": GROUND | {"accounting", "paid", "statement"},
     "reservation": GROUND | {"accounting", "earlier", "paid", "spending"},
@@ -153,9 +154,10 @@ ABOVE = {
     | {"averaging", "bounding", "checkpoints", "clipping", "configured", "data", "defaults"}
     | {"digests", "early_end", "ledger", "losses", "models", "opening", "opening_together"}
     | {"optimizers", "paid", "plan", "public_gradient", "ranks", "run_record", "run_state"}
-    | {"shared_record", "sharding", "statement", "step", "tasks", "trackers", "validation"}
-    | {"validation_curve", "watching"},
-    "configured": GROUND | {"config", "data", "models", "tasks"},
+    | {"shared_record", "sharding", "statement", "step", "step_log", "tasks", "trackers"}
+    | {"updates", "validation", "validation_curve", "watching"},
+    "step_log": GROUND | {"run_record", "statement", "watching"},
+    "configured": GROUND | {"config", "data", "losses", "models", "tasks"},
     "training_from_config": GROUND
     | {"checkpoints", "clipping", "config", "configured", "data", "optimizers", "plan"}
     | {"public_gradient", "ranks", "run_record", "same_run", "training", "validation"},

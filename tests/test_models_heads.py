@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import models_zoo
 from task_stores import bert_tokenizer
 from userdp.errors import InputError
 from userdp.losses import class_logits
-from userdp.models.load import Lora, classes_of, load_model, save_model
+from userdp.models.heads import refuse_other_head
+from userdp.models.load import Lora, add_lora, classes_of, load_model, save_model
 
 CLASSES = ["good", "bad", "so so"]
 
@@ -73,6 +75,48 @@ def test_a_model_that_has_classes_keeps_them_and_its_head(tmp_path: Path) -> Non
 def test_a_model_without_classes_needs_their_names(bert: Path) -> None:
     with pytest.raises(InputError, match=r"\[data\] classes ="):
         load_model(bert, task="classification")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fits"),
+    [("ForMaskedLM", "masked"), ("ForSequenceClassification", "classification")],
+)
+@pytest.mark.parametrize("with_lora", [False, True])
+def test_a_model_object_with_another_head_is_refused_by_every_other_task(
+    kind: str, fits: Any, with_lora: bool
+) -> None:
+    model = models_zoo.of_family("Bert", kind)
+    if with_lora:
+        model = add_lora(model, Lora(rank=2), task=fits)
+    refuse_other_head(model, fits)
+    others: list[Any] = ["causal", "chat", "masked", "classification"]
+    for task in others:
+        if task != fits:
+            with pytest.raises(InputError, match=f"Bert{kind}, which has no head"):
+                refuse_other_head(model, task)
+
+
+def test_a_causal_model_object_is_refused_by_tasks_of_encoders() -> None:
+    model = models_zoo.gpt2(vocabulary=8)
+    for task in ("masked", "classification"):
+        with pytest.raises(InputError, match="GPT2LMHeadModel, which has no head"):
+            refuse_other_head(model, task)
+
+
+def test_modules_of_ones_own_are_never_refused_by_their_name() -> None:
+    class MyForMaskedLM(nn.Module):
+        pass
+
+    refuse_other_head(MyForMaskedLM(), "causal")
+
+
+def test_a_class_made_from_one_of_the_library_is_known_by_that() -> None:
+    class Mine(transformers.BertForMaskedLM):
+        pass
+
+    bert = models_zoo.of_family("Bert", "ForMaskedLM")
+    with pytest.raises(InputError, match="BertForMaskedLM"):
+        refuse_other_head(Mine(bert.config), "causal")  # pyright: ignore[reportArgumentType]
 
 
 def test_classes_have_no_meaning_for_another_task(bert: Path) -> None:

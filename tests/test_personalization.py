@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,18 @@ import pytest
 import torch
 
 import models_zoo
-from userdp.data.record import Record
-from userdp.data.store import UserStore
+import task_stores
+from stores import KEY
+from userdp.data.contents import TextKind, labelled_json
+from userdp.data.identity import Pseudonyms
+from userdp.data.record import Record, batches_of
+from userdp.data.store import UserStore, write_batches
 from userdp.errors import InputError
+from userdp.evaluation import evaluate_store
 from userdp.models.load import Lora, add_lora
 from userdp.personalization import personalize
 from userdp.stacked_lora import adapter_layers, stacked
+from userdp.tasks import task_named
 
 MakeStore = Callable[[list[Record]], UserStore]
 
@@ -176,3 +184,92 @@ def test_a_store_in_which_nobody_has_two_records_is_refused(make_store: MakeStor
     single = make_store([Record("w1 w2", ("a",), "a"), Record("w2 w3", ("b",), "b")])
     with pytest.raises(InputError, match="nobody has two records"):
         personalize(models_zoo.build("gpt2 tied"), models_zoo.word_tokenizer(), single)
+
+
+CHATS = [
+    json.dumps(
+        [
+            {"role": "user", "content": f"w{number} w9 w3"},
+            {"role": "assistant", "content": f"w{number % 7} w2"},
+        ]
+    )
+    for number in range(12)
+]
+
+
+def second_halves(store: UserStore, path: Path, kind: TextKind) -> UserStore:
+    """A store of what is measured: the second half of each user's records."""
+    records = [
+        Record(store.text(record), (f"u{user}",), f"record {record}")
+        for user in range(store.num_users)
+        for record in store.records_of(user).tolist()[(len(store.records_of(user)) + 1) // 2 :]
+    ]
+    write_batches(batches_of(records, text_kind=kind), path, pseudonyms=Pseudonyms.under(KEY))
+    return UserStore.open(path)
+
+
+@pytest.mark.parametrize("task", [None, "chat", "causal"])
+@pytest.mark.parametrize("with_adapters", [False, True])
+def test_the_loss_of_chats_before_tuning_is_that_of_evaluate(
+    task: Any, with_adapters: bool, tmp_path: Path
+) -> None:
+    model = models_zoo.gpt2(vocabulary=26).double()
+    if with_adapters:
+        model = add_lora(model, Lora(rank=2))
+    tokenizer = task_stores.word_chat_tokenizer(task_stores.CHATML)
+    store = task_stores.store_of(tmp_path / "all", CHATS, "chat", users=3)
+    found = personalize(model, tokenizer, store, task=task, sequence_length=32, learning_rate=0.5)
+    measured = evaluate_store(
+        model,
+        tokenizer,
+        second_halves(store, tmp_path / "half", "chat"),
+        sequence_length=32,
+        task=task_named(task or "chat", tokenizer),
+    )
+    assert np.sort(found.before) == pytest.approx(np.sort(measured.user_losses), rel=1e-9)
+    assert np.abs(found.before - found.after).min() > 1e-3
+    assert ("at once" in found.how) == with_adapters
+
+
+def test_classes_are_measured_as_evaluate_does(tmp_path: Path) -> None:
+    texts = [labelled_json(f"w{n % 5} w{n % 3} w1", "good" if n % 2 else "bad") for n in range(12)]
+    store = task_stores.store_of(tmp_path / "all", texts, "labelled", users=3)
+    tokenizer = task_stores.bert_tokenizer()
+    names = {0: "bad", 1: "good"}
+    model = models_zoo.of_family(
+        "Bert",
+        "ForSequenceClassification",
+        vocab_size=len(tokenizer),
+        id2label=names,
+        label2id={name: number for number, name in names.items()},
+    ).double()
+    found = personalize(model, tokenizer, store, task="classification", sequence_length=8)
+    measured = evaluate_store(
+        model,
+        tokenizer,
+        second_halves(store, tmp_path / "half", "labelled"),
+        sequence_length=8,
+        task=task_named("classification", tokenizer, classes=("bad", "good")),
+    )
+    assert np.sort(found.before) == pytest.approx(np.sort(measured.user_losses), rel=1e-9)
+
+
+def test_hidden_tokens_are_predicted_and_the_same_before_and_after(store: UserStore) -> None:
+    tokenizer = task_stores.bert_tokenizer()
+    model = models_zoo.of_family("Bert", "ForMaskedLM", vocab_size=len(tokenizer)).double()
+    options: dict[str, Any] = {"task": "masked", "sequence_length": 16}
+    still = personalize(model, tokenizer, store, learning_rate=1e-12, **options)
+    assert still.after == pytest.approx(still.before, rel=1e-9)
+    tuned = personalize(model, tokenizer, store, learning_rate=0.5, **options)
+    assert tuned.before == pytest.approx(still.before, rel=1e-12)
+    assert np.isfinite(tuned.after).all()
+    assert (np.abs(tuned.after - tuned.before) > 1e-3).any()
+    # Users of whom no token happened to be hidden are left out, and nobody is counted twice.
+    assert len(tuned.before) + tuned.left_out == store.num_users
+
+
+def test_a_model_with_a_head_for_another_task_is_refused_by_name(store: UserStore) -> None:
+    tokenizer = task_stores.bert_tokenizer()
+    model = models_zoo.of_family("Bert", "ForMaskedLM", vocab_size=len(tokenizer))
+    with pytest.raises(InputError, match="BertForMaskedLM, which has no head"):
+        personalize(model, tokenizer, store, sequence_length=16)

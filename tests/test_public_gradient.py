@@ -21,6 +21,8 @@ from userdp.public_gradient import DECLARED, UNCHECKED, PublicData
 from userdp.streams import RunSecret
 from userdp.tasks import CausalTask
 from userdp.training import Run
+from userdp.updates.fedavg import FedAvg
+from userdp.updates.mean_gradient import MEAN_GRADIENT
 
 STEPS = 2
 
@@ -43,6 +45,7 @@ def trained(
         group_size=3,
         steps=STEPS,
         clip=options.pop("clip", None),
+        update=options.pop("update", MEAN_GRADIENT),
         noise_multiplier=1.0,
         delta=1e-2,
     )
@@ -168,6 +171,22 @@ def test_a_stopped_run_goes_on_with_the_same_public_records(
     assert all(torch.equal(a, b) for a, b in pairs)
     # The optimizer is the caller's: the hook is gone with the run.
     assert not whole.ledger.doubts
+
+
+def test_public_gradients_are_not_mixed_with_ways_of_weights(
+    config_file: Callable[..., Path], base_model: Path, train_store: Path, public: UserStore
+) -> None:
+    text = f'public = "{public.path}"'
+    training = (
+        'update = "fedavg"\nlocal_epochs = 1\nlocal_batch_size = 2\nlocal_learning_rate = 0.1'
+    )
+    with pytest.raises(InputError, match="whose scale is another"):
+        load_config(config_file(data=text, training=training))
+    load_config(config_file(training=training))
+    rule = FedAvg(local_epochs=1, local_batch_size=2, local_learning_rate=0.1)
+    clip = FlatClip(clip_norm=1.0)
+    with pytest.raises(InputError, match="Leave out public"):
+        trained(base_model, train_store, public=PublicData(store=public), update=rule, clip=clip)
 
 
 def test_configuration_names_public_records(

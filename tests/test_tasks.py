@@ -157,11 +157,12 @@ def test_a_tokenizer_without_a_template_is_refused_before_the_first_step(tmp_pat
     )
     model, tokenizer = models_zoo.gpt2(vocabulary=26), word_chat_tokenizer(None)
     out = tmp_path / "run"
-    with pytest.raises(userdp.InputError, match="chat_template = FILE"):
-        userdp.train(model, tokenizer, store, plan, sequence_length=16, out=out)
-    assert not (out / "ledger.jsonl").exists()
-    # Whoever wants all words to carry loss can say so.
-    userdp.train(model, tokenizer, store, plan, sequence_length=16, task="causal")
+    # Also where every word carries loss: nothing says how this model reads a chat.
+    tasks: list[Any] = [None, "chat", "causal"]
+    for task in tasks:
+        with pytest.raises(userdp.InputError, match="chat_template = FILE"):
+            userdp.train(model, tokenizer, store, plan, sequence_length=16, out=out, task=task)
+        assert not (out / "ledger.jsonl").exists()
 
 
 @pytest.mark.parametrize("kind", ["plain", "labelled"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import AdaptiveClip, FlatClip
 from userdp.data.store import write_store
 from userdp.errors import BudgetExhaustedError, InputError, LedgerError
-from userdp.filter_noise import effective_noise
+from userdp.filter_noise import effective_noise, whether_it_pays
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
 from userdp.marks import Hypothetical
@@ -374,6 +375,30 @@ def test_the_filter_pays_only_far_below_the_clip_norm() -> None:
     )
 
 
+def test_whether_the_filter_pays_is_said_from_the_plan_alone() -> None:
+    def planned(concentration: float) -> Plan:
+        rule = Filter(concentration=concentration, threshold_epsilon=1.5, threshold_delta=5e-6)
+        return Plan.sample_users(
+            num_users=10_000,
+            expected_cohort_size=10_000,
+            group_size=1,
+            steps=100,
+            clip_norm=0.5,
+            epsilon=3.0,
+            delta=1e-5,
+            update=rule,
+        )
+
+    expected = effective_noise(num_users=10_000, steps=100, epsilon=3.0, delta=1e-5)
+    found = float(re.findall(r"concentration = ([0-9.]+);", whether_it_pays(planned(0.1)))[0])
+    assert found == pytest.approx(expected.break_even, rel=0.05)
+    assert "does not pay" in whether_it_pays(planned(0.1))
+    assert "does not pay" not in whether_it_pays(planned(found / 2))
+    assert f"yours is {found / 2:g}" in whether_it_pays(planned(found / 2))
+    plain = Plan.sample_users(num_users=100, clip_norm=1.0, epsilon=3.0, delta=1e-5)
+    assert whether_it_pays(plain) == ""
+
+
 # ---- Through files
 
 
@@ -398,7 +423,9 @@ def test_a_halted_run_is_a_finished_run(tmp_path: Path, monkeypatch: pytest.Monk
     # Stopped after the step was charged and halted, and before the run was closed.
     with monkeypatch.context() as patched:
         patched.setattr(RunRecord, "finish", stop)
-        assert command(*train).code != 0
+        stopped = command(*train)
+    assert stopped.code != 0
+    assert "the filter leaves less noise than the same run without it below" in stopped.err
     rows = (tmp_path / "run" / "ledger.jsonl").read_text()
     assert [json.loads(row)["kind"] for row in rows.splitlines()] == ["run", "step", "halt"]
     told = command(*train, "--resume").json

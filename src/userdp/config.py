@@ -33,7 +33,7 @@ from userdp.plan import Plan
 from userdp.sampling import SAMPLERS, PublicNumbers, Sampler
 from userdp.sampling.poisson_records import UNBOUNDED
 from userdp.units import SamplingUnit
-from userdp.updates.contract import UPDATE_RULES, UpdateRule
+from userdp.updates.contract import UPDATE_RULES, UpdateRule, refuse_public
 
 if TYPE_CHECKING:
     from userdp.bounding.selection import Selection
@@ -292,6 +292,8 @@ def load_config(path: Path) -> Config:
         )
         check_own_keys(config.training, "training", {"update": UPDATE_RULES}, sections)
         config.clip_rule()
+        if config.data.public is not None:
+            refuse_public(config.update_rule())
     except ValidationError as error:
         raise InputError(f"{path}: {first_problem(error, data, Config)}") from None
     except InputError as error:

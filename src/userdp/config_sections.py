@@ -54,6 +54,11 @@ class DataSettings(Section):
         None,
         description="What is learned; by default every next token, of chats the assistant's only.",
     )
+    record_loss: str | None = Field(
+        None,
+        pattern=r"^\w+(\.\w+)*:\w+(\.\w+)*$",
+        description="A loss of your own, package.module:function; importing it runs its code.",
+    )
     chat_template: Path | None = Field(
         None, description="Template of chats, in Jinja; by default the tokenizer's own."
     )

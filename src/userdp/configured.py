@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import pkgutil
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from userdp.config import Config
 from userdp.data.store import UserStore
-from userdp.models.heads import classes_at
+from userdp.errors import InputError
+from userdp.losses import RecordLoss
+from userdp.models.heads import classes_at, refuse_other_head
 from userdp.models.load import Lora, classes_of, load_model, load_tokenizer
 from userdp.tasks import Task, TaskName, task_named, usual_task
 
@@ -47,6 +50,42 @@ def configured_task(config: Config, tokenizer: Any, store: UserStore) -> Task:
     return task_named(name, tokenizer, classes=classes)
 
 
-def named_task(name: TaskName | None, model: nn.Module, tokenizer: Any, store: UserStore) -> Task:
-    """The task of that name for this model; without a name, the usual one for such a store."""
-    return task_named(name or usual_task(store.text_kind), tokenizer, classes=classes_of(model))
+def configured_loss(config: Config) -> RecordLoss | None:
+    """The loss of one's own that a configuration names, imported from this environment."""
+    name = config.data.record_loss
+    if name is None:
+        return None
+    try:
+        found = pkgutil.resolve_name(name)
+    except Exception as error:
+        # Importing runs the module's code, so anything can go wrong in it.
+        said = str(error).strip().partition("\n")[0]
+        raise InputError(
+            f"[data] record_loss = {name!r} cannot be imported ({type(error).__name__}: {said}). "
+            "Install its package, or name its folder in PYTHONPATH."
+        ) from error
+    if not callable(found):
+        raise InputError(
+            f"[data] record_loss = {name!r} is a {type(found).__name__}: name a function of the "
+            "model and a batch that gives one loss per record."
+        )
+    return cast(RecordLoss, found)
+
+
+def named_task(
+    name: TaskName | None,
+    model: nn.Module,
+    tokenizer: Any,
+    store: UserStore,
+    *,
+    record_loss: RecordLoss | None = None,
+) -> Task:
+    """The task of that name for this model; without a name, the usual one for such a store.
+
+    A model of `transformers` with a head for another task is refused. With a `record_loss` of one's
+    own it is not: that loss may read the model as it likes.
+    """
+    name = name or usual_task(store.text_kind)
+    if record_loss is None:
+        refuse_other_head(model, name)
+    return task_named(name, tokenizer, classes=classes_of(model))

@@ -5,9 +5,11 @@ Reference: Chua et al. 2024, Sec. 5.3, Fig. 3 and 7 (effective noise).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from userdp.accounting.filter import filter_plan
+from userdp.errors import InputError
 from userdp.plan import Plan
 from userdp.updates.filter import Filter
 
@@ -34,6 +36,43 @@ class EffectiveNoise:
     def paper_break_even(self) -> float:
         """The same, by the paper's constants."""
         return self.concentration * self.user_wise / self.paper
+
+
+def whether_it_pays(plan: Plan) -> str:
+    """A sentence on a plan's filter, from public numbers alone; empty for other plans.
+
+    The noise with the filter is in proportion to the concentration, so one number decides.
+    """
+    test = plan.halting_test
+    epsilon = math.inf if test is None else plan.epsilon()
+    if test is None or not 0 < epsilon < math.inf:
+        return ""
+    try:
+        without = Plan.sample_users(
+            num_users=plan.num_users,
+            expected_cohort_size=plan.num_users,
+            group_size=1,
+            steps=plan.steps,
+            clip_norm=1.0,
+            epsilon=epsilon,
+            delta=plan.delta,
+            adjacency=plan.adjacency,
+        )
+    except InputError:
+        # Nothing to compare with. The advice must not end a run that has a price.
+        return ""
+    filtered = plan.noise_stddev / plan.divisor / plan.clip.bound
+    even = test.concentration * (without.noise_stddev / without.divisor) / filtered
+    told = (
+        f"the filter leaves less noise than the same run without it below concentration = "
+        f"{even:.2g}"
+    )
+    if test.concentration < even:
+        return f"{told}; yours is {test.concentration:g}"
+    return (
+        f"{told}; yours is {test.concentration:g}, so it does not pay: use update = 'gradient', or "
+        "a lower concentration if gradients are as close as that"
+    )
 
 
 def effective_noise(

@@ -45,7 +45,7 @@ from userdp.run_state import restore_beginning, restore_finished
 from userdp.same_run import check_same_config, write_ranks
 from userdp.sharded_tensors import device_of
 from userdp.streams import RunSecret
-from userdp.tasks import Task
+from userdp.tasks import OwnLoss, Task
 from userdp.training_choice import RowChoice
 from userdp.training_rows import batches_of, rows_of, selection_name
 from userdp.validation import Validation, Validator, validator_of
@@ -137,7 +137,10 @@ class Opened:
         if record.path is not None:
             write_training_users(record.path, record.ledger.run_digest, store, files.homes)
             task, length = given.task.name, given.sequence_length
-            facts = of_parts(model, optimizer, given.scheduler, store, task, length)
+            own = given.task.loss_name if isinstance(given.task, OwnLoss) else ""
+            facts = of_parts(
+                model, optimizer, given.scheduler, store, task, length, record_loss=own
+            )
             write_facts(record.path, facts)
         averaged = None if given.average is None else given.average.state_dict()
         record.keep_beginning(model, optimizer, before=self.beginning.before, average=averaged)

@@ -17,28 +17,34 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from userdp.configured import named_task
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows, tokenise_by_record
 from userdp.errors import InputError
 from userdp.evaluation import QUANTILES, finite, measuring
 from userdp.index import IGNORED_LABEL
-from userdp.losses import causal_lm_loss
+from userdp.losses import Batch, causal_lm_loss
 from userdp.models.checks import trainable_parameters
 from userdp.stacked_lora import UnstackableError, adapter_layers, stacked
+from userdp.tasks import CausalTask, Task, TaskName
 
 # With four epochs of SGD (App. G.2). The paper tunes the rate and does not tell it.
 EPOCHS = 4
 LEARNING_RATE = 0.1
+# The seed of what a task draws here. It is public: nothing here is private.
+_SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Personalization:
     """The mean loss of each user on the second half of their records, before and after tuning.
 
-    `left_out` users have no two records with tokens to predict. `how` says what was tuned.
+    `left_out` users have no two records with something to predict, or nothing to predict in the
+    second half. `how` says what was tuned.
     """
 
     before: NDArray[np.float64] = field(repr=False)
@@ -78,6 +84,7 @@ def personalize(
     tokenizer: Any,
     store: UserStore,
     *,
+    task: Task | TaskName | None = None,
     sequence_length: int = 128,
     epochs: int = EPOCHS,
     learning_rate: float = LEARNING_RATE,
@@ -87,6 +94,9 @@ def personalize(
 ) -> Personalization:
     """Tune a copy of the model for each user of the store, and measure what that user gains.
 
+    `task` says what is learned and predicted, as in `train`: by default the next token, of chats in
+    the assistant's turns only. The loss on the second half is that of `evaluate_store`.
+
     The model is as it was afterwards. `users_at_once` bounds the memory: so many users, each with
     `batch_rows` rows, are in one pass. `one_by_one` tunes one after the other in any case.
 
@@ -94,13 +104,17 @@ def personalize(
     """
     if not trainable_parameters(model):
         raise InputError("no weight of the model is trainable: say requires_grad_() for some.")
-    rows = tokenise_by_record(store, tokenizer, sequence_length=sequence_length)
+    if task is None or isinstance(task, str):
+        task = named_task(task, model, tokenizer, store)
+    rows = tokenise_by_record(
+        store, tokenizer, sequence_length=sequence_length, encoding=task.encoding
+    )
     halves = list(_halves(store, rows))
     if not halves:
         raise InputError(f"{store.path}: nobody has two records, so nobody can be tuned for.")
     settings = _Settings(
         rows=rows,
-        pad_token=tokenizer.pad_token_id,
+        task=task,
         epochs=epochs,
         learning_rate=learning_rate,
         batch_rows=batch_rows,
@@ -108,25 +122,30 @@ def personalize(
     is_adapted = adapter_layers(model) is not None
     how = "adapters" if is_adapted else "all trained weights"
     found: NDArray[np.float64] | None = None
-    if is_adapted and not one_by_one:
+    if is_adapted and not one_by_one and _is_next_token(task):
         with contextlib.suppress(UnstackableError):
             pieces = _similar(halves, rows, users_at_once)
             found = _tuned(model, pieces, settings, _tuned_together)
     at_once = found is not None
     if found is None:
         found = _tuned(model, [[half] for half in halves], settings, _tuned_alone)
+    before, after, places = found
+    measured = places > 0
+    if not measured.any():
+        raise InputError(f"{store.path}: nobody has anything to predict in their second half.")
     return Personalization(
-        before=found[0],
-        after=found[1],
-        left_out=store.num_users - len(halves),
+        before=before[measured] / places[measured],
+        after=after[measured] / places[measured],
+        left_out=store.num_users - int(measured.sum()),
         how=how + (", many users at once" if at_once else ", one user after the other"),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Half:
-    """The rows of a user's two halves."""
+    """The rows of a user's two halves. `number` counts those who have two halves."""
 
+    user: int
     number: int
     tune: NDArray[np.int64]
     measure: NDArray[np.int64]
@@ -135,7 +154,7 @@ class _Half:
 @dataclass(frozen=True, kw_only=True)
 class _Settings:
     rows: TokenRows
-    pad_token: int
+    task: Task
     epochs: int
     learning_rate: float
     batch_rows: int
@@ -147,14 +166,17 @@ def _halves(store: UserStore, rows: TokenRows) -> Iterator[_Half]:
     starts: list[int] = np.searchsorted(record_of_row, np.arange(store.num_records + 1)).tolist()
     number = 0
     for user in range(store.num_users):
-        # A record without a token to predict has no row.
+        # A record without anything to predict has no row.
         records = [r for r in store.records_of(user).tolist() if starts[r] < starts[r + 1]]
         if len(records) < 2:
             continue
         of = [np.arange(starts[record], starts[record + 1]) for record in records]
         half = (len(records) + 1) // 2
         yield _Half(
-            number=number, tune=np.concatenate(of[:half]), measure=np.concatenate(of[half:])
+            user=user,
+            number=number,
+            tune=np.concatenate(of[:half]),
+            measure=np.concatenate(of[half:]),
         )
         number += 1
 
@@ -168,29 +190,35 @@ def _similar(halves: Sequence[_Half], rows: TokenRows, users_at_once: int) -> li
     return [list(order[at : at + users_at_once]) for at in range(0, len(order), users_at_once)]
 
 
-def _batches(
-    piece: Sequence[NDArray[np.int64]], settings: _Settings, device: torch.device
-) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """Every user's rows, a few at a time: the batch, and how much each of its rows weighs.
+def _is_next_token(task: Task) -> bool:
+    """Whether users can share a batch: its rows are padded on the right, and nothing is random."""
+    return isinstance(task, CausalTask) and task.record_loss is causal_lm_loss
 
-    A batch has as many rows of each user. Where a user has fewer, the rest is padding without a
-    label and weighs nothing.
+
+def _batches(
+    piece: Sequence[_Half], settings: _Settings, device: torch.device, *, epoch: int | None
+) -> Iterator[tuple[Batch, Tensor]]:
+    """Every user's rows, a few at a time: the batch, and which of its rows count, by user.
+
+    The rows are those to tune on in this epoch, or those to measure on. A batch has as many rows of
+    each user. Where a user has fewer, the rest is padding without a label and does not count.
     """
-    rows, size = settings.rows, settings.batch_rows
-    for begin in range(0, max(map(len, piece)), size):
-        parts = [one[begin : begin + size] for one in piece]
+    own = [half.measure if epoch is None else half.tune for half in piece]
+    size = settings.batch_rows
+    for begin in range(0, max(map(len, own)), size):
+        parts = [one[begin : begin + size] for one in own]
         deepest = max(map(len, parts))
-        chosen = np.concatenate([np.resize(p if len(p) else piece[0][:1], deepest) for p in parts])
+        chosen = np.concatenate([np.resize(p if len(p) else own[0][:1], deepest) for p in parts])
         is_real = np.concatenate([np.arange(deepest) < len(part) for part in parts])
-        ids, labels = rows.padded(chosen, pad_token=settings.pad_token)
-        labels[~is_real] = IGNORED_LABEL
-        yield (
-            {
-                "input_ids": torch.from_numpy(ids).to(device),
-                "labels": torch.from_numpy(labels).to(device),
-            },
-            torch.from_numpy(is_real.reshape(len(piece), deepest)).to(device),
-        )
+        # What a task draws is the same before and after tuning. Users whose task draws something
+        # are alone in a batch.
+        key = [_SEED, piece[0].user, begin, 0 if epoch is None else 1 + epoch]
+        made = settings.task.batch(settings.rows, chosen, np.random.default_rng(key))
+        batch = {name: tensor.to(device) for name, tensor in made.items()}
+        real = torch.from_numpy(is_real).to(device)
+        if not is_real.all():
+            batch["labels"][~real] = IGNORED_LABEL
+        yield batch, real.view(len(piece), deepest)
 
 
 def _sgd(
@@ -202,9 +230,9 @@ def _sgd(
     depends on that user's weights alone.
     """
     device = weights[0].device
-    for _ in range(settings.epochs):
-        for batch, is_real in _batches([half.tune for half in piece], settings, device):
-            losses = causal_lm_loss(model, batch).view(is_real.shape)
+    for epoch in range(settings.epochs):
+        for batch, is_real in _batches(piece, settings, device, epoch=epoch):
+            losses = settings.task.record_loss(model, batch).view(is_real.shape)
             means = (losses * is_real).sum(1) / is_real.sum(1).clamp(min=1)
             gradients = torch.autograd.grad(means.sum(), list(weights))
             with torch.no_grad():
@@ -214,16 +242,18 @@ def _sgd(
 
 @torch.no_grad()
 def _losses(model: nn.Module, piece: Sequence[_Half], settings: _Settings) -> NDArray[np.float64]:
-    """The mean loss of each user over the tokens of the second half."""
+    """Each user's sum of losses over the second half, and how many places were predicted there."""
     device = next(model.parameters()).device
-    total, tokens = np.zeros(len(piece)), np.zeros(len(piece))
-    for batch, is_real in _batches([half.measure for half in piece], settings, device):
-        # The first token of a row is not predicted.
-        predicted = (batch["labels"][:, 1:] != IGNORED_LABEL).sum(1).view(is_real.shape)
-        sums = causal_lm_loss(model, batch).double().view(is_real.shape) * predicted
-        total += sums.sum(1).cpu().numpy()
-        tokens += predicted.sum(1).cpu().numpy()
-    return total / tokens
+    found = np.zeros((2, len(piece)))
+    for batch, _ in _batches(piece, settings, device, epoch=None):
+        logits, targets = settings.task.predictions(model, batch)
+        losses = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
+        ).double()
+        predicted = (targets != IGNORED_LABEL).flatten().double()
+        by_user = torch.stack((losses, predicted)).view(2, len(piece), -1).sum(2)
+        found += by_user.cpu().numpy()
+    return found
 
 
 TuneUsers = Callable[[nn.Module, Sequence[_Half], _Settings], NDArray[np.float64]]
@@ -232,8 +262,8 @@ TuneUsers = Callable[[nn.Module, Sequence[_Half], _Settings], NDArray[np.float64
 def _tuned(
     model: nn.Module, pieces: Sequence[Sequence[_Half]], settings: _Settings, tune: TuneUsers
 ) -> NDArray[np.float64]:
-    """The losses before and after tuning, a few users at a time."""
-    found = np.zeros((2, sum(map(len, pieces))))
+    """What `tune` finds of every user, a few users at a time."""
+    found = np.zeros((3, sum(map(len, pieces))))
     with measuring(model), torch.enable_grad():
         for piece in pieces:
             found[:, [half.number for half in piece]] = tune(model, piece, settings)
@@ -243,13 +273,13 @@ def _tuned(
 def _tuned_alone(
     model: nn.Module, piece: Sequence[_Half], settings: _Settings
 ) -> NDArray[np.float64]:
-    """The loss before and after, for one user; the weights are put back."""
+    """Loss before, loss after and places of one user; the weights are put back."""
     weights = list(trainable_parameters(model).values())
     own = [weight.detach().clone() for weight in weights]
     try:
-        before = _losses(model, piece, settings)
+        before, places = _losses(model, piece, settings)
         _sgd(model, weights, piece, settings)
-        return np.stack([before, _losses(model, piece, settings)])
+        return np.stack([before, _losses(model, piece, settings)[0], places])
     finally:
         with torch.no_grad():
             for weight, value in zip(weights, own, strict=True):
@@ -259,12 +289,12 @@ def _tuned_alone(
 def _tuned_together(
     model: nn.Module, piece: Sequence[_Half], settings: _Settings
 ) -> NDArray[np.float64]:
-    """The losses before and after, for many users, each with adapters of their own."""
+    """Losses before, losses after and places of many users, each with adapters of their own."""
     weights = {
         name: weight.detach()[None].repeat(len(piece), 1, 1).requires_grad_()
         for name, weight in trainable_parameters(model).items()
     }
     with stacked(model, weights):
-        before = _losses(model, piece, settings)
+        before, places = _losses(model, piece, settings)
         _sgd(model, list(weights.values()), piece, settings)
-        return np.stack([before, _losses(model, piece, settings)])
+        return np.stack([before, _losses(model, piece, settings)[0], places])

@@ -32,6 +32,7 @@ class RunFacts:
     `learning_rate` is None if it was left to the defaults and nobody wrote it down.
     `adapter_rank` is that of LoRA, and 0 for an adapter without a rank; None if the whole model was
     trained. `began` is a date. `quantize` and `dtype` say how the frozen base was loaded.
+    `record_loss` names a loss of one's own; empty: the task's.
     """
 
     model: str
@@ -42,6 +43,7 @@ class RunFacts:
     schedule: str
     task: TaskName = "causal"
     classes: tuple[str, ...] = ()
+    record_loss: str = ""
     ema: float | None = None
     gguf_file: str | None = None
     quantize: Quantisation | None = None
@@ -69,7 +71,8 @@ def read_facts(run: Path) -> RunFacts:
         if written is None:
             return told
         rate = written.learning_rate if told.learning_rate is None else told.learning_rate
-        return replace(told, task=written.task, learning_rate=rate)
+        loss = told.record_loss or written.record_loss
+        return replace(told, task=written.task, learning_rate=rate, record_loss=loss)
     if written is None:
         raise InputError(
             f"{run} has neither config.toml nor {RUN_FILE}, so what it was made of is not known. "
@@ -95,6 +98,7 @@ def of_config(config: Config, *, began: str = "") -> RunFacts:
         schedule=config.training.schedule,
         task=config.data.task or "causal",
         classes=tuple(config.data.classes or ()),
+        record_loss=config.data.record_loss or "",
         ema=config.training.ema,
         gguf_file=config.model.gguf_file,
         quantize=config.model.quantize,
@@ -105,7 +109,14 @@ def of_config(config: Config, *, began: str = "") -> RunFacts:
 
 
 def of_parts(
-    model: Any, optimizer: Any, scheduler: Any, store: UserStore, task: str, sequence_length: int
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    store: UserStore,
+    task: str,
+    sequence_length: int,
+    *,
+    record_loss: str = "",
 ) -> RunFacts:
     """The facts that a model, its optimizer and the rest tell of themselves."""
     adapters = getattr(model, "peft_config", None)
@@ -124,6 +135,7 @@ def of_parts(
         # A task's name begins with what is learned; its settings follow.
         task=cast(TaskName, task.split()[0].rstrip(",")),
         classes=_classes(model),
+        record_loss=record_loss,
         quantize=_quantisation(model),
         dtype=str(getattr(model, "dtype", "float32")).removeprefix("torch."),
         adapter_rank=None if adapter is None else int(getattr(adapter, "r", 0) or 0),
@@ -174,6 +186,7 @@ def _written(place: Path) -> RunFacts | None:
             found.schedule,
             found.began,
             found.dtype,
+            found.record_loss,
         )
         if {type(one) for one in whole} != {int} or {type(one) for one in words} != {str}:
             raise TypeError

@@ -53,9 +53,11 @@ from userdp.sharding.whole import as_one_process
 from userdp.shared_record import finish_together, ledger_of_first
 from userdp.statement import Statement
 from userdp.step import PrivateStep
+from userdp.step_log import StepLog
 from userdp.streams import RunSecret
 from userdp.tasks import OwnLoss, Task, TaskName, cohort_batches
 from userdp.trackers import check_trackers, open_trackers
+from userdp.updates.contract import refuse_public
 from userdp.validation import Validation
 from userdp.validation_curve import Point
 from userdp.watching import Watch
@@ -135,7 +137,8 @@ def train(
     With `out`, the ledger is written to that directory, row by row, before each step's weights
     exist. The model and the statement follow at the end. `config` is the configuration file of the
     run. Looks at the data that were `paid` for are charged before the first step. `on_step` is told
-    how many steps are done, and nothing else: losses, norms and cohorts are secret.
+    how many steps are done, and nothing else: losses, norms and cohorts are secret. Without it, the
+    logger `userdp.step_log` tells at level INFO how far the run is.
 
     `validation` measures the model on other people's records. `trackers` log public numbers.
 
@@ -159,6 +162,8 @@ def train(
     """
     ranks = Ranks.found()
     refuse_mixing(model)
+    if public is not None:
+        refuse_public(plan.update)
     if settings is not None and settings.shard:
         refuse_with_shards(
             public=public is not None, average=ema is not None and validation is not None
@@ -171,7 +176,7 @@ def train(
     settings = settings or StepSettings()
     own_task = None if task is None or isinstance(task, str) else task
     if task is None or isinstance(task, str):
-        task = named_task(task, model, tokenizer, store)
+        task = named_task(task, model, tokenizer, store, record_loss=record_loss)
     if record_loss is not None:
         digest = scheduler_digest(record_loss)
         task = OwnLoss(task=task, record_loss=record_loss, digest=digest)
@@ -268,6 +273,8 @@ def train(
         measure = _call if validation is None else partial(first_runs, model, ranks)
         measure(watch.begin)
         early_end = EarlyEnd(record, stop_early)
+        # Whoever gives `on_step` shows progress in a way of their own.
+        log = StepLog(record) if on_step is None and ranks.is_first else None
         is_settled = False
         for cohort in step.cohorts():
             step.apply(
@@ -285,6 +292,8 @@ def train(
             if average is not None and not record.is_halted:
                 average.update()
             record.step_done()
+            if log is not None:
+                log.step_done()
             # Before the checkpoint: a run that goes on from it has this step's point.
             measure(watch.after_step)
             wishes = Wishes(

@@ -9,7 +9,7 @@ import torch
 from userdp.checkpoints import Saving
 from userdp.clipping.settings import StepSettings
 from userdp.config import Config
-from userdp.configured import load_configured_model
+from userdp.configured import configured_loss, load_configured_model
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.optimizers import optimizer_of, schedule_of
@@ -45,6 +45,7 @@ def train_from_config(
         paid = config.load_paid()
         plan.check_paid(paid)
         store = UserStore.open(config.data.store)
+        own_loss = configured_loss(config)
         model, tokenizer = load_configured_model(config)
         optimizer = optimizer_of(model, settings)
     seed = settings.fixed_seed
@@ -59,6 +60,7 @@ def train_from_config(
         public=public_of(config.data),
         sequence_length=config.data.sequence_length,
         task=config.data.task,
+        record_loss=own_loss,
         selection=config.load_selection(),
         select=config.data.select,
         resample=config.data.resample,

@@ -111,6 +111,15 @@ def test_chats_with_a_template_in_a_file(lora: bool, tmp_path: Path) -> None:
     assert 18 * 4 <= measured["tokens"] <= 18 * 8
     every = userdp("evaluate", tmp_path / "run", stores[1], "--task", "causal", "--json").json
     assert every["tokens"] > 2 * measured["tokens"]
+    # Of three records the last one is measured.
+    lines = (tmp_path / "other.jsonl").read_text().splitlines()
+    (tmp_path / "last.jsonl").write_text("\n".join(lines[2::3]))
+    key = ("--key", tmp_path / "secret" / "ids.key")
+    assert userdp("import", tmp_path / "last.jsonl", "--out", tmp_path / "last", *key).code == 0
+    last = userdp("evaluate", tmp_path / "run", tmp_path / "last", "--json").json
+    tuned = userdp("personalize", tmp_path / "run", stores[1], "--json").json
+    assert tuned["loss_before"] == pytest.approx(last["mean_user_loss"], rel=1e-5)
+    assert tuned["users"] == 6
 
 
 @pytest.mark.slow
@@ -119,6 +128,11 @@ def test_masked_words(tmp_path: Path) -> None:
     path = config(tmp_path, stores, bert_base(tmp_path), 'task = "masked"', False)
     _, measured = run_and_measure(tmp_path, path, stores[1])
     assert 0 < measured["tokens"] < 18 * 7 / 2
+    tuned = userdp("personalize", tmp_path / "run", stores[1], "--json").json
+    assert tuned["users"] + tuned["users_left_out"] == 6
+    other = userdp("evaluate", tmp_path / "run", stores[1], "--task", "causal")
+    assert other.code == 2
+    assert "BertForMaskedLM, which has no head" in other.err
 
 
 @pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -133,3 +147,6 @@ def test_classes(lora: bool, tmp_path: Path) -> None:
     assert measured["tokens"] == 18
     assert measured["base_checked"] is (True if lora else None)
     assert math.isfinite(trained["loss"])
+    tuned = userdp("personalize", tmp_path / "run", stores[1], "--json").json
+    assert tuned["users"] == 6
+    assert tuned["loss_before"] != tuned["loss_after"]

@@ -299,8 +299,11 @@ def test_choices_without_a_guarantee_or_a_meaning_are_refused() -> None:
             choice.check(has_selection=True, fixed_graph=True, task="causal")
     with pytest.raises(InputError, match="both choose the records"):
         Choice.of("longest").check(has_selection=True, fixed_graph=False, task="causal")
-    with pytest.raises(InputError, match="the task is 'masked'"):
-        Choice.of("random-chunk").check(has_selection=False, fixed_graph=False, task="masked")
+    # As a ledger names them: with settings, and with a loss of one's own.
+    for task in ("masked", "masked 0.15 4 [0, 2]", "masked 0.15 4 [0, 2], loss own 1f"):
+        with pytest.raises(InputError, match="the task is 'masked': choose rows"):
+            Choice.of("random-chunk").check(has_selection=False, fixed_graph=False, task=task)
+    Choice.of("random-chunk").check(has_selection=False, fixed_graph=False, task="causal, loss f")
     Choice.of("longest").check(has_selection=False, fixed_graph=False, task="masked")
     rows = TokenRows(
         tokens=np.zeros(2, np.int32),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import pytest
 import tokenizers
@@ -15,7 +15,7 @@ from importing import KEY
 from letters import ITEMS, Letters, store_of
 
 import models_zoo
-from userdp.data.contents import written_out
+from userdp.data.contents import said_in
 from userdp.data.identity import Pseudonyms
 from userdp.data.record import Record, batches_of
 from userdp.data.store import UserStore, write_batches, write_store
@@ -196,37 +196,52 @@ def test_records_of_several_owners_are_refused(tmp_path: Path) -> None:
         tokenise(UserStore.open(tmp_path / "s"), Letters(), sequence_length=4)
 
 
-def test_chats_are_written_by_the_tokenizers_template_or_plainly(tmp_path: Path) -> None:
-    chat = '[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]'
-    batches = batches_of([Record(chat, ("ann",), "1")], text_kind="chat")
-    write_batches(batches, tmp_path / "s", pseudonyms=Pseudonyms.under(KEY))
-    store = UserStore.open(tmp_path / "s")
-    plain = "user: hi\n\nassistant: yes"
-    assert tokens_per_record(store, Letters()).tolist() == [len(plain) + 1]
+class Templated(Letters):
+    """Writes what is said and refuses chats that do not begin with the user."""
 
-    class Templated(Letters):
-        chat_template = "some template"
+    chat_template = "some template"
 
-        def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool) -> str:
-            assert not tokenize
-            return "|".join(message["content"] for message in messages)
+    def get_chat_template(self) -> str:
+        return "some template"
 
-    assert written_out([{"role": "user", "content": "hi"}], Templated()) == "hi"
+    def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool) -> str:
+        assert not tokenize
+        if messages[0]["role"] != "user":
+            # Whatever a program can raise.
+            raise ZeroDivisionError(messages[0]["content"])
+        return "|".join(message["content"] for message in messages)
+
+
+def chat_store(path: Path, *chats: str) -> UserStore:
+    records = [Record(chat, (f"u{number}",), f"{number}") for number, chat in enumerate(chats)]
+    batches = batches_of(records, text_kind="chat")
+    write_batches(batches, path, pseudonyms=Pseudonyms.under(KEY))
+    return UserStore.open(path)
+
+
+QUESTION, ANSWER = {"role": "human", "content": "hi"}, {"role": "gpt", "content": "yes"}
+
+
+def test_chats_are_written_by_the_tokenizers_template_and_in_no_other_way(tmp_path: Path) -> None:
+    store = chat_store(tmp_path / "s", json.dumps([QUESTION, ANSWER]))
+    with pytest.raises(InputError, match=r"chat_template = FILE.*another column"):
+        tokens_per_record(store, Letters())
     assert tokens_per_record(store, Templated()).tolist() == [len("hi|yes") + 1]
 
 
-def test_a_chat_that_the_template_refuses_is_plain_text() -> None:
-    class Strict(Letters):
-        chat_template = "some template"
+def test_a_chat_that_the_template_refuses_has_no_row_and_changes_no_others(tmp_path: Path) -> None:
+    good, bad = json.dumps([QUESTION, ANSWER]), json.dumps([ANSWER, QUESTION])
+    store = chat_store(tmp_path / "s", bad, good, bad)
+    rows = tokenise(store, Templated(), sequence_length=16)
+    alone = tokenise(chat_store(tmp_path / "t", good), Templated(), sequence_length=16)
+    assert rows.owners.tolist() == [1]
+    assert rows.num_users == 3
+    assert rows.tokens.tolist() == alone.tokens.tolist()
+    assert tokens_per_record(store, Templated()).tolist() == [0, len("hi|yes") + 1, 0]
 
-        def apply_chat_template(self, messages: list[dict[str, str]], *, tokenize: bool) -> str:
-            if messages[0]["role"] != "user":
-                raise jinja2.TemplateError("roles must alternate")
-            return "written by the template"
 
-    question, answer = {"role": "user", "content": "hi"}, {"role": "bot", "content": "yes"}
-    assert written_out([question, answer], Strict()) == "written by the template"
-    assert written_out([answer, question], Strict()) == "bot: yes\n\nuser: hi"
+def test_words_of_a_chat_are_those_of_its_messages() -> None:
+    assert said_in(json.dumps([QUESTION, ANSWER]), "chat") == "hi\n\nyes"
 
 
 SELECTED_LENGTH = 4

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from userdp.cli import common
-from userdp.cli.measured import open_measured
+from userdp.cli.measured import about_loss, open_measured
 from userdp.task_names import TaskName
 
 AllowOverlap = Annotated[
@@ -30,7 +30,10 @@ def evaluate(
     sequence_length: SequenceLength = None,
     task: Annotated[
         TaskName | None,
-        typer.Option(help="What is predicted; by default as the run was trained, or every token."),
+        typer.Option(
+            help="What is predicted; by default as the run was trained, else every token, of chats "
+            "the assistant's."
+        ),
     ] = None,
     device: common.Device = "cpu",
     allow_overlap: AllowOverlap = False,
@@ -64,6 +67,7 @@ def evaluate(
             "overlap_checked": not allow_overlap,
             "unfinished": found.unfinished,
             "base_checked": found.base_checked,
+            "own_loss": found.own_loss or None,
         },
         f"loss {result.loss:.4f}, perplexity {result.perplexity:.2f}, "
         f"next token right {result.accuracy_top1:.1%}\n"
@@ -72,5 +76,5 @@ def evaluate(
         + ", ".join(
             f"{float(level):.0%} {value:.4f}" for level, value in result.user_loss_quantiles.items()
         )
-        + "\nthese users' numbers are not covered by any privacy statement.",
+        + f"\n{about_loss(found)}these users' numbers are not covered by any privacy statement.",
     )

@@ -21,6 +21,7 @@ DEFAULT_LENGTH = 128
 class Measured:
     """A loaded model, its tokenizer, the store, how long rows are, and what is predicted.
 
+    `own_loss` names the loss that the run trained with, if it was not the task's.
     `base_checked` says whether an adapter's base is the one of the ledger; None if nobody can tell.
     """
 
@@ -29,6 +30,7 @@ class Measured:
     store: UserStore
     sequence_length: int
     task: Any
+    own_loss: str
     unfinished: bool
     base_checked: bool | None
 
@@ -66,10 +68,11 @@ def open_measured(
     from userdp.models.load import load_model, moved
     from userdp.probe import check_positions
 
+    own_loss = ""
     if run is not None and has_facts(run):
         loaded, tokenizer, facts = saved_run.load_run(run)
         length = facts.sequence_length
-        task = task or facts.task
+        task, own_loss = task or facts.task, facts.record_loss
     else:
         loaded, tokenizer = load_model(
             model if run is None else run / "model", task=task or "causal"
@@ -92,8 +95,19 @@ def open_measured(
         store=held_out,
         sequence_length=length,
         task=named_task(task, loaded, tokenizer, held_out),
+        own_loss=own_loss,
         unfinished=record is not None and (bool(record.problems) or base_checked is False),
         base_checked=base_checked,
+    )
+
+
+def about_loss(found: Measured) -> str:
+    """A line for runs that trained with a loss of their own; empty for others."""
+    if not found.own_loss:
+        return ""
+    return (
+        f"trained with a loss of its own ({found.own_loss}); measured here is the usual loss of "
+        f"the task\n"
     )
 
 

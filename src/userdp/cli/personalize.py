@@ -10,7 +10,7 @@ import typer
 
 from userdp.cli import common
 from userdp.cli.evaluate import SequenceLength
-from userdp.cli.measured import open_measured
+from userdp.cli.measured import about_loss, open_measured
 from userdp.errors import InputError
 
 
@@ -61,6 +61,7 @@ def personalize(
         model,
         found.tokenizer,
         found.store,
+        task=found.task,
         sequence_length=found.sequence_length,
         learning_rate=learning_rate,
         epochs=epochs,
@@ -70,7 +71,12 @@ def personalize(
     told = result.to_json()
     common.emit(
         json,
-        {**told, "unfinished": found.unfinished, "base_checked": found.base_checked},
+        {
+            **told,
+            "unfinished": found.unfinished,
+            "base_checked": found.base_checked,
+            "own_loss": found.own_loss or None,
+        },
         f"loss {result.loss_before:.4f} before, {result.loss_after:.4f} after {epochs} epochs on "
         f"half of each user's records: the mean over {told['users']:,} users\n"
         f"{told['share_improved']:.0%} of them gain; tuned: {told['tuned']}\n"
@@ -79,5 +85,5 @@ def personalize(
             if told["users_left_out"]
             else ""
         )
-        + "these users' numbers are not covered by any privacy statement.",
+        + f"{about_loss(found)}these users' numbers are not covered by any privacy statement.",
     )

@@ -16,6 +16,7 @@ from userdp.config import Config, load_config
 from userdp.data.store import UserStore
 from userdp.earlier import Earlier
 from userdp.errors import InputError
+from userdp.filter_noise import whether_it_pays
 from userdp.history import read_history
 from userdp.interrupts import InterruptedRunError
 from userdp.paid import Paid
@@ -165,12 +166,18 @@ def _ready(config: Path, out: Path, steps: int | None, *, resume: bool, fork: bo
         )
     for caution in plan.cautions():
         common.say(f"caution: {caution}")
+    advice = whether_it_pays(plan)
+    if advice:
+        common.say(f"note: {advice}")
 
     # Import torch only now, so that a wrong configuration is refused at once.
     common.quiet_transformers()
+    from userdp.configured import configured_loss
     from userdp.trackers import check_trackers
 
     check_trackers(settings.training.trackers, out)
+    # A loss that cannot be imported is refused now, before the model is read.
+    configured_loss(settings)
     unchecked = _check_held_out(settings)
     if settings.training.on_cuda and settings.training.path == "fast":
         common.say("the first steps compile the model for its batches: a minute or two")

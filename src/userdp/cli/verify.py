@@ -21,15 +21,17 @@ def verify(
     settings = load_config(config)
     common.quiet_transformers()
     from userdp import probe
-    from userdp.configured import load_configured_model
+    from userdp.configured import configured_loss, load_configured_model
     from userdp.losses import causal_lm_loss
     from userdp.models.load import classes_of
     from userdp.tasks import task_named
     from userdp.training_from_config import step_settings
 
+    own_loss = configured_loss(settings)
     model, tokenizer = load_configured_model(settings)
     # The store is not opened. Of chats and of texts the same is computed.
     task = task_named(settings.data.task or "causal", tokenizer, classes=classes_of(model))
+    record_loss = own_loss or task.record_loss
     model.eval()
     privacy = settings.privacy
     length = settings.data.sequence_length
@@ -37,8 +39,8 @@ def verify(
     with common.stage_progress("probing the model with made-up users", None):
         found = probe.verify(
             model,
-            None if task.record_loss is causal_lm_loss else task.example(tokenizer),
-            record_loss=task.record_loss,
+            None if record_loss is causal_lm_loss else task.example(tokenizer),
+            record_loss=record_loss,
             sequence_length=length,
             group_size=1 if privacy.unit is SamplingUnit.RECORD else privacy.group_size or 2,
             clip=settings.clip_rule(),

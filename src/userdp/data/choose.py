@@ -110,8 +110,8 @@ class Choice:
                 f"[data] selection and select = {self.select.value!r} both choose the records: "
                 "leave one of them out."
             )
-        # What a task's name adds behind a comma says nothing about its rows.
-        kind = task.split(",")[0]
+        # What a task's name adds (its settings, a loss of one's own) says nothing about its rows.
+        kind = task.replace(",", " ").split()[0]
         if kind not in _TASKS.get(self.select, (kind,)):
             raise InputError(
                 f"[data] select = {self.select.value!r} reads running text, and the task is "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal, get_args
 
-import jinja2
+from userdp.errors import InputError
 
 TextKind = Literal["plain", "chat", "pair", "labelled"]
 TEXT_KINDS: tuple[TextKind, ...] = get_args(TextKind)
@@ -21,6 +21,9 @@ IN_WORDS: dict[TextKind, str] = {
 }
 
 Messages = list[dict[str, str]]
+
+# What other programs call the roles that chat templates know.
+_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def pair_json(prompt: str, completion: str) -> str:
@@ -70,16 +73,53 @@ def text_of(stored: str, kind: TextKind, tokenizer: Any) -> str:
     return stored
 
 
-def written_out(messages: Messages, tokenizer: Any) -> str:
-    """A chat as the tokenizer's template writes it, or as plain text if it has none.
+def said_in(stored: str, kind: TextKind) -> str:
+    """What people wrote in a record: of a chat its messages alone, one after the other."""
+    if kind == "chat":
+        return "\n\n".join(message["content"] for message in chat_of(stored))
+    return text_of(stored, kind, None)
 
-    A template may refuse a chat, for instance one that begins with the wrong role. That chat is
-    plain text too: one user's record must not end the run of all. Where only the assistant's turns
-    carry loss, chats are not written out in this way (`tasks.chat`).
+
+class RefusedChatError(ValueError):
+    """The template does not write this chat, or does not show whose words are whose."""
+
+
+def template_of(tokenizer: Any) -> str:
+    """The template for chats without tools; empty if there is none."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError:
+        # Several named templates, and none of them is the default.
+        return ""
+
+
+def refuse_unwritten(kind: TextKind, tokenizer: Any) -> None:
+    """Refuse chats if the tokenizer has no template: nothing says how this model reads them."""
+    if kind == "chat" and not template_of(tokenizer):
+        raise InputError(
+            "the store holds chats, and the tokenizer has no chat template to write them out. Give "
+            "one in a file, [data] chat_template = FILE (Python: tokenizer.chat_template), or a "
+            "tokenizer that has one; or import another column, of plain text."
+        )
+
+
+def with_known_roles(messages: Messages) -> Messages:
+    """The chat with the roles that templates know."""
+    return [{**one, "role": _ROLES.get(one["role"], one["role"])} for one in messages]
+
+
+def written_out(messages: Messages, tokenizer: Any) -> str:
+    """A chat as the tokenizer's template writes it, and never in another way.
+
+    Raises `RefusedChatError` if the template refuses the chat, for instance one that begins with
+    the wrong role.
     """
-    if getattr(tokenizer, "chat_template", None):
-        try:
-            return tokenizer.apply_chat_template(messages, tokenize=False)
-        except (jinja2.TemplateError, TypeError, ValueError):
-            pass
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    try:
+        return tokenizer.apply_chat_template(with_known_roles(messages), tokenize=False)
+    except MemoryError:
+        raise
+    except Exception as error:
+        # A template is a program, so anything can go wrong in it. Its message may quote the chat.
+        raise RefusedChatError("the template refuses the chat") from error

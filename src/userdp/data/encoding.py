@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from userdp.data.contents import TextKind, text_of
+from userdp.data.contents import RefusedChatError, TextKind, refuse_unwritten, text_of
 from userdp.errors import InputError
 
 
@@ -77,7 +77,8 @@ class WholeText:
     has_classes: bool = False
 
     def check(self, kind: TextKind, tokenizer: Any, sequence_length: int) -> None:
-        """Refuse a tokenizer that cannot end a text."""
+        """Refuse a tokenizer that cannot end a text, or cannot write out the store's chats."""
+        refuse_unwritten(kind, tokenizer)
         if sequence_length < 2:
             raise InputError(
                 f"sequence_length={sequence_length}: predicting takes at least 2 tokens."
@@ -122,11 +123,24 @@ def begins_texts(tokenizer: Any) -> bool:
 
 
 def ids_of(texts: Sequence[str], kind: TextKind, tokenizer: Any) -> list[list[int]]:
-    """The tokens of each record's words, without special tokens."""
-    words = list(texts) if kind == "plain" else [text_of(text, kind, tokenizer) for text in texts]
-    return tokenizer(words, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-        "input_ids"
-    ]
+    """The tokens of each record's words, without special tokens: none of a chat that is refused."""
+    words = list(texts) if kind == "plain" else [_words(text, kind, tokenizer) for text in texts]
+    found = tokenizer(
+        [word or "" for word in words],
+        add_special_tokens=False,
+        return_attention_mask=False,
+        verbose=False,
+    )["input_ids"]
+    # A tokenizer may make something of an empty text.
+    return [[] if word is None else ids for word, ids in zip(words, found, strict=True)]
+
+
+def _words(text: str, kind: TextKind, tokenizer: Any) -> str | None:
+    """The words of a record; None for a chat that the template refuses."""
+    try:
+        return text_of(text, kind, tokenizer)
+    except RefusedChatError:
+        return None
 
 
 class RowList:

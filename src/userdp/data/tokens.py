@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from userdp.data.array_files import ArrayWriter, file_digest
+from userdp.data.contents import refuse_unwritten
 from userdp.data.encoding import WHOLE_TEXT, Encoding, begins_texts, ids_of
 from userdp.data.remote_tokens import DIGESTS, LARGE, adopt, numbers, write_blocks
 from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
@@ -264,12 +265,14 @@ def _cache_of(
 
 
 def tokens_per_record(store: UserStore, tokenizer: Any) -> NDArray[np.int64]:
-    """How many tokens each record has, with those that begin and end a text."""
+    """How many tokens each record has, with those that begin and end a text; 0 if it has none."""
+    refuse_unwritten(store.text_kind, tokenizer)
     around = 2 if begins_texts(tokenizer) else 1
     lengths: list[int] = []
     kind = store.text_kind
     for start in range(0, store.num_records, ENCODE_BATCH):
-        lengths += [len(ids) + around for ids in ids_of(_texts(store, start), kind, tokenizer)]
+        found = ids_of(_texts(store, start), kind, tokenizer)
+        lengths += [len(ids) + around if ids else 0 for ids in found]
     return np.asarray(lengths, np.int64)
 
 
@@ -309,7 +312,7 @@ def _write_cache(
         shutil.rmtree(partial)
         raise InputError(
             "no record has a token to predict: the store's texts are empty, or nothing in them "
-            "carries loss (no assistant's turn, no known label)."
+            "carries loss (no assistant's turn, no known label, no chat that the template takes)."
         )
     for name, is_used in (
         ("labelled.u8", encoding.has_labelled),
@@ -357,6 +360,8 @@ def _cache_name(store: UserStore, tokenizer: Any, sequence_length: int, encoding
     """A name that changes with anything that changes the rows."""
     identity = f"{store.fingerprint}|{sequence_length}|{tokenizer_digest(tokenizer)}"
     identity += f"|{encoding.name}" if encoding.name else ""
+    # Earlier versions wrote out chats that have no row now.
+    identity += "|templated" if store.text_kind == "chat" and not encoding.has_labelled else ""
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from userdp.data.contents import text_of
+from userdp.data.contents import said_in
 from userdp.data.store import UserStore
 
 # Users whose texts are read together.
@@ -32,7 +32,7 @@ def votes_of_users(
         for begin, end in pairwise(indptr.tolist()):
             own: Counter[str] = Counter()
             for text in texts[begin:end]:
-                own.update(split(text_of(text, store.text_kind, None)))
+                own.update(split(said_in(text, store.text_kind)))
             votes.update(most_frequent_words(own, words_per_user))
     return dict(votes)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
 from torch import nn
@@ -23,6 +24,8 @@ _NOT_CAUSAL = re.compile(
     r"For(Masked|Next|Multiple|Pre[Tt]raining|Question|Sequence|Token|Image|Audio|Object|CTC)"
     r"|MaskedLM$|Classif|Encoder(Model)?$|MultipleChoice$"
 )
+# Where `transformers` keeps its models.
+_MODELS = "transformers.models."
 _MASKED = re.compile(r"MaskedLM$|ForPre[Tt]raining$")
 # Models with a head for classes, and those whose head is left out if classes are learned.
 _CLASSIFIER = re.compile(r"ForSequenceClassification$")
@@ -79,6 +82,31 @@ def refuse_other_task(source: Path, task: TaskName) -> None:
                 "a causal model made of it would begin with random weights. Use a causal language "
                 "model, or [data] task = 'masked' or 'classification' if that is what it is for."
             )
+
+
+def refuse_other_head(model: nn.Module, task: TaskName) -> None:
+    """Refuse a model of `transformers` whose head is for another task. Other modules pass.
+
+    Without this a model that fills gaps would be trained to copy the token that it already sees.
+    """
+    bare: Any = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    # A class of one's own says nothing by its name, but the class that it is made from does.
+    library = (c.__name__ for c in type(bare).__mro__ if c.__module__.startswith(_MODELS))
+    name = next(library, None)
+    if name is None:
+        return
+    if task == "masked":
+        fits, lacks = name.endswith("MaskedLM"), "has no head that fills gaps"
+    elif task == "classification":
+        fits, lacks = bool(_CLASSIFIER.search(name)), "has no head for classes"
+    else:
+        fits, lacks = not _NOT_CAUSAL.search(name), "has no head that predicts the next token"
+    if not fits:
+        raise InputError(
+            f"task = {task!r}: the model is a {name}, which {lacks}. Say the task that it is for "
+            "(task='causal', 'chat', 'masked' or 'classification'), or load it for this one: "
+            f"userdp.load_model(..., task={task!r})."
+        )
 
 
 def class_options(source: str, task: TaskName, classes: Sequence[str] | None) -> dict[str, Any]:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from userdp.data.contents import IN_WORDS, TextKind, chat_of, pair_of
+from userdp.data.contents import IN_WORDS, RefusedChatError, TextKind, chat_of, pair_of
 from userdp.data.encoding import EncodedRows, Encoding, RowList
 from userdp.errors import InputError
 from userdp.tasks.causal import CausalTask
 from userdp.tasks.chat_tokens import (
-    RefusedChatError,
     Tokens,
     chat_tokens,
     check_template,

@@ -13,12 +13,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from userdp.data.contents import Messages
+from userdp.data.contents import (
+    Messages,
+    RefusedChatError,
+    refuse_unwritten,
+    template_of,
+    with_known_roles,
+)
 from userdp.errors import InputError
 
 ASSISTANT = "assistant"
-# What other programs call the roles that chat templates know.
-_ROLES = {"human": "user", "gpt": ASSISTANT}
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Every template takes such a chat.
 _MADE_UP: Messages = [
@@ -29,19 +33,9 @@ _MADE_UP: Messages = [
 Tokens = tuple[list[int], list[bool]]
 
 
-class RefusedChatError(ValueError):
-    """The template does not write this chat, or does not show whose words are whose."""
-
-
 def check_template(tokenizer: Any) -> None:
     """Raise `InputError` if the tokenizer cannot say which words are the assistant's."""
-    template = _template(tokenizer)
-    if not template:
-        raise InputError(
-            "task = 'chat': the tokenizer has no chat template. Give one in a file, [data] "
-            "chat_template = FILE (Python: tokenizer.chat_template), or a tokenizer that has one; "
-            "or task = 'causal', where every word carries loss."
-        )
+    refuse_unwritten("chat", tokenizer)
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(
             "task = 'chat' needs a fast tokenizer (tokenizer.json): others do not say where in the "
@@ -64,18 +58,7 @@ def check_template(tokenizer: Any) -> None:
 
 def has_template(tokenizer: Any) -> bool:
     """Whether the tokenizer can write out a chat."""
-    return bool(_template(tokenizer))
-
-
-def _template(tokenizer: Any) -> str:
-    """The template for chats without tools; empty if there is none."""
-    if not getattr(tokenizer, "chat_template", None):
-        return ""
-    try:
-        return tokenizer.get_chat_template()
-    except ValueError:
-        # Several named templates, and none of them is the default.
-        return ""
+    return bool(template_of(tokenizer))
 
 
 def chat_tokens(messages: Messages, tokenizer: Any) -> Tokens:
@@ -83,9 +66,9 @@ def chat_tokens(messages: Messages, tokenizer: Any) -> Tokens:
 
     Raises `RefusedChatError` if the template refuses the chat.
     """
-    known = [{**one, "role": _ROLES.get(one["role"], one["role"])} for one in messages]
+    known = with_known_roles(messages)
     try:
-        if _MARK.search(_template(tokenizer)):
+        if _MARK.search(template_of(tokenizer)):
             return _marked(known, tokenizer)
         return _by_prefixes(known, tokenizer)
     except (RefusedChatError, MemoryError):

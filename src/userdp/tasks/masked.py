@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from userdp.data.contents import TextKind
+from userdp.data.contents import TextKind, refuse_unwritten
 from userdp.data.encoding import EncodedRows, Encoding, RowList, ids_of
 from userdp.data.tokens import TokenRows
 from userdp.errors import InputError
@@ -33,7 +33,8 @@ class FramedText:
     has_classes: bool = False
 
     def check(self, kind: TextKind, tokenizer: Any, sequence_length: int) -> None:
-        """Refuse a tokenizer without a mask token, and rows without room for text."""
+        """Refuse a tokenizer without a mask token, or template for chats, and rows without room."""
+        refuse_unwritten(kind, tokenizer)
         if tokenizer.mask_token_id is None:
             raise InputError(
                 "task = 'masked': the tokenizer has no mask token. Use a model that was made for "

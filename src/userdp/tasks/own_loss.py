@@ -30,9 +30,13 @@ class OwnLoss:
     @property
     def name(self) -> str:
         """The task's name, and that of the loss."""
+        return f"{self.task.name}, loss {self.loss_name} {self.digest}".rstrip()
+
+    @property
+    def loss_name(self) -> str:
+        """What the loss's code is called."""
         loss: Any = self.record_loss
-        own = getattr(loss, "__qualname__", type(loss).__qualname__)
-        return f"{self.task.name}, loss {own} {self.digest}".rstrip()
+        return getattr(loss, "__qualname__", type(loss).__qualname__)
 
     @property
     def encoding(self) -> Encoding:

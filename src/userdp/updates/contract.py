@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from userdp.errors import InputError
 from userdp.parts import Part, Registry
 from userdp.updates.estimators import Estimator, FixedDenominator
 from userdp.updates.halting import HaltingTest
@@ -109,3 +110,13 @@ class UpdateRule(Part):
 
 
 UPDATE_RULES: Registry[UpdateRule] = Registry("update")
+
+
+def refuse_public(update: UpdateRule) -> None:
+    """Refuse public records beside local training: their gradient has another scale."""
+    if update.local_training is not None:
+        raise InputError(
+            f"update = {update.name!r} gives how far the weights moved, and [data] public would "
+            "mix in a gradient, whose scale is another. Leave out public, or set update = "
+            "'gradient'."
+        )
