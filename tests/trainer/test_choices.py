@@ -14,8 +14,9 @@ from tiny_llama import PRIVACY, USERS, texts
 import userdp
 import userdp.defaults
 from userdp import InputError, Plan, UserDPTrainer, UserStore
+from userdp.losses import causal_lm_loss
+from userdp.marks import Hypothetical
 from userdp.run_check import check_run
-from userdp.sampling import BallsInBins
 from userdp.units import Adjacency
 
 pytest.importorskip("accelerate", reason="TrainingArguments needs accelerate")
@@ -96,7 +97,7 @@ def test_a_whole_plan_takes_the_place_of_its_parts(
             expected_cohort_size=6,
             steps=2,
             epsilon=8.0,
-            mark=userdp.Hypothetical(expected_cohort_size=12),
+            mark=Hypothetical(num_users=2 * USERS, expected_groups=12),
         ),
     ],
     ids=["records", "non-private", "hypothetical"],
@@ -115,7 +116,7 @@ def test_choices_of_rows_averages_and_losses_are_those_of_train(
     make: Callable[..., UserDPTrainer],
 ) -> None:
     def record_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        return 2 * userdp.losses.causal_lm_loss(model, batch)
+        return 2 * causal_lm_loss(model, batch)
 
     trainer = make(select="longest", ema=0.5, record_loss=record_loss)
     trainer.train()
@@ -124,7 +125,7 @@ def test_choices_of_rows_averages_and_losses_are_those_of_train(
     assert bound_to["select"].startswith("longest")
     assert bound_to["ema"] == "0.5"
     assert "record_loss" in bound_to["task"]
-    with pytest.raises(InputError, match="ema=0.5 with eval_strategy='steps'"):
+    with pytest.raises(InputError, match=r"ema=0\.5 with eval_strategy='steps'"):
         make(
             ema=0.5,
             eval_dataset=texts(3, prefix="other"),
@@ -141,14 +142,14 @@ def test_records_of_several_owners_train_with_a_selection(
         {**row, "user_id": [row["user_id"], f"u{n % USERS}x"]} for n, row in enumerate(texts(9))
     ]
     store = UserStore.from_dataset(rows, tmp_path / "people")
-    bounded = userdp.bound(store, max_records=2, method="greedy")
+    bounded = userdp.bound(store.path, 2).selection
     plan = Plan.sample_records(
         num_users=100,
         expected_batch_size=6,
         group_size=2,
         steps=2,
         noise_multiplier=1.0,
-        adjacency=Adjacency.FIXED_GRAPH,
+        adjacency=Adjacency.FIXED_GRAPH_ZERO_OUT,
     )
     given: dict[str, Any] = {
         "train_dataset": store,
