@@ -62,7 +62,7 @@ class Reading:
             return self._classified(columns)
         if self.formatting is not None:
             return Learned(text="text")
-        return learned_columns(columns, self.args, is_masked=self.task == "masked")
+        return learned_columns(columns, self.args)
 
     def _classified(self, columns: list[str]) -> Learned:
         text = getattr(self.args, "dataset_text_field", "text")
@@ -97,12 +97,10 @@ class Reading:
         return self.classes[label] if is_known else label
 
 
-def learned_columns(columns: list[str], args: Any, *, is_masked: bool = False) -> Learned:
+def learned_columns(columns: list[str], args: Any) -> Learned:
     """What of a dataset is learned. The order is that of TRL: completions, chats, texts."""
     text = getattr(args, "dataset_text_field", "text")
     if "prompt" in columns and "completion" in columns:
-        if is_masked or getattr(args, "completion_only_loss", None) is False:
-            return Learned(text="{prompt}{completion}")
         return Learned(text="prompt", completion="completion")
     for name in ("messages", "conversations", text):
         if name in columns:
@@ -116,7 +114,7 @@ def learned_columns(columns: list[str], args: Any, *, is_masked: bool = False) -
 def task_of(store: UserStore, args: Any) -> TaskName:
     """Which tokens carry loss, as in TRL: completions alone, but all of a chat unless told so."""
     if store.text_kind == "pair":
-        return "chat"
+        return "causal" if getattr(args, "completion_only_loss", None) is False else "chat"
     is_chat = store.text_kind == "chat" and getattr(args, "assistant_only_loss", False)
     return "chat" if is_chat else "causal"
 

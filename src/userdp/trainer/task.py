@@ -12,10 +12,13 @@ import peft
 import transformers
 from torch import nn
 
+from userdp.data.contents import pair_of
+from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.models.heads import named_classes, task_of_head
 from userdp.task_names import TaskName
 from userdp.tasks import MaskedTask, Task
+from userdp.tasks.chat_tokens import has_template
 
 COLLATOR = (
     "a collator sees records of several users at once, and could mix them: leave it out, and rows "
@@ -45,6 +48,20 @@ def trained_task(model: str | nn.Module, asked: Task | TaskName | None) -> Task 
     if not isinstance(model, str) and own != found and _head(model):
         raise InputError(f"task={asked!r}: the model is a {_head(model)[0]}; {_WAY_OUT}.")
     return asked
+
+
+def check_template(store: UserStore, tokenizer: Any) -> None:
+    """Refuse prompts and completions that are chats without a template to write them."""
+    is_chat = (
+        store.text_kind == "pair"
+        and store.num_records > 0
+        and not isinstance(pair_of(store.text(0))[0], str)
+    )
+    if is_chat and not has_template(tokenizer):
+        raise InputError(
+            "the prompts and completions are chats, and the tokenizer has no chat template: set "
+            "processing_class.chat_template, or give a processing_class that has one."
+        )
 
 
 def check_collator(collator: Any, task: Task | TaskName | None) -> None:

@@ -53,7 +53,7 @@ from userdp.trainer.settings import (
     step_settings_of,
 )
 from userdp.trainer.surface import Surface, refuse_given
-from userdp.trainer.task import check_collator, trained_task
+from userdp.trainer.task import check_collator, check_template, trained_task
 from userdp.training import Run, train
 
 NO_LOSS = (
@@ -186,6 +186,7 @@ class UserDPTrainer(Surface):
                 lambda: training_store(train_dataset, self._reading, place)
             )
             self.train_store = imported or UserStore.open(place)
+        check_template(self.train_store, self.processing_class)
         data = self.train_store.fingerprint
         self._earlier = earlier_runs(self.model, other_people=other_people, data=data)
         self.plan = plan_of(
