@@ -18,11 +18,11 @@ from userdp.durable import OWNER_ONLY_DIRECTORY, write_file
 from userdp.earlier import Earlier
 from userdp.errors import InputError
 from userdp.history import Module, history_of
-from userdp.run_files import overlap
+from userdp.run_files import TRAINER_RUN, overlap
 from userdp.task_names import TaskName
 
 # The folder below `output_dir` that is for the owner alone.
-PRIVATE = "userdp"
+PRIVATE = TRAINER_RUN.parent.name
 
 # Whom the rows of a dataset belong to that is declared to have none of the training users.
 NOBODY_HERE = "somebody else"
@@ -217,7 +217,7 @@ def homes_of(model: Module) -> tuple[Path, ...]:
     found = history_of(model)
     # A trainer's model lies in its output_dir, or in output_dir/checkpoint-N.
     outs = [out for place in found.loaded for out in (place, place.parent)]
-    return (*found.homes, *(out / PRIVATE / "run" for out in outs))
+    return (*found.homes, *(out / TRAINER_RUN for out in outs))
 
 
 def _imported(dataset: Any, reading: Reading, place: Path | None, key: Path | None) -> UserStore:
