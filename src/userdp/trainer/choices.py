@@ -20,6 +20,7 @@ from userdp.errors import InputError
 from userdp.optimizers import default_rate
 from userdp.paid import Paid
 from userdp.plan import Plan
+from userdp.ranks import Ranks
 from userdp.trainer.arguments import changed
 from userdp.trainer.settings import cohort_of, steps_of
 from userdp.units import SamplingUnit
@@ -62,7 +63,7 @@ def plan_of(
     assert privacy.num_users is not None
     cohort = _cohort(args, privacy)
     if cohort < defaults.SMALLEST_COHORT:
-        _LOG.warning(
+        _tell(
             "%g users are expected in a step: below %d a mean varies much, and the noise weighs "
             "more. Raise expected_cohort_size, or per_device_train_batch_size.",
             cohort,
@@ -110,7 +111,7 @@ def _cohort(args: Any, privacy: Privacy) -> float:
 
 
 def _say(args: Any, name: str, usual: Any, chosen: str) -> None:
-    _LOG.warning(
+    _tell(
         "%s has the default of %s (%s), so it was chosen from public numbers: %s. To have another, "
         "give one that differs from that default%s.",
         name,
@@ -119,6 +120,12 @@ def _say(args: Any, name: str, usual: Any, chosen: str) -> None:
         chosen,
         ", or expected_cohort_size" if name in BATCHES else ", or an optimizer",
     )
+
+
+def _tell(message: str, *values: Any) -> None:
+    """Write a line into the log, from the first of several processes."""
+    if Ranks.found().is_first:
+        _LOG.warning(message, *values)
 
 
 def _refuse_beside(plan: Plan, privacy: Privacy, args: Any) -> None:
