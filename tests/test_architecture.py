@@ -163,7 +163,10 @@ ABOVE = {
     | {"public_gradient", "ranks", "run_record", "same_run", "training", "validation"},
     "trainer": GROUND
     | {"checkpoints", "clipping", "data", "evaluation", "models", "plan", "statement", "tasks"}
-    | {"earlier", "lineage", "ranks", "run_files", "trackers", "training"},
+    | {"earlier", "lineage", "ranks", "run_files", "trackers", "training"}
+    # What `training` takes, it takes too, under the same names.
+    | {"bounding", "configured", "defaults", "losses", "optimizers", "paid", "public_gradient"}
+    | {"validation", "validation_curve"},
     "saved_run": GROUND | {"digests", "ledger", "models", "run_facts"},
     "gradient_norms": GROUND | {"data", "models", "tasks", "updates"},
 }

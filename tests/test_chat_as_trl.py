@@ -13,7 +13,7 @@ import pytest
 import models_zoo
 from shared import SHARED
 from task_stores import byte_tokenizer, made_up_chats, real_chats, store_of
-from userdp.data.contents import Messages, pair_json
+from userdp.data.contents import Messages, chat_pair_json, pair_json
 from userdp.data.tokens import TokenRows, tokenise
 from userdp.index import IGNORED_LABEL
 from userdp.tasks import ChatTask
@@ -112,4 +112,25 @@ def test_labels_of_200_completions_are_those_of_trl(tmp_path: Path) -> None:
         completion_only_loss=True,
     )
     assert len(expected) == 200
+    assert of_userdp(rows) == expected
+
+
+def test_labels_of_200_prompts_and_completions_of_messages_are_those_of_trl(tmp_path: Path) -> None:
+    found = [chat for chat in chats() if len(chat) > 1]
+    pairs = [(chat[: place % (len(chat) - 1) + 1], chat) for place, chat in enumerate(found)]
+    split = [(prompt, chat[len(prompt) :]) for prompt, chat in pairs]
+    texts = [message["content"] for chat in found[:100] for message in chat]
+    tokenizer = byte_tokenizer(SPECIAL["qwen2_5"], texts)
+    tokenizer.chat_template = (TEMPLATES / "qwen2_5.jinja").read_text()
+    stored = [chat_pair_json(json.dumps(one), json.dumps(other)) for one, other in split]
+    store = store_of(tmp_path / "store", stored, "pair")
+    rows = tokenise(
+        store, tokenizer, sequence_length=LENGTH, encoding=ChatTask(pad_token=0).encoding
+    )
+    expected = of_trl(
+        [{"prompt": prompt, "completion": completion} for prompt, completion in split],
+        tokenizer,
+        tmp_path / "trl",
+    )
+    assert len(expected) == len(found)
     assert of_userdp(rows) == expected

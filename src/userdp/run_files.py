@@ -53,6 +53,16 @@ def model_files(directory: Path) -> dict[str, str]:
     }
 
 
+# Where `UserDPTrainer` keeps its run, below its output_dir.
+TRAINER_RUN = Path("userdp", "run")
+
+
+def run_at(place: Path) -> Path:
+    """The directory of a run: `place`, or the run of the trainer whose output_dir that is."""
+    inside = place / TRAINER_RUN
+    return inside if inside.is_dir() and not (place / "ledger.jsonl").exists() else place
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
     """A run's ledger, and the reasons why it is not a finished record of the run's model."""

@@ -23,7 +23,7 @@ from userdp.data.store import UserStore
 from userdp.data.tokens import tokenise_by_record
 from userdp.earlier import Earlier
 from userdp.errors import InputError
-from userdp.evaluation import evaluate_store
+from userdp.evaluation import Evaluation, evaluate_store
 from userdp.run_files import overlap
 from userdp.tasks import Task
 from userdp.validation_curve import PUBLIC, SECRET, Point, read_points, write_points
@@ -38,13 +38,15 @@ class Validation:
     The model is measured before the first step, after the last, and every `every` steps. `store`
     declares that its people agree to the release of the numbers, or that their records are public.
     If that is not so, say `secret`: the numbers are then kept in the run's secret directory.
-    `on_point` is told each point.
+    `on_point` is told each point. `found` is for callers that measure at steps of their own choice,
+    on this store and before the step's point is due: what they found after a step is its point.
     """
 
     store: UserStore
     every: int | None = None
     secret: bool = False
     on_point: OnPoint | None = None
+    found: Callable[[int], Evaluation | None] | None = None
 
     @staticmethod
     def configured(config: Config, on_point: OnPoint | None) -> Validation | None:
@@ -181,14 +183,16 @@ class StoreValidator(Validator):
 
     def measure_if_due(self, model: nn.Module, step: int, last: int) -> Point | None:
         """The point after `step` of `last` steps; None if the model is not measured there."""
-        every = self._validation.every
-        if step not in (0, last) and (every is None or step % every):
+        every, found_by_caller = self._validation.every, self._validation.found
+        found = None if found_by_caller is None else found_by_caller(step)
+        is_due = step in (0, last) or (every is not None and step % every == 0)
+        if found is None and not is_due:
             return None
         known = next((point for point in self.points if point.step == step), None)
-        return known or self._measure(model, step)
+        return known or self._keep(found or self._measure(model), step)
 
-    def _measure(self, model: nn.Module, step: int) -> Point:
-        found = evaluate_store(
+    def _measure(self, model: nn.Module) -> Evaluation:
+        return evaluate_store(
             model,
             self._tokenizer,
             self._validation.store,
@@ -196,6 +200,8 @@ class StoreValidator(Validator):
             task=self._task,
             compute_dtype=self._compute_dtype,
         )
+
+    def _keep(self, found: Evaluation, step: int) -> Point:
         told = found.to_json()
         del told["user_loss_quantiles"]
         point = Point(step=step, data=self._data, **told)

@@ -122,7 +122,7 @@ def test_other_labels_are_other_data(tmp_path: Path) -> None:
         (
             [{"user": "ann", "messages": [{"role": "user", "content": "hi"}], "mood": "x"}],
             {"label": "mood"},
-            "takes no --completion and no --label",
+            "takes no --label",
         ),
     ],
 )

@@ -124,7 +124,7 @@ def test_schedules_warm_up_and_decay() -> None:
 def test_optimizers_by_name_and_norms_that_do_not_decay(tmp_path: Path) -> None:
     model, _ = make_model(tmp_path / "model")
     args = training_arguments(weight_decay=0.1, adam_beta2=0.95, learning_rate=0.01)
-    adamw = settings.optimizer_of(args, model)
+    adamw = settings.optimizer_of(args, model, 0.01)
     assert isinstance(adamw, torch.optim.AdamW)
     assert adamw.defaults["betas"] == (0.9, 0.95)
     decaying, others = adamw.param_groups
@@ -134,10 +134,10 @@ def test_optimizers_by_name_and_norms_that_do_not_decay(tmp_path: Path) -> None:
     assert len(decaying["params"]) + len(others["params"]) == len(list(model.parameters()))
     kinds = {"adafactor": "Adafactor", "sgd": "SGD", "rmsprop": "RMSprop", "adagrad": "Adagrad"}
     for name, kind in kinds.items():
-        found = settings.optimizer_of(training_arguments(optim=name), model)
+        found = settings.optimizer_of(training_arguments(optim=name), model, 0.01)
         assert type(found).__name__ == kind
     with pytest.raises(InputError, match="optim='adamw_bnb_8bit' is not offered"):
-        settings.optimizer_of(training_arguments(optim="adamw_bnb_8bit"), model)
+        settings.optimizer_of(training_arguments(optim="adamw_bnb_8bit"), model, 0.01)
 
 
 def test_every_process_of_a_machine_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,11 @@ import peft
 import pytest
 import torch
 import transformers
-from tiny_llama import chats, make_llama, texts
+from tiny_llama import PRIVACY, USERS, chats, texts
 from transformers.integrations import integration_utils
 
 import userdp
+import userdp.defaults
 from userdp import InputError, UserDPTrainer, UserStore
 from userdp.accounting import events as userdp_events
 from userdp.data.identity import key_beside
@@ -29,35 +30,10 @@ from userdp.run_check import check_run
 
 pytest.importorskip("accelerate", reason="TrainingArguments needs accelerate")
 
-USERS = 24
-PRIVACY: dict[str, Any] = {"epsilon": 8.0, "num_users": USERS}
 # What callbacks, logs and files of the state may tell.
 MEASURED = {"eval_loss", "eval_perplexity", "eval_mean_token_accuracy"}
+MEASURED |= {"eval_mean_user_loss", "eval_worst_decile_loss"}
 RELEASABLE = {"step", "epoch", "learning_rate", "epsilon", "delta"} | MEASURED
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_llama(tmp_path_factory.mktemp("llama")))
-
-
-@pytest.fixture
-def make(llama: str, tmp_path: Path) -> Callable[..., UserDPTrainer]:
-    def made(model: Any = None, arguments: Any = None, **more: Any) -> UserDPTrainer:
-        given: dict[str, Any] = {
-            "output_dir": str(tmp_path / "out"),
-            "max_steps": 4,
-            "per_device_train_batch_size": 6,
-            "learning_rate": 0.01,
-            "logging_steps": 2,
-            "disable_tqdm": True,
-            "use_cpu": True,
-        }
-        args = transformers.TrainingArguments(**(given | (arguments or {})))
-        more = {"train_dataset": texts(USERS)} | PRIVACY | more
-        return UserDPTrainer(model or llama, args, **more)
-
-    return made
 
 
 class Events(transformers.TrainerCallback):
@@ -134,7 +110,7 @@ def test_a_run_tells_callbacks_public_numbers_and_leaves_a_model(
     assert done.metrics["epsilon"] == trainer.statement.epsilon <= 8.0
     assert trainer.statement.guarantee
     assert done.training_loss != done.training_loss  # Not a number: it is secret.
-    assert trainer.plan.delta == 0.1 / USERS
+    assert trainer.plan.delta == userdp.defaults.delta(USERS)
 
     out = tmp_path / "out"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out)

@@ -13,6 +13,8 @@ import transformers
 from tiny import WORDS
 from userdp.quickstart import word_tokenizer
 
+USERS = 24
+PRIVACY: dict[str, Any] = {"epsilon": 8.0, "num_users": USERS}
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
 )

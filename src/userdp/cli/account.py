@@ -22,7 +22,13 @@ from userdp.units import Adjacency, SamplingUnit
 
 
 def account(
-    run: Annotated[Path | None, typer.Argument(help="Directory of a run: read its ledger.")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Directory of a run, or a trainer's output_dir: read its ledger.",
+            callback=common.run_found,
+        ),
+    ] = None,
     unit: common.Unit = SamplingUnit.USER,
     rate: sampled.Rate = None,
     steps: sampled.Steps = None,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -28,6 +29,7 @@ from userdp.earlier import Earlier
 from userdp.errors import InputError
 from userdp.paid import Paid
 from userdp.plan import Plan
+from userdp.run_files import run_at
 from userdp.sampling import PoissonRecords, PoissonUsers, Sampler
 from userdp.statement import Statement, epsilon_text
 from userdp.units import Adjacency, SamplingUnit
@@ -51,6 +53,31 @@ GroupSize = Annotated[
     ),
 ]
 AdjacencyOption = Annotated[Adjacency, typer.Option(help="Which datasets are neighbours.")]
+
+
+def run_found(value: Any) -> Any:
+    """Each directory that was named, or the run in it if it is the output_dir of a trainer."""
+    if isinstance(value, list):
+        return [run_at(Path(one)) for one in value]
+    if value is None or run_at(Path(value)) == Path(value):
+        return value
+    found = run_at(Path(value))
+    say(f"{value} is a trainer's output_dir: its run is {found}")
+    return type(value)(found)
+
+
+Run = Annotated[
+    Path, typer.Argument(help="Directory of a run, or a trainer's output_dir.", callback=run_found)
+]
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="Directory of a run, a trainer's output_dir, or a model's path or name.",
+        callback=run_found,
+    ),
+]
 
 
 def sampler_of(unit: SamplingUnit, rate: float, group_size: int) -> Sampler:

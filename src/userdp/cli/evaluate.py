@@ -25,7 +25,7 @@ SequenceLength = Annotated[
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A run's directory, or a model's path or name.")],
+    model: common.Model,
     store: Annotated[Path, typer.Argument(help="User store to measure on: other users.")],
     sequence_length: SequenceLength = None,
     task: Annotated[

@@ -12,7 +12,7 @@ from userdp.cli import common
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
+    run: common.Run,
     out: Annotated[Path, typer.Option(help="New directory for what may be published.")],
     base: Annotated[
         str, typer.Option(help="The base model's name on the hub, for others to load it.")

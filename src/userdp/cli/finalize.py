@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +12,7 @@ from userdp.debits import settle_given_up
 
 
 def finalize(
-    run: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    run: common.Run,
     unfinished: Annotated[
         bool, typer.Option("--unfinished", help="Give up the rest of a run that is not finished.")
     ] = False,

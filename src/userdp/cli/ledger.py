@@ -20,7 +20,13 @@ def ledger() -> None:
 
 @app.command("verify")
 def verify(
-    runs: Annotated[list[Path], typer.Argument(help="Directories of runs, or of exports.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Directories of runs, of exports, or a trainer's output_dir.",
+            callback=common.run_found,
+        ),
+    ],
     json: common.Json = False,
 ) -> None:
     """Check that records are whole, closed and of these weights."""

@@ -11,7 +11,7 @@ from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.history import read_history
 from userdp.run_facts import has_facts
-from userdp.run_files import read_run, run_of, shared_users
+from userdp.run_files import TRAINER_RUN, overlap, read_run, run_of, shared_users
 from userdp.task_names import TaskName
 
 DEFAULT_LENGTH = 128
@@ -117,8 +117,11 @@ def _refuse_training_users(
     """Raise if users of the store were trained on, or if that cannot be known."""
     if run is not None:
         shared = shared_users(run, held_out)
-    elif model.is_dir() and read_history(model) is not None:
-        shared = None
+    elif model.is_dir() and (past := read_history(model)) is not None:
+        # A trainer's checkpoint lies beside the run, which has the lists of users.
+        homes = (*past.homes, *(place / TRAINER_RUN for place in (model, model.resolve().parent)))
+        found = overlap(held_out, {entry["run"]: 1 for entry in past.entries}, homes)
+        shared = found.shared if found.shared or found.is_known else None
     else:
         # No run of ours made this model, so there are no training users.
         return

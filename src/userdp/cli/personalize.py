@@ -15,7 +15,7 @@ from userdp.errors import InputError
 
 
 def personalize(
-    run: Annotated[str, typer.Argument(help="A run's directory, or a model's path or name.")],
+    run: common.Model,
     store: Annotated[Path, typer.Argument(help="User store of test users: others than trained.")],
     learning_rate: Annotated[float, typer.Option(help="Of SGD. Tune it on yet other users.")] = 0.1,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over half of a user's records.")] = 4,

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from userdp.cli import common
 from userdp.report import write
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    run: common.Run,
     unfinished: common.Unfinished = False,
     json: common.Json = False,
 ) -> None:

@@ -7,7 +7,7 @@ chat template can write them out later.
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from userdp.errors import InputError
 
@@ -37,6 +37,17 @@ def pair_json(prompt: str, completion: str) -> str:
     return json.dumps({"prompt": prompt, "completion": completion}, ensure_ascii=False)
 
 
+def chat_pair_json(prompt: str, completion: str) -> str:
+    """The same where both are chats in their canonical spelling (`chat_json`).
+
+    >>> chat_pair_json('[{"role": "user", "content": "hi"}]', "")
+    ''
+    """
+    if not completion:
+        return ""
+    return f'{{"prompt": {prompt or "[]"}, "completion": {completion}}}'
+
+
 def labelled_json(text: str, label: str) -> str:
     """A text and its label as the text of a record; empty if the text is blank."""
     if not text.strip():
@@ -49,9 +60,9 @@ def chat_of(stored: str) -> Messages:
     return json.loads(stored)
 
 
-def pair_of(stored: str) -> tuple[str, str]:
-    """Prompt and completion of a stored pair."""
-    fields: dict[str, str] = json.loads(stored)
+def pair_of(stored: str) -> tuple[str, str] | tuple[Messages, Messages]:
+    """Prompt and completion of a stored pair: two texts, or two chats."""
+    fields: dict[str, Any] = json.loads(stored)
     return fields["prompt"], fields["completion"]
 
 
@@ -66,7 +77,10 @@ def text_of(stored: str, kind: TextKind, tokenizer: Any) -> str:
     if kind == "chat":
         return written_out(chat_of(stored), tokenizer)
     if kind == "pair":
-        return "".join(pair_of(stored))
+        prompt, completion = pair_of(stored)
+        if isinstance(prompt, str):
+            return f"{prompt}{completion}"
+        return written_out([*prompt, *cast(Messages, completion)], tokenizer)
     if kind == "labelled":
         fields: dict[str, str] = json.loads(stored)
         return fields["text"]

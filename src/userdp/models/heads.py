@@ -51,6 +51,27 @@ def lora_task(task: TaskName) -> str | None:
     return None if task == "masked" else "CAUSAL_LM"
 
 
+def task_of_head(names: Iterable[str]) -> TaskName | None:
+    """What a model of these class names was made for: its head says it.
+
+    None if that is the next token, or if nobody can tell.
+
+    >>> task_of_head(["BertForMaskedLM"]), task_of_head(["LlamaForCausalLM"])
+    ('masked', None)
+    """
+    for name in names:
+        if _MASKED.search(name):
+            return "masked"
+        if _CLASSIFIER.search(name):
+            return "classification"
+        if _NOT_CAUSAL.search(name):
+            raise InputError(
+                f"the model is a {name}, and its head is for none of the tasks here: use a model "
+                "that predicts the next token, fills gaps, or classifies texts."
+            )
+    return None
+
+
 def named_classes(source: Path) -> tuple[str, ...]:
     """The class names in a checkpoint's configuration, as far as they can be read."""
     settings = source / "config.json"

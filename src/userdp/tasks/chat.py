@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from userdp.data.contents import IN_WORDS, RefusedChatError, TextKind, chat_of, pair_of
+from userdp.data.contents import (
+    IN_WORDS,
+    Messages,
+    RefusedChatError,
+    TextKind,
+    chat_of,
+    pair_of,
+)
 from userdp.data.encoding import EncodedRows, Encoding, RowList
 from userdp.errors import InputError
 from userdp.tasks.causal import CausalTask
 from userdp.tasks.chat_tokens import (
     Tokens,
+    chat_pair_tokens,
     chat_tokens,
     check_template,
     has_template,
@@ -66,7 +74,10 @@ class AssistantTurns:
 
 def _tokens_of(stored: str, kind: TextKind, tokenizer: Any) -> Tokens:
     if kind == "pair":
-        return pair_tokens(*pair_of(stored), tokenizer)
+        prompt, completion = pair_of(stored)
+        if isinstance(prompt, str):
+            return pair_tokens(prompt, cast(str, completion), tokenizer)
+        return chat_pair_tokens(prompt, cast(Messages, completion), tokenizer)
     return chat_tokens(chat_of(stored), tokenizer)
 
 

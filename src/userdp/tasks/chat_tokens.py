@@ -125,8 +125,35 @@ def pair_tokens(prompt: str, completion: str, tokenizer: Any) -> Tokens:
     end: str = tokenizer.eos_token
     closed = completion if completion.endswith(end) else completion + end
     tokens: list[int] = tokenizer(prompt + closed, verbose=False)["input_ids"]
-    alone: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
+    return _after(tokenizer(prompt, verbose=False)["input_ids"], tokens)
+
+
+def chat_pair_tokens(prompt: Messages, completion: Messages, tokenizer: Any) -> Tokens:
+    """The tokens of a chat that completes another, and for each whether it is learned, as in TRL.
+
+    What the template writes after the prompt, which ends with the beginning of the next turn,
+    carries loss: the whole completion.
+    """
+    if not has_template(tokenizer):
+        raise RefusedChatError("there is no template to write the chat")
+    known = with_known_roles(prompt + completion)
+    try:
+        alone, tokens = (
+            tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=True, add_generation_prompt=is_prompt
+            )["input_ids"]
+            for messages, is_prompt in ((known[: len(prompt)], True), (known, False))
+        )
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise RefusedChatError("the template refuses the chat") from error
+    return _after(alone, tokens)
+
+
+def _after(prompt: Sequence[int], tokens: Sequence[int]) -> Tokens:
+    """The tokens, and which of them come after they part from those of the prompt."""
     shared = 0
-    while shared < min(len(alone), len(tokens)) and alone[shared] == tokens[shared]:
+    while shared < min(len(prompt), len(tokens)) and prompt[shared] == tokens[shared]:
         shared += 1
-    return tokens, [place >= shared for place in range(len(tokens))]
+    return list(tokens), [place >= shared for place in range(len(tokens))]

@@ -116,9 +116,9 @@ _MIXES = "it joins records of several users in one row, and one user's words wou
 _MIXES += "another's update; leave it out, short records of one user share rows anyway"
 _PEEKS = "it shows numbers that are counted from the training users; leave it out"
 _TOKENIZER = "set it on the tokenizer, and give that as processing_class"
-_PLAIN_LOSS = "the loss is each record's own cross-entropy; leave it out, or take PrivateStep with "
-_PLAIN_LOSS += "a record_loss of your own"
-_EVALUATION = "evaluation runs in the dtype of the weights; leave it out"
+_PLAIN_LOSS = "the loss is each record's own cross-entropy; leave it out, or give record_loss= to "
+_PLAIN_LOSS += "UserDPTrainer: one number per record"
+_EVALUATION = "evaluation computes as training does; leave it out"
 
 # Argument -> why a value that differs from the default is refused, and the way out.
 REFUSED = {
@@ -187,12 +187,6 @@ def check_arguments(args: Any) -> None:
             continue
         reason = REFUSED.get(name, "this version of userdp does not know it; leave it out")
         raise InputError(f"{kind}({name}={_shown(value)}): {reason}.")
-
-
-def other_collator(collator: Any) -> Any:
-    """The collator, unless it only pads, which is what happens here anyway."""
-    is_padding = type(collator).__name__ == "DataCollatorForLanguageModeling"
-    return None if is_padding and not getattr(collator, "mlm", False) else collator
 
 
 def changed(args: Any) -> dict[str, Any]:

@@ -14,36 +14,93 @@ from typing import Any
 
 from userdp.data.identity import key_beside
 from userdp.data.store import UserStore
-from userdp.durable import OWNER_ONLY_DIRECTORY
+from userdp.durable import OWNER_ONLY_DIRECTORY, write_file
 from userdp.earlier import Earlier
 from userdp.errors import InputError
 from userdp.history import Module, history_of
-from userdp.run_files import overlap
+from userdp.run_files import TRAINER_RUN, overlap
 from userdp.task_names import TaskName
 
 # The folder below `output_dir` that is for the owner alone.
-PRIVATE = "userdp"
+PRIVATE = TRAINER_RUN.parent.name
 
 # Whom the rows of a dataset belong to that is declared to have none of the training users.
 NOBODY_HERE = "somebody else"
 
 Formatting = Callable[[dict[str, Any]], str]
+LABELS = ("label", "labels")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
-    """Which column, or template of columns, is learned; `completion` is learned after `text`."""
+    """Which column, or template of columns, is learned; `completion` is learned after `text`.
+
+    Of classified texts `label` is the column of classes.
+    """
 
     text: str
     completion: str | None = None
+    label: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How datasets are read: what the arguments and the task say of their columns.
+
+    `classes` are the names of the model's classes, which datasets may give by their numbers.
+    """
+
+    args: Any
+    user: str
+    formatting: Formatting | None = None
+    task: TaskName | None = None
+    classes: Sequence[str] = ()
+
+    def learned(self, columns: list[str]) -> Learned:
+        """What of a dataset is learned."""
+        if self.task == "classification":
+            return self._classified(columns)
+        if self.formatting is not None:
+            return Learned(text="text")
+        return learned_columns(columns, self.args)
+
+    def _classified(self, columns: list[str]) -> Learned:
+        text = getattr(self.args, "dataset_text_field", "text")
+        label = next((name for name in LABELS if name in columns), None)
+        if label is None or (text not in columns and self.formatting is None):
+            raise InputError(
+                f"task='classification': the dataset needs a column {text!r} and a column 'label' "
+                "with the name or the number of one of the model's classes."
+            )
+        return Learned(text="text" if self.formatting else text, label=label)
+
+    def rows(self, dataset: Any, learned: Learned) -> Any:
+        """The dataset, or its rows with what is learned of them where that must be made first."""
+        if self.formatting is None and learned.label is None:
+            return dataset
+        return self._made(dataset, learned)
+
+    def _made(self, dataset: Any, learned: Learned) -> Iterator[dict[str, Any]]:
+        """Each record alone becomes a text, so no user's record changes another's."""
+        for row in _rows_of(dataset):
+            text = row.get(learned.text) if self.formatting is None else self.formatting(row)
+            if self.formatting is not None and not isinstance(text, str):
+                raise InputError("formatting_func must return one string for one record.")
+            made = {self.user: row.get(self.user), learned.text: text}
+            if learned.label is not None:
+                made[learned.label] = self._named(row.get(learned.label))
+            yield made
+
+    def _named(self, label: Any) -> Any:
+        is_number = isinstance(label, int) and not isinstance(label, bool)
+        is_known = is_number and 0 <= label < len(self.classes)
+        return self.classes[label] if is_known else label
 
 
 def learned_columns(columns: list[str], args: Any) -> Learned:
     """What of a dataset is learned. The order is that of TRL: completions, chats, texts."""
     text = getattr(args, "dataset_text_field", "text")
     if "prompt" in columns and "completion" in columns:
-        if getattr(args, "completion_only_loss", None) is False:
-            return Learned(text="{prompt}{completion}")
         return Learned(text="prompt", completion="completion")
     for name in ("messages", "conversations", text):
         if name in columns:
@@ -57,9 +114,18 @@ def learned_columns(columns: list[str], args: Any) -> Learned:
 def task_of(store: UserStore, args: Any) -> TaskName:
     """Which tokens carry loss, as in TRL: completions alone, but all of a chat unless told so."""
     if store.text_kind == "pair":
-        return "chat"
+        return "causal" if getattr(args, "completion_only_loss", None) is False else "chat"
     is_chat = store.text_kind == "chat" and getattr(args, "assistant_only_loss", False)
     return "chat" if is_chat else "causal"
+
+
+def hide_private_files(out: Path) -> None:
+    """Make the folder for the owner alone, and keep it out of commits and uploads."""
+    (out / PRIVATE).mkdir(mode=OWNER_ONLY_DIRECTORY, parents=True, exist_ok=True)
+    ignored = out / ".gitignore"
+    lines = ignored.read_text().splitlines() if ignored.is_file() else []
+    if f"/{PRIVATE}/" not in lines:
+        write_file(ignored, "".join(f"{line}\n" for line in [*lines, f"/{PRIVATE}/"]).encode())
 
 
 def columns_of(dataset: Any) -> list[str]:
@@ -76,20 +142,18 @@ def columns_of(dataset: Any) -> list[str]:
     return [str(name) for name in named]
 
 
-def training_store(
-    dataset: Any, args: Any, *, user: str, place: Path, formatting: Formatting | None
-) -> UserStore:
+def training_store(dataset: Any, reading: Reading, place: Path) -> UserStore:
     """The store of the training users at `place`; the one that is there if it holds the same data.
 
     What is spent on these people is counted beside the store, so a store is never replaced.
     """
     place.parent.mkdir(mode=OWNER_ONLY_DIRECTORY, parents=True, exist_ok=True)
     if not place.exists():
-        return _imported(dataset, args, user, place, key_beside(place), formatting)
+        return _imported(dataset, reading, place, key_beside(place))
     again = place.with_name(f".{place.name}.again")
     shutil.rmtree(again, ignore_errors=True)
     try:
-        new = _imported(dataset, args, user, again, key_beside(place), formatting)
+        new = _imported(dataset, reading, again, key_beside(place))
         kept = UserStore.open(place)
         # The fingerprint names users by their numbers: other people may have the same records.
         is_same = new.pseudonyms.to_pylist() == kept.pseudonyms.to_pylist()
@@ -105,12 +169,10 @@ def training_store(
 
 def evaluation_store(
     dataset: Any,
-    args: Any,
+    reading: Reading,
     training: UserStore,
     *,
-    user: str,
     is_public: bool,
-    formatting: Formatting | None,
     earlier: Sequence[Earlier],
     homes: Sequence[Path],
 ) -> UserStore:
@@ -122,20 +184,17 @@ def evaluation_store(
     """
     if isinstance(dataset, UserStore):
         store = dataset
-    elif user in columns_of(dataset):
+    elif reading.user in columns_of(dataset):
         key = key_beside(training.path)
-        shared_key = key if key.is_file() else None
-        store = _imported(dataset, args, user, None, shared_key, formatting)
+        store = _imported(dataset, reading, None, key if key.is_file() else None)
     elif is_public:
-        rows = ({**row, user: NOBODY_HERE} for row in dataset)
-        chosen = learned_columns(columns_of(dataset), args)
-        return UserStore.from_dataset(
-            rows, user=user, text=chosen.text, completion=chosen.completion
-        )
+        rows = ({**row, reading.user: NOBODY_HERE} for row in _rows_of(dataset))
+        learned = reading.learned(columns_of(dataset))
+        return _store_of(reading.rows(rows, learned), reading, learned, None, None)
     else:
         raise InputError(
-            f"eval_dataset has no column {user!r}, so nobody can tell whether training users are "
-            "in it: add the column, or declare eval_is_public=True."
+            f"eval_dataset has no column {reading.user!r}, so nobody can tell whether training "
+            "users are in it: add the column, or declare eval_is_public=True."
         )
     shared = training.shares_users_with(store)
     before = overlap(store, {item.run: 1 for item in earlier}, homes)
@@ -158,30 +217,31 @@ def homes_of(model: Module) -> tuple[Path, ...]:
     found = history_of(model)
     # A trainer's model lies in its output_dir, or in output_dir/checkpoint-N.
     outs = [out for place in found.loaded for out in (place, place.parent)]
-    return (*found.homes, *(out / PRIVATE / "run" for out in outs))
+    return (*found.homes, *(out / TRAINER_RUN for out in outs))
 
 
-def _imported(
-    dataset: Any,
-    args: Any,
-    user: str,
-    place: Path | None,
-    key: Path | None,
-    formatting: Formatting | None,
+def _imported(dataset: Any, reading: Reading, place: Path | None, key: Path | None) -> UserStore:
+    learned = reading.learned(columns_of(dataset))
+    return _store_of(reading.rows(dataset, learned), reading, learned, place, key)
+
+
+def _store_of(
+    rows: Any, reading: Reading, learned: Learned, place: Path | None, key: Path | None
 ) -> UserStore:
-    if formatting is not None:
-        rows = _formatted(dataset, user, formatting)
-        return UserStore.from_dataset(rows, place, user=user, text="text", key=key)
-    chosen = learned_columns(columns_of(dataset), args)
     return UserStore.from_dataset(
-        dataset, place, user=user, text=chosen.text, completion=chosen.completion, key=key
+        rows,
+        place,
+        user=reading.user,
+        text=learned.text,
+        completion=learned.completion,
+        label=learned.label,
+        key=key,
     )
 
 
-def _formatted(dataset: Any, user: str, formatting: Formatting) -> Iterator[dict[str, Any]]:
-    """Each record alone becomes a text, so no user's record changes another's."""
-    for row in dataset:
-        text = formatting(row)
-        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError("formatting_func must return one string for one record.")
-        yield {user: row.get(user), "text": text}
+def _rows_of(dataset: Any) -> Any:
+    """The rows of a dataset as dicts: tables and data frames go through their columns."""
+    if hasattr(dataset, "to_pylist"):
+        return dataset.to_pylist()
+    kind = type(dataset).__module__.partition(".")[0]
+    return dataset.to_dict("records") if kind == "pandas" else dataset

@@ -24,14 +24,13 @@ from userdp.durable import new_directory, write_file
 from userdp.errors import InputError
 from userdp.history import ATTRIBUTE, write_history
 from userdp.models.load import save_model
+from userdp.trainer.measuring import Metrics
 from userdp.trainer.tracking import Tracking
 
 STATE_FILE = "trainer_state.json"
 # Events inside a step, where gradients without noise are about.
 INSIDE = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 FOLDER = re.compile(r"checkpoint-(\d+)")
-
-Metrics = dict[str, float]
 
 
 def callbacks_of(args: Any, own: Sequence[Any], *, is_first: bool = True) -> list[Any]:
@@ -68,7 +67,7 @@ class Loop:
         control: transformers.TrainerControl,
         *,
         epochs_a_step: float,
-        evaluate: Callable[[], Metrics] | None,
+        evaluate: Callable[[int], Sequence[Metrics]] | None,
     ) -> None:
         self._args = args
         self._handler = handler
@@ -96,7 +95,8 @@ class Loop:
     def begin(self) -> None:
         """Before the first step."""
         self._tell("on_train_begin")
-        if self._args.eval_on_start and self._evaluate is not None:
+        # The weights of a run that goes on are not there yet.
+        if self._args.eval_on_start and self._evaluate and self.state.global_step == 0:
             self._measure()
         self._tell("on_epoch_begin")
         self._tell("on_step_begin")
@@ -160,8 +160,12 @@ class Loop:
     def _measure(self) -> None:
         if self._evaluate is None:
             raise InputError("a callback asks to evaluate: give an eval_dataset, of other people.")
-        metrics = self._evaluate()
-        self.measured(metrics)
+        # Nobody is told of numbers that are not for release, so nobody else takes the wish back.
+        self.control.should_evaluate = False
+        metrics: Metrics = {}
+        for found in self._evaluate(self.state.global_step):
+            self.measured(found)
+            metrics |= found
         name = self._args.metric_for_best_model
         value = metrics.get(name if str(name).startswith("eval_") else f"eval_{name}")
         if name and value is not None:

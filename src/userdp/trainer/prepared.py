@@ -13,6 +13,7 @@ from torch import nn
 from userdp.errors import InputError
 from userdp.history import history_of
 from userdp.models.load import load_model, load_tokenizer, remember
+from userdp.task_names import TaskName
 from userdp.trainer.adapters import refuse_unknown_adapter
 
 
@@ -23,7 +24,11 @@ def refuse(name: str, value: Any, reason: str) -> None:
 
 
 def prepared(
-    model: str | nn.Module, tokenizer: Any, peft_config: Any, args: Any
+    model: str | nn.Module,
+    tokenizer: Any,
+    peft_config: Any,
+    args: Any,
+    task: TaskName = "causal",
 ) -> tuple[nn.Module, Any]:
     """The model with its adapters, and its tokenizer."""
     options = dict(getattr(args, "model_init_kwargs", None) or {})
@@ -31,7 +36,7 @@ def prepared(
         dtype = options.pop("dtype", options.pop("torch_dtype", None)) or torch.float32
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         refuse("model_init_kwargs", options or None, "load the model yourself, and give that")
-        loaded, own = load_model(model, dtype=dtype)
+        loaded, own = load_model(model, task=task, dtype=dtype)
     else:
         refuse("model_init_kwargs", options or None, "the model is loaded already; leave it out")
         loaded, own = model, None

@@ -51,7 +51,7 @@ def sequence_length_of(args: Any, model: nn.Module) -> int:
     return min(asked or USUAL_LENGTH, positions or asked or USUAL_LENGTH)
 
 
-def optimizer_of(args: Any, model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(args: Any, model: nn.Module, rate: float) -> torch.optim.Optimizer:
     """The optimizer that `optim` names. As in `transformers`, biases and norms do not decay."""
     parameters = list(trainable_parameters(model).values())
     groups: list[dict[str, Any]] = [{"params": parameters, "weight_decay": 0.0}]
@@ -65,7 +65,6 @@ def optimizer_of(args: Any, model: nn.Module) -> torch.optim.Optimizer:
         ]
         groups = [group for group in groups if group["params"]]
     name = str(getattr(args.optim, "value", args.optim))
-    rate = args.learning_rate
     match name:
         case "adamw_torch" | "adamw_torch_fused":
             betas = (args.adam_beta1, args.adam_beta2)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from userdp.data.contents import TextKind, labelled_json, pair_json
+from userdp.data.contents import TextKind, chat_pair_json, labelled_json, pair_json
 from userdp.data.identity import trimmed
 from userdp.errors import InputError
 
@@ -205,14 +205,15 @@ def text_of(fields: dict[str, Any], choice: str, where: str, *, chat: bool = Fal
 def content_of(fields: dict[str, Any], columns: Columns, where: str, *, chat: bool = False) -> str:
     """What is kept of a record: its text, and its completion or its label if it has one."""
     _, text = columns.named()
-    if chat and columns.text_kind != "plain":
+    if chat and columns.label is not None:
         raise InputError(
-            f"{where}: field {text!r} is a list of chat messages, so it takes no --completion and "
-            "no --label. Put the completion behind the other messages, as the assistant's."
+            f"{where}: field {text!r} is a list of chat messages, so it takes no --label. Write "
+            "each chat out as one text beforehand."
         )
     found = text_of(fields, text, where, chat=chat)
     if columns.completion is not None:
-        return pair_json(found, text_of(fields, columns.completion, where))
+        completion = text_of(fields, columns.completion, where, chat=chat)
+        return chat_pair_json(found, completion) if chat else pair_json(found, completion)
     if columns.label is not None:
         return labelled_json(found, _part(fields.get(columns.label), columns.label, where))
     return found

@@ -46,7 +46,7 @@ def batches(path: Path, columns: Columns, scratch: Path) -> Iterator[ImportBatch
     user, text = chosen.named()
     chat = isinstance(values.get(text), list)
     if chat or chosen.time is not None or chosen.text_kind != "plain":
-        kind = "chat" if chat else chosen.text_kind
+        kind = "chat" if chat and chosen.text_kind == "plain" else chosen.text_kind
         yield from batches_of(records(path, chosen, chat=chat), text_kind=kind)
         return
     check_compressed(path)
