@@ -281,3 +281,36 @@ def test_a_class_that_the_model_does_not_have_counts_as_zero() -> None:
     )
     groups = [labelled_group([label], 4, 0) for label in (0, 1, IGNORED_LABEL, 2, -1)]
     assert [checked.reads(group) for group in groups] == [True, True, True, False, False]
+
+
+def test_a_model_object_that_fills_gaps_is_not_trained_on_the_next_token(
+    stores: dict[TaskName, userdp.UserStore],
+) -> None:
+    model, tokenizer = build("bert, masked", "full"), tokenizer_of("masked")
+    before = [p.detach().clone() for p in model.parameters()]
+    store = stores["masked"]
+    plan = userdp.Plan.sample_users(
+        num_users=store.num_users,
+        expected_cohort_size=4,
+        group_size=1,
+        steps=1,
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        delta=1e-2,
+    )
+    given: dict[str, Any] = {
+        "sequence_length": LENGTH,
+        "settings": StepSettings(path="plain"),
+        "secret": RunSecret.fixed_for_tests(1),
+    }
+    with pytest.raises(userdp.InputError, match="BertForMaskedLM, which has no head"):
+        userdp.train(model, tokenizer, store, plan, **given)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+    # A loss of one's own reads the model as it likes.
+    def quiet(model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(input_ids=batch["input_ids"]).logits
+        return 0.0 * logits.flatten(1).sum(1)
+
+    tokenizer.eos_token = "[SEP]"
+    userdp.train(model, tokenizer, store, plan, record_loss=quiet, **given)

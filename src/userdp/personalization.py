@@ -27,10 +27,10 @@ from userdp.data.tokens import TokenRows, tokenise_by_record
 from userdp.errors import InputError
 from userdp.evaluation import QUANTILES, finite, measuring
 from userdp.index import IGNORED_LABEL
-from userdp.losses import Batch, causal_lm_loss
+from userdp.losses import Batch
 from userdp.models.checks import trainable_parameters
 from userdp.stacked_lora import UnstackableError, adapter_layers, stacked
-from userdp.tasks import CausalTask, Task, TaskName
+from userdp.tasks import CausalTask, ChatTask, Task, TaskName
 
 # With four epochs of SGD (App. G.2). The paper tunes the rate and does not tell it.
 EPOCHS = 4
@@ -95,7 +95,8 @@ def personalize(
     """Tune a copy of the model for each user of the store, and measure what that user gains.
 
     `task` says what is learned and predicted, as in `train`: by default the next token, of chats in
-    the assistant's turns only. The loss on the second half is that of `evaluate_store`.
+    the assistant's turns only. The loss on the second half is computed as `evaluate_store` does;
+    what a task draws, such as the tokens that are hidden, is the same before and after.
 
     The model is as it was afterwards. `users_at_once` bounds the memory: so many users, each with
     `batch_rows` rows, are in one pass. `one_by_one` tunes one after the other in any case.
@@ -192,7 +193,8 @@ def _similar(halves: Sequence[_Half], rows: TokenRows, users_at_once: int) -> li
 
 def _is_next_token(task: Task) -> bool:
     """Whether users can share a batch: its rows are padded on the right, and nothing is random."""
-    return isinstance(task, CausalTask) and task.record_loss is causal_lm_loss
+    # Not a class made from these: its batches may hold more, or be drawn.
+    return type(task) in (CausalTask, ChatTask)
 
 
 def _batches(
