@@ -16,7 +16,7 @@ from userdp.errors import InputError, LedgerError
 from userdp.ledger import Ledger
 from userdp.plan import Plan
 from userdp.population import Population
-from userdp.report.write import model_card
+from userdp.report.card import model_card
 from userdp.run_facts import of_config
 
 RECORDS = 'unit = "record"\nexpected_batch_size = 10\nrecord_level = true\n'

@@ -23,6 +23,7 @@ from userdp.evaluation import evaluate_store
 from userdp.lineage import earlier_runs
 from userdp.plan import Plan
 from userdp.ranks import Ranks
+from userdp.report.closing import unfinished_card
 from userdp.statement import Statement
 from userdp.tasks import task_named
 from userdp.trainer.arguments import check_arguments, other_collator
@@ -318,6 +319,7 @@ class UserDPTrainer:
             self.callback_handler,
             state,
             transformers.TrainerControl(),
+            card=unfinished_card(self.plan),
             epochs_a_step=epochs,
             evaluate=None if self.eval_store is None else self._measured_on_others,
         )
