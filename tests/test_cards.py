@@ -12,6 +12,7 @@ import torch
 import userdp
 from cli_runner import userdp as command
 from tiny import make_model, make_store
+from userdp.earlier import Earlier
 from userdp.ledger import Ledger
 from userdp.marks import Hypothetical, RecordLevel
 from userdp.models.load import Lora, add_lora
@@ -171,3 +172,45 @@ def test_a_loop_of_ones_own_leaves_its_card(tmp_path: Path, mark: str) -> None:
     assert first_line(tmp_path / "run" / "model") == statement.sentence
     assert statement.sentence.startswith(mark)
     assert check_run(tmp_path / "run").ok
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_the_mark_of_an_earlier_run_stays_with_its_weights(
+    store: userdp.UserStore, tmp_path: Path, mark: str
+) -> None:
+    trained(store, tmp_path / "first", plan_of(MARKS[mark]))
+    model, tokenizer = userdp.load_model(tmp_path / "first" / "run" / "model")
+    run = tmp_path / "second"
+    statement = userdp.train(model, tokenizer, store, PLAN, sequence_length=16, out=run).statement
+    assert command("report", run).code == 0
+    why = f" that promised nothing ({mark}" if mark else ", alone epsilon="
+    for text in (
+        str(statement),
+        (run / "model" / "README.md").read_text(),
+        (run / "report.html").read_text(),
+        (run / "statement.json").read_text(),
+    ):
+        assert f"2 steps of an earlier run{why.removesuffix('. ')}" in text
+        assert ("promised nothing" in text) == bool(mark)
+
+
+def test_an_earlier_run_without_a_guarantee_says_so() -> None:
+    before = Earlier(
+        run="x",
+        data="y",
+        plan=PLAN.to_json(),
+        event=PLAN.event(2),
+        steps=2,
+        adjacency=PLAN.adjacency,
+        fixed_seed=False,
+    )
+    unclaimed = dataclasses.replace(PLAN, non_private=True)
+    free = dataclasses.replace(before, plan=unclaimed.to_json(), event=None)
+    for changed, why in (
+        (free, "no guarantee claimed"),
+        (dataclasses.replace(before, fixed_seed=True), "a fixed seed was used"),
+        (dataclasses.replace(before, doubts=("x was written without noise",)), "x was written"),
+    ):
+        statement = unclaimed.statement(earlier=[changed])
+        assert f"2 steps of an earlier run that promised nothing ({why}" in statement.earlier[0]
+    assert "promised nothing" not in PLAN.statement(earlier=[before]).earlier[0]
