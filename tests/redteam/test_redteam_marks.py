@@ -72,8 +72,8 @@ def test_no_text_of_a_marked_run_promises_anything(
     account = command("account", run, "--json").json
     for data in (told, account, statement):
         assert data["guarantee"] is False
+        assert data["epsilon"] is None
         assert FIRST_WORDS[name].startswith(data["mark"])
-    assert statement["epsilon"] is None
     assert statement["promise"] == ""
     assert (statement["record_level_epsilon"] is not None) == (name in ("capped", "unbounded"))
     assert (statement["hypothetical_epsilon"] is not None) == (name == "hypothetical")
