@@ -115,8 +115,7 @@ def _unpromised(item: Earlier) -> str:
     why = ["no guarantee claimed"] * item.non_private
     with as_written("an earlier run's plan"):
         if (mark := marks.from_json(item.plan)) is not None:
-            numbers = item.plan["num_users"], item.plan["divisor"]
-            why = [mark.words(num_users=numbers[0], groups=numbers[1])]
+            why = [mark.words(num_users=item.plan["num_users"], groups=item.plan["divisor"])]
     return "; ".join([*why, *of_the_record(item.fixed_seed, unfinished=False), *item.doubts])
 
 

@@ -70,6 +70,10 @@ def test_no_text_of_a_marked_run_promises_anything(
     run = place / "run"
     statement = json.loads((run / "statement.json").read_text())
     account = command("account", run, "--json").json
+    if name == "capped":
+        by_rdp = command("account", run, "--accountant", "rdp", "--json").json
+        assert by_rdp["epsilon"] is None
+        assert by_rdp["planned_epsilon"] > by_rdp["epsilon_pld"] > 0
     for data in (told, account, statement):
         assert data["guarantee"] is False
         assert data["epsilon"] is None
