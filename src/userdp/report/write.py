@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import userdp
+from userdp.durable import write_file
 from userdp.report import pictures
 from userdp.report.card import base_name, card_of_run, data_name
 from userdp.report.templates import environment
@@ -126,7 +127,7 @@ def write_report(
     files.card.write_text(card)
     if (run / "model").is_dir():
         # Whoever uploads the directory uploads this card.
-        (run / "model" / "README.md").write_text(card)
+        write_file(run / "model" / "README.md", card.encode())
     files.statement.write_bytes(statement_file(statement))
     return files
 
