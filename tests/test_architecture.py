@@ -99,7 +99,7 @@ ABOVE = {
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
     | {"updates"},
     "report": GROUND
-    | {"earlier", "ledger", "paid", "plan", "run_files", "statement", "accounting"}
+    | {"earlier", "ledger", "paid", "plan", "plan_words", "run_files", "statement", "accounting"}
     | {"run_facts", "validation_curve", "wording"},
     "digests": GROUND | {"models"},
     "lineage": GROUND | {"earlier", "ledger", "run_files"},
@@ -123,7 +123,7 @@ ABOVE = {
     "run_record": GROUND
     | {"ranks"}
     | {"clipping", "digests", "ledger", "lineage", "models", "plan", "run_files", "statement"}
-    | {"chain", "checkpoints", "same_run"},
+    | {"chain", "checkpoints", "report", "same_run"},
     "step": GROUND
     | {"checked_model", "clipping", "ledger", "losses", "models", "noise", "plan", "run_record"}
     | {"holding", "ranks", "sampling", "sharding", "shared_record", "statement"},
@@ -132,7 +132,7 @@ ABOVE = {
     | {"same_run"},
     "run_state": GROUND
     | {"checkpoints", "continuing", "ledger", "losses", "models", "run_record", "step"}
-    | {"averaging", "run_files", "sharding"},
+    | {"averaging", "report", "sharding"},
     "training_rows": GROUND | {"bounding", "data", "plan"},
     "training_choice": GROUND | {"data", "digests", "evaluation", "plan"},
     "optimizer_names": GROUND,
@@ -163,7 +163,7 @@ ABOVE = {
     | {"public_gradient", "ranks", "run_record", "same_run", "training", "validation"},
     "trainer": GROUND
     | {"checkpoints", "clipping", "data", "evaluation", "models", "plan", "statement", "tasks"}
-    | {"earlier", "lineage", "ranks", "run_files", "trackers", "training"}
+    | {"earlier", "lineage", "ranks", "report", "run_files", "trackers", "training"}
     # What `training` takes, it takes too, under the same names.
     | {"bounding", "configured", "defaults", "losses", "optimizers", "paid", "public_gradient"}
     | {"validation", "validation_curve"},

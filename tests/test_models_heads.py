@@ -160,7 +160,7 @@ def test_a_saved_adapter_is_loaded_with_its_head(bert: Path, task: Any, tmp_path
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += 0.1
-    save_model(model, tokenizer, tmp_path)
+    save_model(model, tokenizer, tmp_path, card="")
     again, _ = load_model(tmp_path, task=task, classes=classes)
     ids = torch.tensor([[2, 6, 7, 3]])
     with torch.no_grad():

@@ -68,7 +68,7 @@ def test_pickle_beside_safetensors_is_not_read(checkpoint: Path) -> None:
 
 def test_pickled_adapter_is_refused_and_nothing_runs(base_model: Path, tmp_path: Path) -> None:
     model, tokenizer = load_model(base_model, lora=Lora(rank=2))
-    save_model(model, tokenizer, tmp_path / "adapter")
+    save_model(model, tokenizer, tmp_path / "adapter", card="")
     for path in (tmp_path / "adapter").glob("*.safetensors"):
         path.unlink()
     mark = tmp_path / "ran"
@@ -243,7 +243,7 @@ def test_full_model_survives_the_round_trip_and_still_generates(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
-    save_model(model, tokenizer, tmp_path / "saved")
+    save_model(model, tokenizer, tmp_path / "saved", card="")
     assert not list((tmp_path / "saved").glob("*.bin"))
     again, same_tokenizer = load_model(tmp_path / "saved")
     assert torch.equal(logits(model), logits(again))
@@ -260,7 +260,7 @@ def test_adapter_survives_the_round_trip_and_still_generates(
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    save_model(model, tokenizer, tmp_path / "saved")
+    save_model(model, tokenizer, tmp_path / "saved", card="")
     size = (tmp_path / "saved" / "adapter_model.safetensors").stat().st_size
     assert size < sum(p.numel() * 4 for p in model.parameters())
     base, _ = load_model(base_model)
@@ -289,7 +289,7 @@ def test_a_model_that_claims_to_be_quantised_is_saved_as_the_floats_it_is(tmp_pa
     model.hf_quantizer = SimpleNamespace(quantization_config=claimed)
     with pytest.raises(ValueError, match="not serializable"):
         model.save_pretrained(tmp_path / "refused")
-    save_model(model, tokenizer, tmp_path / "saved")
+    save_model(model, tokenizer, tmp_path / "saved", card="")
     again, _ = load_model(tmp_path / "saved")
     for name, weight in model.named_parameters():
         assert torch.equal(weight, again.get_parameter(name)), name

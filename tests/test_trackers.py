@@ -14,6 +14,7 @@ import torch
 
 import userdp
 from userdp.errors import InputError
+from userdp.marks import Hypothetical
 from userdp.trackers import TRACKERS, open_trackers
 from userdp.validation import Validation
 
@@ -116,6 +117,21 @@ def test_a_run_without_a_guarantee_has_no_epsilon(train: Callable[..., Any]) -> 
     )
     train(plan=plan, trackers=["noted"])
     assert [set(numbers) for _, numbers in Noted.last.rows] == [{"learning_rate"}] * 2
+
+
+def test_a_marked_run_has_no_epsilon(train: Callable[..., Any]) -> None:
+    plan = userdp.Plan.sample_users(
+        num_users=20,
+        expected_cohort_size=5,
+        group_size=2,
+        steps=2,
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        delta=1e-2,
+        mark=Hypothetical(num_users=1_000, expected_groups=5),
+    )
+    train(plan=plan, trackers=["noted"])
+    assert [set(numbers) for _, numbers in Noted.last.rows] == [{"learning_rate", "clip_norm"}] * 2
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])

@@ -93,13 +93,19 @@ def paid_in_words(item: Paid, delta: float, adjacency: Adjacency) -> str:
     return f"{item.what}: alone epsilon={epsilon_text(alone)}, included in the total"
 
 
-def earlier_in_words(item: Earlier, delta: float, adjacency: Adjacency) -> str:
-    """An earlier run behind the weights, with its price alone."""
+def earlier_in_words(
+    item: Earlier, delta: float, adjacency: Adjacency, *, unpromised: str = ""
+) -> str:
+    """An earlier run behind the weights, with its price alone.
+
+    `unpromised` is why that run promised nothing to its own people, if so.
+    """
     alone = math.inf if item.non_private else 0.0
     if item.events() and not item.non_private:
         event = events.combined(item.events())
         alone = accountant.epsilon(event, delta=delta, adjacency=adjacency)
-    run = f"{item.steps:,} steps of an earlier run, alone epsilon={epsilon_text(alone)}"
+    why = f" that promised nothing ({unpromised})" if unpromised else ""
+    run = f"{item.steps:,} steps of an earlier run{why}, alone epsilon={epsilon_text(alone)}"
     if item.people == 0:
         return f"{run}, included in the total"
     return f"{run}, on people declared to be others: the largest epsilon of the groups is stated"

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.sampling import Sampler
@@ -28,6 +28,9 @@ from userdp.units import Adjacency
 @dataclass(frozen=True, kw_only=True)
 class RecordLevel:
     """The price of one record alone. A record is one row of tokens; a user may have many."""
+
+    # What the epsilon that it prices is called.
+    epsilon_name: ClassVar[str] = "record-level epsilon"
 
     def priced(self, sampler: Sampler, *, num_users: int, groups: float) -> Sampler:
         """The sampler as it is for somebody who has one record."""
@@ -72,6 +75,8 @@ class Hypothetical:
     datasets"); Ganesh et al. 2025, App. C.2 (batches); Charles et al. 2024, Fig. 8 (users: the
     groups are the real ones, and the noise multiplier is that of the larger population).
     """
+
+    epsilon_name: ClassVar[str] = "hypothetical epsilon"
 
     num_users: int
     expected_groups: float
@@ -118,6 +123,8 @@ class AsIfPoisson:
 
     Papers shuffle and state this number. It is not what ran (Chua et al. 2024, arXiv 2403.17673).
     """
+
+    epsilon_name: ClassVar[str] = "epsilon as if not shuffled"
 
     def priced(self, sampler: Sampler, *, num_users: int, groups: float) -> Sampler:
         """The sampler that papers price."""

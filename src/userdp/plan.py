@@ -195,8 +195,9 @@ class Plan:
         if non_private and epsilon is not None:
             raise InputError("non_private=True claims no epsilon: give noise_multiplier instead.")
         ratio = 1.0 if mark is None else mark.noise_ratio(groups)
-        # Before noise is looked for, the plan is checked with much noise.
-        much = accountant.LARGEST_NOISE_MULTIPLIER
+        # Before noise is looked for, the plan is checked with much noise; a noisy count leaves some
+        # for the updates if the noise multiplier is as large as its own noise.
+        much = min(accountant.LARGEST_NOISE_MULTIPLIER, clip.count_stddev or math.inf)
         first = much if noise_multiplier is None else noise_multiplier
         plan = Plan(
             sampler=sampler,

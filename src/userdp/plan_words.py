@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from userdp import marked_price
+from userdp import marked_price, marks
 from userdp.composition import earlier_in_words, paid_in_words
 from userdp.earlier import Earlier
 from userdp.marks import AsIfPoisson, Hypothetical, RecordLevel
 from userdp.paid import Paid
+from userdp.parts import as_written
 from userdp.statement import Statement
 from userdp.streams import PHILOX
 from userdp.units import SamplingUnit
@@ -72,7 +73,10 @@ def statement_of(plan: Plan, steps: int, **said: Unpack[Said]) -> Statement:
         hypothetical_epsilon=marked if isinstance(plan.mark, Hypothetical) else None,
         as_if_epsilon=marked if isinstance(plan.mark, AsIfPoisson) else None,
         paid=tuple(paid_in_words(item, plan.delta, plan.adjacency) for item in paid),
-        earlier=tuple(earlier_in_words(item, plan.delta, plan.adjacency) for item in earlier),
+        earlier=tuple(
+            earlier_in_words(item, plan.delta, plan.adjacency, unpromised=_unpromised(item))
+            for item in earlier
+        ),
         model_check=said.get("model_check", ""),
         fixed_seed=fixed_seed,
         unfinished=unfinished,
@@ -101,6 +105,18 @@ def mark_in_words(plan: Plan) -> str:
     if plan.mark is not None:
         return plan.mark.words(num_users=plan.num_users, groups=plan.divisor)
     return UNCLAIMED if plan.non_private and plan.noise.noise_multiplier > 0 else ""
+
+
+def _unpromised(item: Earlier) -> str:
+    """Why an earlier run promised nothing; empty if it did.
+
+    Its mark is read without its parts, which may be of a package that is not here.
+    """
+    why = ["no guarantee claimed"] * item.non_private
+    with as_written("an earlier run's plan"):
+        if (mark := marks.from_json(item.plan)) is not None:
+            why = [mark.words(num_users=item.plan["num_users"], groups=item.plan["divisor"])]
+    return "; ".join([*why, *of_the_record(item.fixed_seed, unfinished=False), *item.doubts])
 
 
 def cautions_of(plan: Plan) -> list[str]:

@@ -81,6 +81,14 @@ def read_facts(run: Path) -> RunFacts:
     return written
 
 
+def known_facts(run: Path) -> RunFacts | None:
+    """The facts of the run in `run`; None if they are not known, as of a loop of one's own."""
+    try:
+        return read_facts(run)
+    except InputError:
+        return None
+
+
 def has_facts(run: Path) -> bool:
     """Whether a run says what it was made of. Older runs from Python do not."""
     return (run / "config.toml").is_file() or (run / RUN_FILE).is_file()

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 
 from userdp.chain import read_key, write_private
 from userdp.data.array_files import PSEUDONYM_BYTES, file_digest
-from userdp.durable import write_file
 from userdp.errors import LedgerError
 from userdp.history import home_of
 from userdp.ledger import Ledger
@@ -316,8 +315,3 @@ def discard(run: Path) -> None:
     with contextlib.suppress(OSError):
         # If the directory is not empty, it stays: the other files in it are not the run's.
         run.rmdir()
-
-
-def write_statement(run: Path, statement: Statement) -> None:
-    """Leave the statement in the run's directory."""
-    write_file(run / "statement.json", statement_file(statement))

@@ -38,7 +38,8 @@ from userdp.models.proven import model_check
 from userdp.plan import Plan
 from userdp.ranks import Ranks
 from userdp.remembered import CHECKPOINTS
-from userdp.run_files import discard, model_files, write_statement
+from userdp.report.closing import unfinished_card, write_words
+from userdp.run_files import discard, model_files
 from userdp.same_run import (
     NOISE_KEY,
     check_hardware,
@@ -317,7 +318,7 @@ class RunRecord:
     def finish(
         self, model: nn.Module, tokenizer: Any = None, *, people: dict[str, Any] | None = None
     ) -> None:
-        """Write the closing row. A run with a directory also writes the model and the statement.
+        """Write the closing row. A run with a directory also writes its model, card and statement.
 
         `people` says what else was released about the same people.
 
@@ -331,19 +332,18 @@ class RunRecord:
             saved = self.path / "model"
             history = vars(model)[ATTRIBUTE]
             with new_directory(saved) as partial:
-                save_model(model, tokenizer, partial)
+                save_model(model, tokenizer, partial, card=unfinished_card(self.ledger.plan))
                 write_history(partial, history)
             homes = (*history_of(model).homes, self.path.resolve())
             carry(model, dataclasses.replace(history, homes=homes))
             files = model_files(saved)
             published = adapter_tensors(saved)
             if published is not None:
-                # The adapter's files do not contain the base model, and they are useless without
-                # it.
+                # The adapter's files lack the base model, without which they are useless.
                 digests["base_weights"] = base_digest(model, published)
         self.ledger.finish(digests, model_files=files, people=people)
         if self.path is not None:
-            write_statement(self.path, self.statement())
+            write_words(self.path, self.ledger)
 
     def charge_all(self, people: dict[str, Any]) -> None:
         """Charge for every planned step and close the ledger, with nothing trained."""
@@ -352,7 +352,7 @@ class RunRecord:
             self.step_done()
         self.ledger.finish({}, people=people)
         if self.path is not None:
-            write_statement(self.path, self.statement())
+            write_words(self.path, self.ledger)
 
     def _check_frozen(self, model: nn.Module) -> None:
         if self._frozen is None:

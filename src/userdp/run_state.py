@@ -18,7 +18,7 @@ from userdp.interrupts import InterruptedRunError
 from userdp.ledger import Ledger
 from userdp.losses import Batch
 from userdp.models.checks import trainable_parameters
-from userdp.run_files import write_statement
+from userdp.report.closing import write_words
 from userdp.run_record import RunRecord, checkpoints_of
 from userdp.sharded_tensors import is_shard, put_whole
 from userdp.sharding.dividing import divided_optimizer
@@ -187,7 +187,7 @@ def restore_weights(model: nn.Module, moment: Moment) -> None:
 def restore_finished(run: Path, ledger: Ledger, model: nn.Module) -> None:
     """Put the weights of a finished run into the model.
 
-    If the run was stopped at its very end, it gets the statement that it lacks.
+    If the run was stopped at its very end, it gets the card and the statement that it lacks.
     """
     if "final_weights" not in (ledger.end or {}).get("digests", {}):
         raise InputError(f"{run} is a dry run: nothing was trained. Choose another directory.")
@@ -205,7 +205,7 @@ def restore_finished(run: Path, ledger: Ledger, model: nn.Module) -> None:
         average.put_into_model()
     carry_finished(model, ledger, (run.resolve(),))
     if not (run / "statement.json").is_file():
-        write_statement(run, ledger.statement())
+        write_words(run, ledger)
 
 
 def carry_finished(model: nn.Module, ledger: Ledger, homes: tuple[Path, ...]) -> None:

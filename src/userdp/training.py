@@ -3,7 +3,8 @@
 `train` is the loop. `train_from_config` is what the command calls. It makes everything that the
 configuration names, runs the loop, and leaves the run in a directory:
 
-    config.toml  run.json  ledger.jsonl  statement.json  model/  report.html  MODEL_CARD.md
+    config.toml  run.json  ledger.jsonl  statement.json
+    model/     the weights and their card; `userdp report` adds report.html and MODEL_CARD.md
     secret/    for the owner alone, never to be published
 
 Nothing else leaves a run: no loss on its training users, no norm, no cohort.

@@ -84,7 +84,7 @@ class Watch:
 
 def epsilon_spent(ledger: Ledger, steps: int) -> dict[str, float]:
     """Epsilon after so many steps, with all that is composed; nothing if none is promised."""
-    if ledger.plan.non_private:
+    if ledger.plan.non_private or ledger.plan.mark is not None:
         return {}
     found = ledger.plan.epsilon(steps, paid=ledger.paid, earlier=ledger.earlier)
     return {"epsilon": found} if math.isfinite(found) else {}

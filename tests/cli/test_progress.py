@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from userdp.cli.common import TrainingProgress
+from userdp.marked_price import epsilon_of
+from userdp.marks import Hypothetical, RecordLevel
 from userdp.plan import Plan
+from userdp.statement import epsilon_text
 
 PLAN = Plan.sample_users(
     num_users=1000,
@@ -66,3 +72,35 @@ def test_no_epsilon_is_shown_where_the_plan_alone_does_not_tell_it(
     progress = TrainingProgress(PLAN, (), (), bar=None, is_composed=True, clock=lambda: 0.0)
     progress.note(50, "held-out loss 3.0000")
     assert "epsilon" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mark", "name"),
+    [
+        (RecordLevel(), "record-level epsilon"),
+        (Hypothetical(num_users=100_000, expected_groups=20), "hypothetical epsilon"),
+    ],
+    ids=["record level", "hypothetical"],
+)
+def test_a_marked_run_shows_what_its_mark_prices(
+    mark: Any, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Users of any number of records have no epsilon at all.
+    unbounded = Plan.sample_records(
+        num_users=1000,
+        expected_batch_size=20,
+        group_size=None,
+        num_records=4000,
+        steps=500,
+        clip_norm=0.5,
+        noise_multiplier=1.5,
+        delta=1e-5,
+        mark=RecordLevel(),
+    )
+    plan = unbounded if isinstance(mark, RecordLevel) else replace(PLAN, mark=mark)
+    progress = TrainingProgress(plan, (), (), bar=None, clock=lambda: 0.0)
+    progress.note(500, "held-out loss 3.0000")
+    (line,) = capsys.readouterr().err.splitlines()
+    spent = epsilon_text(epsilon_of(plan, 500) or math.nan)
+    assert line == f"step 500/500, {name} <= {spent} of {spent}, held-out loss 3.0000"
+    assert "inf" not in line

@@ -212,7 +212,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
 ) -> None:
     out, given = tmp_path / "run", config(root, tmp_path)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device", str(out / "model"))
 
     with monkeypatch.context() as patched:

@@ -209,6 +209,21 @@ def test_count_noise_that_leaves_nothing_for_the_updates_is_refused_by_the_plan(
         plan_of(AdaptiveClip(clip_norm=1.0, count_noise=count_noise), noise_multiplier=1.0)
 
 
+def test_an_epsilon_is_met_or_the_error_says_what_to_change() -> None:
+    rule = AdaptiveClip(clip_norm=1.0, count_noise=2.0)
+    plan = plan_of(rule, noise_multiplier=None, epsilon=4.0, steps=3)
+    assert 3.99 < plan.epsilon() <= 4.0
+    needed = plan_of(
+        AdaptiveClip(clip_norm=1.0, count_noise=1e3), noise_multiplier=None, epsilon=0.1, steps=3
+    ).noise.noise_multiplier
+    with pytest.raises(InputError) as refused:
+        plan_of(rule, noise_multiplier=None, epsilon=0.1, steps=3)
+    told = str(refused.value)
+    assert f"noise_multiplier={needed:.6g}" in told
+    for word in ("count_noise=2", "clip_count_noise", "larger epsilon"):
+        assert word in told
+
+
 def test_adaptive_rule_without_noise_trains_and_promises_nothing() -> None:
     rule = AdaptiveClip(clip_norm=3.0, count_noise=1e-6)
     plan = plan_of(rule, noise_multiplier=0.0, non_private=True, steps=3)

@@ -315,6 +315,7 @@ def dangling_link(run: Path) -> None:
 
 def linked_file(run: Path) -> None:
     saved = run / "model" / "config.json"
+    (run / "model" / "README.md").unlink()
     (run / "model" / "README.md").symlink_to(saved)
 
 
@@ -348,6 +349,14 @@ def test_a_link_in_a_model_is_a_changed_file(run: Path, add_link: Any) -> None:
     refused = userdp("account", run)
     assert refused.code == 2
     assert "is not what the ledger's closing row names" in refused.err
+
+
+def test_a_report_does_not_write_through_a_link(run: Path) -> None:
+    linked_file(run)
+    before = (run / "model" / "config.json").read_bytes()
+    assert userdp("report", run, "--unfinished").code == 0
+    assert (run / "model" / "config.json").read_bytes() == before
+    assert not (run / "model" / "README.md").is_symlink()
 
 
 def test_a_whole_run_is_accounted_and_reported(run: Path) -> None:

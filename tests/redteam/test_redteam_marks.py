@@ -16,7 +16,7 @@ from userdp.errors import InputError, LedgerError
 from userdp.ledger import Ledger
 from userdp.plan import Plan
 from userdp.population import Population
-from userdp.report.write import model_card
+from userdp.report.card import model_card
 from userdp.run_facts import of_config
 
 RECORDS = 'unit = "record"\nexpected_batch_size = 10\nrecord_level = true\n'
@@ -70,10 +70,14 @@ def test_no_text_of_a_marked_run_promises_anything(
     run = place / "run"
     statement = json.loads((run / "statement.json").read_text())
     account = command("account", run, "--json").json
+    if name == "capped":
+        by_rdp = command("account", run, "--accountant", "rdp", "--json").json
+        assert by_rdp["epsilon"] is None
+        assert by_rdp["planned_epsilon"] > by_rdp["epsilon_pld"] > 0
     for data in (told, account, statement):
         assert data["guarantee"] is False
+        assert data["epsilon"] is None
         assert FIRST_WORDS[name].startswith(data["mark"])
-    assert statement["epsilon"] is None
     assert statement["promise"] == ""
     assert (statement["record_level_epsilon"] is not None) == (name in ("capped", "unbounded"))
     assert (statement["hypothetical_epsilon"] is not None) == (name == "hypothetical")

@@ -90,7 +90,9 @@ def adaptive_clipping_noise(*, noise_multiplier: float, count_noise: float) -> f
     """
     if not count_noise > noise_multiplier / 2:
         raise InputError(
-            f"count_noise={count_noise} leaves nothing for the updates: use more than half of "
-            f"noise_multiplier={noise_multiplier}; a twentieth of the cohort size is common."
+            f"count_noise={count_noise:g} leaves nothing for the updates: these steps take "
+            f"noise_multiplier={noise_multiplier:.6g} in all, and the count needs more than half "
+            "of that. Raise count_noise ([privacy] clip_count_noise; a twentieth of the cohort "
+            "size is common), or choose a larger epsilon or a smaller noise_multiplier."
         )
     return 1 / math.sqrt(noise_multiplier**-2 - (2 * count_noise) ** -2)

@@ -105,8 +105,9 @@ def _account_run(run: Path, as_json: bool, *, unfinished: bool, by: AccountantNa
     if by is not AccountantName.PLD:
         found = _of_steps(recorded.ledger, by)
         payload |= {
-            "epsilon_pld": payload["epsilon"],
-            "epsilon": found.epsilon,
+            "epsilon_pld": payload["planned_epsilon"],
+            "epsilon": None if statement.mark else found.epsilon,
+            "planned_epsilon": found.epsilon,
             "certified_by": found.certified_by,
         }
         words += f"\nby {found.certified_by}: epsilon={round_up(found.epsilon):g}, for comparison"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from userdp import marked_price
 from userdp.data.store import UserStore
 from userdp.earlier import Earlier
 from userdp.errors import InputError
@@ -101,11 +103,12 @@ def emit(as_json: bool, payload: dict[str, Any], text: str) -> None:
 def promised(statement: Statement) -> dict[str, Any]:
     """What every JSON says about a run's privacy: the number, and whether it is guaranteed.
 
-    `epsilon` is the price of the recorded steps, even if `guarantee` is false.
+    `planned_epsilon` is what all of a user's records cost, with all its digits. So is `epsilon`,
+    even if `guarantee` is false; but under a mark, which does not claim that price, it is null.
     """
     priced = statement.epsilon if statement.is_private else None
     return {
-        "epsilon": priced,
+        "epsilon": None if statement.mark else priced,
         "delta": statement.delta,
         "guarantee": statement.guarantee,
         "planned_epsilon": priced,
@@ -173,7 +176,7 @@ class TrainingProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan = plan
-        self._epsilon = partial(plan.epsilon, paid=paid, earlier=earlier)
+        self._paid, self._earlier = paid, earlier
         self._bar = bar
         self._shows_epsilon = not plan.non_private and not is_composed
         self._clock = clock
@@ -216,9 +219,21 @@ class TrainingProgress:
         part = max(1, -(-done * EPSILON_MILESTONES // self._plan.steps))
         milestone = -(-self._plan.steps * min(part, EPSILON_MILESTONES) // EPSILON_MILESTONES)
         if milestone not in self._shown:
-            spent, in_all = self._epsilon(milestone), self._epsilon(None)
-            self._shown[milestone] = f"epsilon <= {epsilon_text(spent)} of {epsilon_text(in_all)}"
+            spent, in_all = self._epsilon(milestone), self._epsilon(self._plan.steps)
+            mark = self._plan.mark
+            name = "epsilon" if mark is None else mark.epsilon_name
+            self._shown[milestone] = (
+                f"{name} <= {epsilon_text(spent)} of {epsilon_text(in_all)}"
+                if math.isfinite(in_all)
+                else f"no finite {name}"
+            )
         return self._shown[milestone]
+
+    def _epsilon(self, steps: int) -> float:
+        """Epsilon after so many steps; under a mark, of what the mark prices."""
+        before: Any = {"paid": self._paid, "earlier": self._earlier}
+        marked = marked_price.epsilon_of(self._plan, steps, **before)
+        return self._plan.epsilon(steps, **before) if marked is None else marked
 
 
 def _duration(seconds: float) -> str:

@@ -162,7 +162,7 @@ def _ready(config: Path, out: Path, steps: int | None, *, resume: bool, fork: bo
         )
         common.say(
             f"note: the model carries {sum(item.steps for item in earlier):,} steps of "
-            f"{len(earlier)} earlier private runs; {counted}"
+            f"{len(earlier)} earlier runs; {counted}"
         )
     for caution in plan.cautions():
         common.say(f"caution: {caution}")

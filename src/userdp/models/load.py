@@ -233,13 +233,18 @@ def classes_of(model: nn.Module) -> tuple[str, ...]:
     return class_names(getattr(model, "config", None))
 
 
-def save_model(model: nn.Module, tokenizer: Any, out: Path) -> None:
-    """Write the model (or the adapter alone) as `transformers` and `peft` load it."""
+def save_model(model: nn.Module, tokenizer: Any, out: Path, *, card: str) -> None:
+    """Write the model (or the adapter alone) as `transformers` and `peft` load it.
+
+    `card` says what may be said about the weights. It stands in the place of the empty card that
+    `peft` writes.
+    """
     if not isinstance(model, peft.PeftModel) and quantisation_of(model) is None:
         forget_quantisation(model)
     model.save_pretrained(str(out))  # pyright: ignore[reportCallIssue]
     tokenizer.save_pretrained(out)
     _name_base_from_anywhere(out / "adapter_config.json")
+    (out / "README.md").write_text(card, encoding="utf-8")
 
 
 def forget_quantisation(model: nn.Module) -> None:

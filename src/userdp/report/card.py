@@ -1,20 +1,43 @@
-"""The card of a model: what is promised, what it is for, how well it does, how to load it."""
+"""The card of a model: what is promised, what it is for, how well it does, how to load it.
+
+No model is saved without a card, and no card leaves out the mark of its run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import userdp
 from userdp.ledger import Ledger
 from userdp.report.templates import environment
-from userdp.run_facts import RunFacts
+from userdp.run_facts import RunFacts, known_facts
 from userdp.statement import Statement, epsilon_text
-from userdp.validation_curve import Point
+from userdp.validation_curve import Point, released_curve
+
+
+def card_of_run(run: Path, ledger: Ledger, statement: Statement) -> str:
+    """The card of a run's model, from what the run's directory says."""
+    facts = known_facts(run)
+    return model_card(
+        statement,
+        facts,
+        base="" if facts is None else base_name(facts),
+        curve=released_curve(run),
+        last_step=ledger.steps,
+        data=data_name(ledger),
+    )
+
+
+def base_name(facts: RunFacts) -> str:
+    """The base model's name. A path tells about this machine, so only its last name is given."""
+    path = Path(facts.model)
+    return path.name if path.is_dir() or path.is_absolute() else facts.model
 
 
 def model_card(
     statement: Statement,
-    facts: RunFacts,
+    facts: RunFacts | None,
     *,
     base: str,
     license: str = "",
@@ -24,9 +47,9 @@ def model_card(
 ) -> str:
     """The card of a model. What is empty is left out of it, or said to be missing.
 
-    `curve` holds the points that may be released. `last_step` is the step of the released weights:
-    a run that halted is stated with all its planned steps. `data` is the public name of the
-    training data.
+    `facts` is None where nobody wrote them down. `curve` holds the points that may be released.
+    `last_step` is the step of the released weights: a run that halted is stated with all its
+    planned steps. `data` is the public name of the training data.
     """
     # A model is described by a point of its own weights only.
     before, after = (
@@ -40,7 +63,7 @@ def model_card(
         "base": base,
         "license": license,
         "facts": facts,
-        "loader": _loader(facts),
+        "loader": "" if facts is None else _loader(facts),
         "data": data,
         "after": after,
         "quality": [] if after is None else quality(before, after),

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import userdp
+from userdp.durable import write_file
 from userdp.report import pictures
-from userdp.report.card import data_name, model_card
+from userdp.report.card import base_name, card_of_run, data_name
 from userdp.report.templates import environment
 from userdp.run_facts import RunFacts, read_facts
 from userdp.run_files import read_run, statement_file
@@ -74,8 +75,7 @@ def write_report(
     record = read_run(run, unfinished=unfinished)
     ledger = record.ledger
     facts = read_facts(run)
-    # A local directory's full path is not published, only its name.
-    base = Path(facts.model).name if Path(facts.model).is_dir() else facts.model
+    base = base_name(facts)
     curve = released_curve(run)
     statement = record.statement()
     sections = list(story)
@@ -123,18 +123,11 @@ def write_report(
         statement=run / "statement.json",
     )
     files.html.write_text(environment().get_template("page.html.jinja").render(values))
-    card = model_card(
-        statement,
-        facts,
-        base=base,
-        curve=curve,
-        last_step=ledger.steps,
-        data=data_name(ledger),
-    )
+    card = card_of_run(run, ledger, statement)
     files.card.write_text(card)
     if (run / "model").is_dir():
-        # Whoever uploads the directory uploads this card, and not an empty one.
-        (run / "model" / "README.md").write_text(card)
+        # Whoever uploads the directory uploads this card.
+        write_file(run / "model" / "README.md", card.encode())
     files.statement.write_bytes(statement_file(statement))
     return files
 

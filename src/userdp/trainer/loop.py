@@ -66,6 +66,7 @@ class Loop:
         state: transformers.TrainerState,
         control: transformers.TrainerControl,
         *,
+        card: str,
         epochs_a_step: float,
         evaluate: Callable[[int], Sequence[Metrics]] | None,
     ) -> None:
@@ -73,6 +74,8 @@ class Loop:
         self._handler = handler
         self.state = state
         self.control = control
+        # What stands beside weights that are saved before the training has ended.
+        self._card = card
         self._epochs_a_step = epochs_a_step
         self._evaluate = evaluate
         self._has_begun = False
@@ -184,7 +187,7 @@ class Loop:
     def _write(self) -> None:
         out = Path(self._args.output_dir)
         with new_directory(out / f"checkpoint-{self.state.global_step}") as folder:
-            save_model(self._model, self._handler.processing_class, folder)
+            save_model(self._model, self._handler.processing_class, folder, card=self._card)
             write_history(folder, vars(self._model)[ATTRIBUTE])
             self.save_state(folder)
         self.save_state(out)

@@ -28,6 +28,7 @@ from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.public_gradient import PublicData
 from userdp.ranks import Ranks
+from userdp.report.closing import unfinished_card
 from userdp.statement import Statement
 from userdp.tasks import Task, TaskName
 from userdp.trainer.arguments import check_arguments
@@ -360,6 +361,7 @@ class UserDPTrainer(Surface):
             self.callback_handler,
             state,
             transformers.TrainerControl(),
+            card=unfinished_card(self.plan),
             epochs_a_step=epochs,
             evaluate=self._measuring.on_the_way if self._measuring.stores else None,
         )

@@ -1,0 +1,43 @@
+"""The words that a run leaves with its weights: while it goes on, and when it has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from userdp.durable import write_file
+from userdp.ledger import Ledger
+from userdp.plan import Plan
+from userdp.plan_words import mark_in_words
+from userdp.report.card import card_of_run
+from userdp.run_files import statement_file
+
+UNFINISHED = """---
+tags:
+- no-privacy-guarantee
+---
+
+# Model card
+
+{mark}No privacy guarantee is stated here: these weights were written before their run had ended.
+
+Once it has, what is guaranteed for everything that it released is in `statement.json`, in the
+folder above this one. Publish what `userdp export` writes, and not this folder.
+"""
+
+
+def unfinished_card(plan: Plan) -> str:
+    """The card of weights that are written while their run goes on: it promises nothing."""
+    mark = mark_in_words(plan)
+    return UNFINISHED.format(mark=f"{mark}. " if mark else "")
+
+
+def write_words(run: Path, ledger: Ledger) -> None:
+    """Write the card of the run's model, if it has one, and the statement of its closed ledger.
+
+    The statement comes last. Where it is, the card is that of the finished run.
+    """
+    statement = ledger.statement()
+    if (run / "model").is_dir():
+        card = card_of_run(run, ledger, statement)
+        write_file(run / "model" / "README.md", card.encode())
+    write_file(run / "statement.json", statement_file(statement))
