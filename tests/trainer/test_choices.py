@@ -125,7 +125,7 @@ def test_choices_of_rows_averages_and_losses_are_those_of_train(
     assert bound_to["select"].startswith("longest")
     assert bound_to["ema"] == "0.5"
     assert "record_loss" in bound_to["task"]
-    with pytest.raises(InputError, match=r"ema=0\.5 with eval_strategy='steps'"):
+    with pytest.raises(InputError, match=r"ema=0\.5 with eval_strategy or eval_on_start"):
         make(
             ema=0.5,
             eval_dataset=texts(3, prefix="other"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -46,12 +48,8 @@ def test_every_argument_of_a_trainer_is_taken_or_refused_by_name(
     make: Callable[..., UserDPTrainer],
 ) -> None:
     kinds: list[Any] = [transformers.Trainer]
-    try:
-        import trl
-
-        kinds.append(trl.SFTTrainer)
-    except ImportError:
-        pass
+    if importlib.util.find_spec("trl"):
+        kinds.append(importlib.import_module("trl").SFTTrainer)
     own = inspect.signature(UserDPTrainer).parameters
     for kind in kinds:
         for name in inspect.signature(kind).parameters:

@@ -162,7 +162,10 @@ class Loop:
 
     def _measure(self) -> None:
         if self._evaluate is None:
-            raise InputError("a callback asks to evaluate: give an eval_dataset, of other people.")
+            raise InputError(
+                "a callback asks to evaluate: give an eval_dataset, of other people. With ema the "
+                "average is measured at the end alone."
+            )
         # Nobody is told of numbers that are not for release, so nobody else takes the wish back.
         self.control.should_evaluate = False
         metrics: Metrics = {}

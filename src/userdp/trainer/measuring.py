@@ -134,11 +134,11 @@ def check_evaluation(
     is_asked = args.eval_strategy != "no" or args.eval_on_start
     if dataset is None and is_asked:
         raise InputError("the arguments ask to evaluate: give an eval_dataset, of other people.")
-    if ema is not None and args.eval_strategy != "no":
+    if ema is not None and is_asked:
         raise InputError(
-            f"ema={ema} with eval_strategy={str(getattr(args.eval_strategy, 'value', ''))!r}: the "
-            "model on the way has the last weights, and their average is what is released. Leave "
-            "eval_strategy out: the average is measured at the end."
+            f"ema={ema} with eval_strategy or eval_on_start: the model on the way has the last "
+            "weights, and their average is what is released. Leave them out: the average is "
+            "measured at the end."
         )
     if is_private:
         refuse_decisions(args, callbacks)

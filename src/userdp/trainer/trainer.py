@@ -356,6 +356,7 @@ class UserDPTrainer(Surface):
         epochs = epochs_a_step(self.plan)
         state.num_train_epochs = math.ceil(self.plan.steps * epochs)
         state.compute_steps(self.args, self.plan.steps)
+        measures = self._measuring.stores and self._options["ema"] is None
         return Loop(
             self.args,
             self.callback_handler,
@@ -363,7 +364,7 @@ class UserDPTrainer(Surface):
             transformers.TrainerControl(),
             card=unfinished_card(self.plan),
             epochs_a_step=epochs,
-            evaluate=self._measuring.on_the_way if self._measuring.stores else None,
+            evaluate=self._measuring.on_the_way if measures else None,
         )
 
     def _task_of(self, store: UserStore) -> Task:
