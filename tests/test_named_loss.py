@@ -72,6 +72,8 @@ def test_a_named_loss_trains_as_the_same_function_does_from_python(
     assert named.ledger.bound_to["task"].startswith("causal, loss scaled ")
     assert read_facts(tmp_path / "named").record_loss == "losses_of_mine:scaled"
     assert read_facts(tmp_path / "own").record_loss == "scaled"
+    for run, name in (("named", "losses_of_mine:scaled"), ("own", "scaled")):
+        assert f"one of its own, {name}" in (tmp_path / run / "model" / "README.md").read_text()
     plain = load_config(config_file(name="plain.toml"))
     assert configured_loss(plain) is None
 

@@ -242,6 +242,9 @@ def test_a_chat_that_the_template_refuses_has_no_row_and_changes_no_others(tmp_p
 
 def test_words_of_a_chat_are_those_of_its_messages() -> None:
     assert said_in(json.dumps([QUESTION, ANSWER]), "chat") == "hi\n\nyes"
+    of_chats = json.dumps({"prompt": [QUESTION], "completion": [ANSWER]})
+    of_texts = json.dumps({"prompt": "hi", "completion": "yes"})
+    assert said_in(of_chats, "pair") == said_in(of_texts, "pair") == "hi\n\nyes"
 
 
 SELECTED_LENGTH = 4

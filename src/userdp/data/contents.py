@@ -89,8 +89,12 @@ def text_of(stored: str, kind: TextKind, tokenizer: Any) -> str:
 
 def said_in(stored: str, kind: TextKind) -> str:
     """What people wrote in a record: of a chat its messages alone, one after the other."""
-    if kind == "chat":
-        return "\n\n".join(message["content"] for message in chat_of(stored))
+    messages = chat_of(stored) if kind == "chat" else []
+    if kind == "pair":
+        for part in pair_of(stored):
+            messages += [{"content": part}] if isinstance(part, str) else part
+    if messages:
+        return "\n\n".join(message["content"] for message in messages)
     return text_of(stored, kind, None)
 
 

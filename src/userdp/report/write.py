@@ -143,6 +143,7 @@ def _about(facts: RunFacts, base: str, run: Path, data: str) -> list[tuple[str, 
         ("run", run.resolve().name),
         ("begun", facts.began),
         ("data", f"{Path(facts.store).name}{fingerprint}"),
+        *([("loss", f"one of its own, {facts.record_loss}")] if facts.record_loss else []),
         ("optimizer", f"{facts.optimizer}, learning rate {facts.rate}"),
     ]
     return [(name, value) for name, value in told if value]

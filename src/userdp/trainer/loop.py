@@ -209,3 +209,15 @@ class Loop:
             return
         content = json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
         write_file(folder / STATE_FILE, content.encode())
+
+
+def goes_on(asked: str | bool | None, args: Any, run: Path) -> bool:
+    """Whether the run goes on where it was stopped, as `resume_from_checkpoint` asks."""
+    asked = args.resume_from_checkpoint if asked is None else asked
+    known = {Path(args.output_dir).resolve(), run.resolve()}
+    if isinstance(asked, str) and Path(asked).resolve() not in known:
+        raise InputError(
+            f"resume_from_checkpoint={asked!r}: a private run goes on from its own last "
+            "checkpoint. Say True, with the output_dir of the run."
+        )
+    return bool(asked)

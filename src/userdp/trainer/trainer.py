@@ -43,7 +43,7 @@ from userdp.trainer.data import (
     task_of,
     training_store,
 )
-from userdp.trainer.loop import STATE_FILE, Loop, callbacks_of
+from userdp.trainer.loop import STATE_FILE, Loop, callbacks_of, goes_on
 from userdp.trainer.measuring import ONLY, Measuring, Metrics, check_evaluation
 from userdp.trainer.prepared import prepared, refuse
 from userdp.trainer.settings import (
@@ -278,7 +278,7 @@ class UserDPTrainer(Surface):
         """
         out = Path(self.args.output_dir)
         run = self._private / "run"
-        resume = self._resumes(resume_from_checkpoint)
+        resume = goes_on(resume_from_checkpoint, self.args, run)
         self._loop = loop = self._new_loop(resume=resume)
         loop.begin()
         self.run = train(
@@ -390,13 +390,3 @@ class UserDPTrainer(Surface):
             )
             for name, dataset in named.items()
         }
-
-    def _resumes(self, asked: str | bool | None) -> bool:
-        asked = self.args.resume_from_checkpoint if asked is None else asked
-        known = {Path(self.args.output_dir).resolve(), (self._private / "run").resolve()}
-        if isinstance(asked, str) and Path(asked).resolve() not in known:
-            raise InputError(
-                f"resume_from_checkpoint={asked!r}: a private run goes on from its own last "
-                "checkpoint. Say True, with the output_dir of the run."
-            )
-        return bool(asked)
