@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,41 @@ def test_a_run_that_cannot_be_measured_is_refused_before_it_begins(
 ) -> None:
     with refused(capsys, reason):
         run(monkeypatch, option, value, name="training_run")
+
+
+def test_measurements_on_a_gpu_are_kept_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    on_gpu = load(monkeypatch, "on_gpu")
+    writes = "import json, sys; json.dump([7], open(sys.argv[2], 'w'))"
+    chosen = [
+        on_gpu.Measurement("good", ["-c", writes], 20),
+        on_gpu.Measurement("bad", ["-c", "raise SystemExit(3)"], 20, writes_json=False),
+        on_gpu.Measurement("slow", ["-c", "import time; time.sleep(60)"], 1),
+        on_gpu.Measurement("large", ["-c", "raise AssertionError"], 1e6),
+    ]
+    until = time.perf_counter() + 100
+    failed = on_gpu.measure(chosen, tmp_path, until=until, caches=tmp_path)
+    assert failed == ["bad", "slow", "large"]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["good"]["result"] == [7]
+    assert results["bad"]["failed"] == 3
+    assert results["slow"]["failed"] == "ended after 1 s"
+    assert "left_out" in results["large"]
+    assert "==== slow" in (tmp_path / "log.txt").read_text()
+
+
+def test_programs_of_the_gpus_measurements_take_their_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_gpu = load(monkeypatch, "on_gpu")
+    programs = [each.arguments for each in on_gpu.MEASUREMENTS if each.name != "tests"]
+    assert len(programs) > 5
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    for program, *arguments in programs:
+        name = Path(program).stem
+        # An argument that comes last and is wrong: all others were understood.
+        monkeypatch.setattr(sys, "argv", [program, *arguments, "--no-such-argument"])
+        with pytest.raises(SystemExit):
+            load(monkeypatch, name).main()
+        assert "unrecognized arguments: --no-such-argument\n" in capsys.readouterr().err
