@@ -107,9 +107,7 @@ ABOVE = {
     "seen": GROUND,
     "tried_users": GROUND | {"clipping", "losses"},
     "neighbours": GROUND | {"clipping", "losses", "models", "seen", "tried_users", "updates"},
-    "checked_model": GROUND
-    | {"clipping", "losses", "models", "passed_checks", "plan", "probe", "sampling"},
-    "passed_checks": GROUND | {"clipping", "digests", "losses", "models", "updates"},
+    "checked_model": GROUND | {"clipping", "losses", "models", "plan", "probe", "sampling"},
     "probe": GROUND | {"kept"} | {"clipping", "losses", "models", "neighbours", "seen", "updates"},
     "checkpoints": GROUND | {"chain", "data"},
     "same_run": GROUND | {"checkpoints", "digests", "ledger", "plan"},

@@ -35,7 +35,6 @@ from userdp.losses import (
     masked_lm_loss,
 )
 from userdp.models.proven import is_proven, ways_of
-from userdp.passed_checks import PassedChecks, passed_checks_of, read_once
 from userdp.plan import Plan
 from userdp.probe import check_model, is_language_modelling, usual_length, vocabulary_of
 from userdp.sampling import Cohort
@@ -87,22 +86,6 @@ class CheckedModel:
             masked_lm_loss,
             classification_loss,
         )
-        # Ranks must take the same way through the checks, so together they repeat them all.
-        self._passed_checks = (
-            None
-            if is_shared
-            else partial(
-                passed_checks_of,
-                model,
-                parameters,
-                update=plan.update,
-                rule=plan.clip,
-                record_loss=record_loss,
-                settings=settings,
-                weights=read_once(model),
-            )
-        )
-        self._sizes = (sequence_length, plan.sampler.rows_in_a_group)
         self.summation: Summation = self._new_summation()
         self._check = partial(
             check_model,
@@ -140,11 +123,7 @@ class CheckedModel:
         # In a model that is not proven, and by a loss of one's own, rows may affect each other in
         # some batch shapes only.
         every_shape = self._is_own_loss or not is_proven(self._model)
-        return self._summation(settings=settings, every_shape=every_shape, passed=self._passed())
-
-    def _passed(self) -> PassedChecks | None:
-        """What passed before on the model as it is now, if that is remembered."""
-        return None if self._passed_checks is None else self._passed_checks(sizes=self._sizes)
+        return self._summation(settings=settings, every_shape=every_shape)
 
     def check_model(self, example: Batch | None) -> None:
         """Probe the model, once, with rows like those of the example, which is public."""
@@ -219,14 +198,8 @@ class CheckedModel:
 
     def _probe(self, example: Batch | None) -> None:
         self._example, self._ways = example, ways_of(self._model)
-        passed, words = self._passed(), f"probe {self._longest}"
         try:
-            if passed is not None and passed.has(words):
-                self.is_checked = True
-            else:
-                self.is_checked = self._check(example, sequence_length=self._longest)
-            if passed is not None and self.is_checked:
-                passed.note(words)
+            self.is_checked = self._check(example, sequence_length=self._longest)
         except NothingSeenError as error:
             # Alone, users cannot affect each other in a batch. What a model keeps in its modules is
             # put back after every user, and a loss of one's own is watched at every step.

@@ -151,6 +151,7 @@ class Trial:
         """The sum that the cohort must have: each user computed alone, padded to its own length."""
         total: Update = []
         groups = iter(self._others)
+        # Not by zip: it would hold an update while the next one is computed.
         for update in self._updates():
             self._clip_in_place(update, next(groups))
             if not total:

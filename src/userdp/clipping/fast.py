@@ -25,7 +25,7 @@ from userdp.clipping.batches.joined_records import is_joined
 from userdp.clipping.batches.limits import CUDA_TOKENS, stored_users, usual_tokens
 from userdp.clipping.batches.ragged import Sizes
 from userdp.clipping.batches.users import Users, size_of
-from userdp.clipping.checks.compared_shapes import ComparedShapes, Passed
+from userdp.clipping.checks.compared_shapes import ComparedShapes
 from userdp.clipping.checks.computed import refuse_computed_weights
 from userdp.clipping.checks.made_up import disguised, own_groups
 from userdp.clipping.checks.verify import NothingFiniteError, compare_with_plain, refuse_dropout
@@ -63,8 +63,8 @@ class FastClipping:
 
     `sequence_length` is how long records may be and `group_size` how many rows a group may have,
     public numbers. `skip_failing` is as in `PlainClipping`. `every_shape` compares every new shape
-    of batch with the plain loop; `passed` remembers what passed. `differs`: they were seen to. At
-    most `most_stored_users` users have stored gradients at a time.
+    of batch with the plain loop. `differs` says that the two were seen to differ. At most
+    `most_stored_users` users have stored gradients at a time.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class FastClipping:
         sequence_length: int | None = None,
         group_size: int | None = None,
         every_shape: bool = True,
-        passed: Passed | None = None,
         most_stored_users: int | None = None,
     ) -> None:
         settings = settings or StepSettings()
@@ -100,7 +99,7 @@ class FastClipping:
         self._settings, self._dtype = settings, settings.compute_dtype
         if settings.checkpoint_blocks:
             blocks_of(model)  # Raises now, not at the first step, if there are none.
-        self._compared = ComparedShapes(every_shape, compiles=self._compile, passed=passed)
+        self._compared = ComparedShapes(every_shape=every_shape, compiles=self._compile)
         if settings.join_records is True:
             refuse_dropout(model)
             self._refuse_if_attention_cannot_be_captured()
@@ -344,7 +343,6 @@ class FastClipping:
                 is_checked = self._settings.check and users.count > 1
                 if is_checked and self._compared.compare_next(users, key):
                     self._compare(add, users)
-                    self._compared.note(key)
                 if not self._graphs and len(self._add_by_shape) >= EAGER_SHAPES:
                     self._add_by_shape.clear()
                 self._add_by_shape[key] = add

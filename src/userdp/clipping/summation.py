@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from userdp.clipping.checks.compared_shapes import Passed
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.filtered import FilteredClipping
 from userdp.clipping.flat import ClippedSum
@@ -57,12 +56,10 @@ def summation(
     every_shape: bool = True,
     test: HaltingTest | None = None,
     is_shared: bool = False,
-    passed: Passed | None = None,
 ) -> Summation:
     """The fast path of these updates if it is asked for and there is one, else the plain loop.
 
-    `is_shared` says that other ranks compute other parts of the same cohort. `passed` remembers
-    which comparisons of the two passed.
+    `is_shared` says that other ranks compute other parts of the same cohort.
     """
     # Raises now, not at the first step, where the rule names other parameters than the model has.
     Layers(model, parameters).by(rule)
@@ -76,7 +73,6 @@ def summation(
             sequence_length=sequence_length,
             group_size=group_size,
             every_shape=every_shape,
-            passed=passed,
         )
     plain = PlainClipping(
         model,

@@ -93,10 +93,10 @@ def mean_gradient(
                 "record."
             )
         mean = losses.sum() / num_records
-        gradients: list[Tensor | None] = []
-        gradients += torch.autograd.grad(mean, parameters, allow_unused=True)
+        gradients: list[Tensor | None] = [*torch.autograd.grad(mean, parameters, allow_unused=True)]
+        # All gradients are as large as the model, and so is the update. So each gradient is let go
+        # once it is added, and the first ones make room for the update's tensors.
         for place, parameter in enumerate(parameters):
-            # Each gradient is let go once it is added: all of them are as large as the model.
             gradient, gradients[place] = gradients[place], None
             if start == 0:
                 update.append(zeros(parameter))

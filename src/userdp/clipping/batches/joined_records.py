@@ -43,8 +43,9 @@ FULL_ENOUGH = {"cpu": 0.8, "cuda": 0.65}
 # Users of at most this many tokens are small. Where groups may be larger, small ones are joined on
 # CUDA however full their rows are: a few with full rows would need batches of another shape.
 SMALL = 512
-# There, if records have at most this many tokens, all users are joined. Attention across rows then
-# costs hardly more than within rows, and a cohort needs one kind of batch instead of two.
+# Where groups may be larger and records have at most this many tokens, all users are joined on
+# CUDA. Attention across rows then costs hardly more than within rows, and a cohort needs one kind
+# of batch instead of two.
 SHORT_RECORD = 256
 _SEPARATE = {"input_ids", "labels", "attention_mask"}
 # The trial joins a record of this many tokens with another one. Rounding may move logits this far.

@@ -11,8 +11,8 @@ Users are sorted into kinds by their tokens: up to 512, up to 2,048, and so on. 
 own batches, because the number of places and the cheapest form of a gradient (`forms`) depend on
 the size of the users. If a kind has too few users to fill a batch, smaller users fill it up. A full
 batch has places for twice as many users as the smallest ones of the kind would need, and a large
-one for one and a half times as many. Smaller batches have places for three times as many, up to the
-number of the full batch, which there is memory for.
+one for one and a half times as many. Smaller batches have a place for every third of the rows that
+the smallest users have, but no more places than the full batch, for which there is memory.
 
 Unless records are joined, many users often have the largest number of rows, because the sampler
 allows no more. They share batches in which all have the same number of rows: those run fastest.

@@ -3,41 +3,21 @@
 Every new shape is, unless the architecture is proven by tests. Then the first shape that runs newly
 compiled code is compared. The same code runs the others: of all shapes the 1st, 2nd, 4th, 8th, ...
 is compared, and each that has more rows or longer ones than all that were compared before.
-
-A comparison that passed in an earlier process need not be repeated (`passed_checks`), if what that
-process compiled was read from disk. Code that was compiled in this process is compared in it.
 """
 
 from __future__ import annotations
 
-import sys
-from typing import Any, Protocol
+from typing import Any
 
 from userdp.clipping.batches.users import Users
-
-# How torch's compiler counts graphs that it did not find on disk.
-_NOT_FOUND = ("fxgraph_cache_miss", "fxgraph_cache_bypass")
-
-
-class Passed(Protocol):
-    """Remembers between processes which checks passed."""
-
-    def has(self, what: str) -> bool:
-        """Whether this check has passed."""
-        ...
-
-    def note(self, what: str) -> None:
-        """Remember that it has."""
-        ...
 
 
 class ComparedShapes:
     """Remembers which shapes were seen and compared."""
 
-    def __init__(self, every_shape: bool, *, compiles: bool, passed: Passed | None = None) -> None:
+    def __init__(self, *, every_shape: bool, compiles: bool) -> None:
         self._every_shape = every_shape
         self._compiles = compiles
-        self._passed = passed
         self._num_shapes = 0
         # The most rows and the longest ones that were compared, and in which shapes.
         self._largest = (0, 0)
@@ -56,12 +36,7 @@ class ComparedShapes:
             return False
         self._largest = max(size[0], self._largest[0]), max(size[1], self._largest[1])
         self._compared.add(key)
-        return self._passed is None or compiled_anew() or not self._passed.has(repr(key))
-
-    def note(self, key: Any) -> None:
-        """Remember that the comparison of this shape passed."""
-        if self._passed is not None:
-            self._passed.note(repr(key))
+        return True
 
     def _runs_new_code(self, users: Users) -> bool:
         """Whether nothing that was compiled before runs this batch; notes that now something does.
@@ -76,13 +51,6 @@ class ComparedShapes:
         is_new = kind not in self._compiled
         self._compiled.add(kind)
         return is_new
-
-
-def compiled_anew() -> bool:
-    """Whether torch compiled anything in this process that it did not find on disk."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    counts = {} if dynamo is None else dynamo.counters["inductor"]
-    return any(counts.get(name, 0) for name in _NOT_FOUND)
 
 
 def _is_power_of_two(number: int) -> bool:
