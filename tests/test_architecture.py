@@ -136,6 +136,7 @@ ABOVE = {
     "optimizer_names": GROUND,
     "muon": GROUND,
     "optimizers": GROUND | {"config_sections", "defaults", "models", "muon", "optimizer_names"},
+    "optimizer_choice": GROUND | {"config_problems", "config_sections", "optimizers"},
     "averaging": GROUND | {"models"},
     "public_gradient": GROUND
     | {"config_sections", "data", "earlier", "models", "run_files", "step", "tasks"},
@@ -149,9 +150,9 @@ ABOVE = {
     | {"continuing", "ledger_copy", "models", "opening", "run_record", "run_state", "same_run"}
     | {"shared_moment", "shared_record"},
     "training": GROUND
-    | {"averaging", "bounding", "checkpoints", "clipping", "configured", "data", "defaults"}
+    | {"averaging", "bounding", "checkpoints", "clipping", "configured", "data"}
     | {"digests", "early_end", "ledger", "losses", "models", "opening", "opening_together"}
-    | {"optimizers", "paid", "plan", "public_gradient", "ranks", "run_record", "run_state"}
+    | {"optimizer_choice", "paid", "plan", "public_gradient", "ranks", "run_record", "run_state"}
     | {"shared_record", "sharding", "statement", "step", "step_log", "tasks", "trackers"}
     | {"updates", "validation", "validation_curve", "watching"},
     "step_log": GROUND | {"run_record", "statement", "watching"},

@@ -138,7 +138,10 @@ PROBLEMS: dict[str, tuple[str, str]] = {
     "half a step": (GOOD.replace("steps = 7", "steps = 7.5"), "training.steps = 7.5"),
     "unit unknown": (_add("privacy", 'unit = "group"'), "privacy.unit = 'group'"),
     "adjacency unknown": (_add("privacy", 'adjacency = "near"'), "privacy.adjacency = 'near'"),
-    "optimizer unknown": (_add("training", 'optimizer = "lion"'), "training.optimizer = 'lion'"),
+    "optimizer unknown": (
+        _add("training", 'optimizer = "lion"'),
+        "[training] optimizer = 'lion' is not known; did you mean 'muon'?",
+    ),
     "dtype unknown": (_add("model", 'dtype = "float16"'), "model.dtype = 'float16'"),
     "rank zero": (GOOD + "[model.lora]\nrank = 0\n", "model.lora.rank = 0"),
     "learning rate zero": (_add("training", "learning_rate = 0.0"), "training.learning_rate"),

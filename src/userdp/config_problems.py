@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from userdp.own_keys import shown, unknown_key
+from userdp.own_keys import as_sentence, shown, unknown_key
 
 
 def first_problem(error: ValidationError, data: dict[str, Any], root: type[BaseModel]) -> str:
@@ -19,12 +21,30 @@ def first_problem(error: ValidationError, data: dict[str, Any], root: type[BaseM
         return _unknown(location, isinstance(problem["input"], dict), root)
     if problem["type"] == "missing":
         return _missing(location, data, root)
-    return f"{'.'.join(location)} = {shown(problem['input'])}: {problem['msg']}."
+    said = as_sentence(problem["msg"])
+    if problem["type"] == "value_error":
+        # A message of ours names the key itself.
+        section = _section(location, root)
+        return f"[{section}] {said}" if section else said
+    return f"{'.'.join(location)} = {shown(problem['input'])}: {said}"
 
 
 def keys_of_sections(root: type[BaseModel]) -> dict[str, list[str]]:
     """The keys of each section, in order."""
     return {section: _known_keys([section], root) for section in root.model_fields}
+
+
+def _section(location: list[str], root: type[BaseModel]) -> str:
+    """The section that a problem is in; empty if `root` is that section."""
+    found: list[str] = []
+    fields = root.model_fields
+    for part in location:
+        inner = _fields_inside(fields, part)
+        if inner is None:
+            break
+        fields = inner
+        found.append(part)
+    return ".".join(found)
 
 
 def _unknown(location: list[str], is_section: bool, root: type[BaseModel]) -> str:
@@ -54,9 +74,16 @@ def _missing(location: list[str], data: dict[str, Any], root: type[BaseModel]) -
 def _known_keys(section: list[str], root: type[BaseModel]) -> list[str]:
     fields = root.model_fields
     for name in section:
-        kind: Any = fields[name].annotation
-        kinds = [kind, *getattr(kind, "__args__", ())]
-        fields = next(
-            k.model_fields for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)
-        )
+        inner = _fields_inside(fields, name)
+        assert inner is not None
+        fields = inner
     return sorted(fields)
+
+
+def _fields_inside(fields: Mapping[str, FieldInfo], name: str) -> Mapping[str, FieldInfo] | None:
+    """The fields of the section `name` among `fields`; None if it is no section."""
+    kind: Any = fields[name].annotation if name in fields else None
+    for one in (kind, *getattr(kind, "__args__", ())):
+        if isinstance(one, type) and issubclass(one, BaseModel):
+            return one.model_fields
+    return None

@@ -97,7 +97,18 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
     try:
         return TypeAdapter(hint).validate_python(value)
     except ValidationError as error:
-        raise InputError(f"{name} = {shown(value)}: {error.errors()[0]['msg']}.") from None
+        said = as_sentence(error.errors()[0]["msg"])
+        raise InputError(f"{name} = {shown(value)}: {said}") from None
+
+
+def as_sentence(message: str) -> str:
+    """What pydantic says, as one sentence: it puts words of its own before a message of ours.
+
+    >>> as_sentence("Value error, did you mean 'muon'?"), as_sentence("Input should be a number")
+    ("did you mean 'muon'?", 'Input should be a number.')
+    """
+    message = message.removeprefix("Value error, ")
+    return message if message.endswith((".", "?", "!")) else f"{message}."
 
 
 def shown(value: Any) -> str:

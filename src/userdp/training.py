@@ -12,7 +12,7 @@ Nothing else leaves a run: no loss on its training users, no norm, no cohort.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from userdp import defaults
 from userdp.averaging import WeightAverage
 from userdp.bounding.selection import Selection
 from userdp.checkpoints import Saving
@@ -39,7 +38,7 @@ from userdp.losses import RecordLoss
 from userdp.models.checks import refuse_mixing
 from userdp.opening import Given
 from userdp.opening_together import made_alike, open_together
-from userdp.optimizers import make_optimizer, make_schedule
+from userdp.optimizer_choice import optimizer_and_schedule
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.public_gradient import PublicData, mixed_in
@@ -85,9 +84,14 @@ def train(
     store: UserStore,
     plan: Plan,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
     learning_rate: float | None = None,
+    weight_decay: float | None = None,
+    optimizer_options: Mapping[str, Any] | None = None,
     scheduler: Any = None,
+    schedule: str | None = None,
+    warmup_steps: int | None = None,
+    schedule_hold: float | None = None,
     ema: float | None = None,
     public: PublicData | None = None,
     sequence_length: int = 128,
@@ -119,7 +123,9 @@ def train(
     task of one's own. By default it is the next token, of chats in the assistant's turns only. With
     `record_loss`, a task's batches have a loss of one's own: one number per record.
 
-    Without an `optimizer`, AdamW trains under a linear schedule, at the rate of `defaults.py`.
+    `optimizer` and `schedule` are names, with `learning_rate` and the other words of [training] in
+    a configuration; or `optimizer` and `scheduler` are objects of torch. Without any, AdamW trains
+    under a linear schedule, at the rate of `defaults.py`.
 
     Records of several owners need a `selection` that bounds what each owner contributes. A long
     record is then cut to one row, so the bound on records is also a bound on rows.
@@ -181,9 +187,19 @@ def train(
     if record_loss is not None:
         digest = scheduler_digest(record_loss)
         task = OwnLoss(task=task, record_loss=record_loss, digest=digest)
-    if optimizer is None:
-        optimizer = make_optimizer(model, "adamw", learning_rate)
-        scheduler = scheduler or make_schedule(optimizer, defaults.SCHEDULE, plan.steps)
+    with ranks.together():
+        optimizer, scheduler = optimizer_and_schedule(
+            model,
+            plan.steps,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            optimizer_options=optimizer_options,
+            scheduler=scheduler,
+            schedule=schedule,
+            warmup_steps=warmup_steps,
+            schedule_hold=schedule_hold,
+        )
     check_trackers(trackers, None if out is None else Path(out))
     if dry_run and (resume or fork):
         raise InputError("dry_run begins a run of its own: leave out resume and fork.")
