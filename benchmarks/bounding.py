@@ -13,6 +13,7 @@ Times are the best of several runs, so that other work on the machine disturbs t
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -270,17 +271,24 @@ def bench_proposals(folder: Path) -> None:
 
 
 def main() -> None:
-    what = sys.argv[1] if len(sys.argv) > 1 else "greedy"
+    """Run the benchmark that is named."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     shared = Path(os.environ.get("USERDP_SHARED", Path(__file__).resolve().parents[2] / "shared"))
-    folder = Path(sys.argv[2]) if len(sys.argv) > 2 else shared / "data" / "edges"
-    {
-        "greedy": bench_greedy,
-        "rounds": lambda: bench_rounds(*([(int(sys.argv[2]),)] if len(sys.argv) > 2 else [])),
-        "generators": bench_generators,
-        "exact": lambda: bench_exact(folder),
-        "separation": bench_separation,
-        "proposals": lambda: bench_proposals(folder),
-    }[what]()
+    folder = shared / "data" / "edges"
+    benchmarks: dict[str, Callable[[str | None], None]] = {
+        "greedy": lambda _: bench_greedy(),
+        "rounds": lambda given: bench_rounds((int(given),)) if given else bench_rounds(),
+        "generators": lambda _: bench_generators(),
+        "exact": lambda given: bench_exact(Path(given or folder)),
+        "separation": lambda _: bench_separation(),
+        "proposals": lambda given: bench_proposals(Path(given or folder)),
+    }
+    parser.add_argument("what", nargs="?", choices=benchmarks, default="greedy")
+    parser.add_argument("given", nargs="?", help="rounds: records; exact, proposals: a folder")
+    options = parser.parse_args()
+    benchmarks[options.what](options.given)
 
 
 if __name__ == "__main__":

@@ -15,21 +15,13 @@ import argparse
 import json
 import time
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from fedavg import BATCH, CLIP, ETA, UNROLL, WORDS, OneAtATime
-from pfl.aggregate.simulate import SimulatedBackend
-from pfl.algorithm.base import NNAlgorithmParams
-from pfl.algorithm.federated_averaging import FederatedAveraging
-from pfl.data.dataset import Dataset
-from pfl.data.federated_dataset import FederatedDataset
-from pfl.hyperparam.base import NNTrainHyperParams
-from pfl.model.pytorch import PyTorchModel
-from pfl.privacy.gaussian_mechanism import GaussianMechanism
-from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
 
 from userdp.models.word_lstm import WordLSTMConfig
 
@@ -50,6 +42,17 @@ class Model(OneAtATime):
 
 def rounds(users: int, repeat: int) -> list[float]:
     """Seconds of processor time of each round over so many users."""
+    # Here, so that --help needs nothing that is not installed.
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.data.dataset import Dataset
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.hyperparam.base import NNTrainHyperParams
+    from pfl.model.pytorch import PyTorchModel
+    from pfl.privacy.gaussian_mechanism import GaussianMechanism
+    from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism
+
     config = WordLSTMConfig()
     rng = np.random.default_rng(0)
     shape = (WORDS // UNROLL, UNROLL + 1)
@@ -90,6 +93,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if find_spec("pfl") is None:
+        parser.error("pfl is not installed: pip install 'pfl[pytorch]' in a new environment.")
     torch.set_num_threads(options.threads)
     row = {
         "row": "pfl",

@@ -14,9 +14,9 @@ that deal users once a run or round also say how long that first draw takes.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -126,10 +126,16 @@ def measure(num_users: int, cohort: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and print."""
-    numbers = [int(word) for word in sys.argv[1:] if not word.startswith("-")]
-    num_users, cohort = (*numbers, *(100_000_000, 4_096)[len(numbers) :])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("users", nargs="?", type=int, default=100_000_000)
+    parser.add_argument("cohort", nargs="?", type=int, default=4_096)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    num_users, cohort = options.users, options.cohort
     found = measure(num_users, cohort)
-    if "--json" in sys.argv:
+    if options.json:
         print(json.dumps(found))
         return
     print(

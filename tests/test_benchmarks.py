@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import runpy
 import subprocess
 import sys
 import time
@@ -15,7 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+# What is started by its path or its module.
+PROGRAMS = [
+    path
+    for folder in ("benchmarks", "reproductions", "tools")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if '__name__ == "__main__"' in path.read_text()
+]
 SMALL = "--models gpt2-tiny --finetune full --lengths 16 --tokens 128 --groups 4 --repetitions 1"
 
 
@@ -65,6 +74,19 @@ def refused(capsys: pytest.CaptureFixture[str], reason: str) -> Iterator[None]:
         yield
     assert stopped.value.code == 2
     assert reason in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_every_program_says_how_it_is_used_and_runs_nothing(
+    program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # What Python does for a script that is named on the command line.
+    monkeypatch.syspath_prepend(program.parent)
+    monkeypatch.setattr(sys, "argv", [program.name, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(program), run_name="__main__")
+    assert not stopped.value.code
+    assert capsys.readouterr().out.startswith("usage:")
 
 
 @pytest.mark.slow

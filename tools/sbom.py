@@ -7,6 +7,7 @@ It holds no time and no number of its own, so the same pins give the same bytes.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import tomllib
@@ -64,4 +65,5 @@ def text() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PLACE.write_text(text())

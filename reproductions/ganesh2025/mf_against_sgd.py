@@ -12,6 +12,7 @@ sums are exactly its workload; the paper uses Adam.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -181,6 +182,10 @@ def settings() -> Iterator[Setting]:
 
 def main() -> None:
     """Run what is missing in the results, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
     done = (
         [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     )
