@@ -8,7 +8,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from userdp.clipping.filtered import FilteredClipping
 from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import AdaptiveClip, FlatClip
+from userdp.config import load_config
 from userdp.data.store import write_store
 from userdp.errors import BudgetExhaustedError, InputError, LedgerError
 from userdp.filter_noise import effective_noise, whether_it_pays
@@ -308,6 +309,17 @@ def test_noise_is_calibrated_for_the_steps_and_the_test() -> None:
     assert plan.noise.noise_multiplier == pytest.approx(26.82, abs=0.01)
 
 
+def test_without_a_cohort_size_everybody_is_in_every_step(config_file: Callable[..., Path]) -> None:
+    assert the_plan(expected_cohort_size=None).divisor == USERS
+    path = config_file(
+        privacy="noise_multiplier = 4.0\nclip_norm = 1.0\ndelta = 1e-3",
+        training='update = "filter"\nthreshold_epsilon = 60.0\nthreshold_delta = 1e-4',
+    )
+    text = path.read_text().replace("num_users = 20\nexpected_cohort_size = 5", "num_users = 61")
+    path.write_text(text)
+    assert load_config(path).plan().divisor == 61
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -410,7 +422,7 @@ def test_a_halted_run_is_a_finished_run(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "run.toml").write_text(
         f'[data]\nstore = "{tmp_path}/store"\nevaluation = "{tmp_path}/other"\n'
         "sequence_length = 16\n[model]\n"
-        f'path = "{tmp_path}/base"\n[privacy]\nnum_users = {USERS}\nexpected_cohort_size = {USERS}'
+        f'path = "{tmp_path}/base"\n[privacy]\nnum_users = {USERS}'
         "\ngroup_size = 1\nclip_norm = 0.1\nnoise_multiplier = 4.0\ndelta = 1e-3\n[training]\n"
         'steps = 6\nupdate = "filter"\nconcentration = 0.01\nthreshold_epsilon = 60.0\n'
         "threshold_delta = 1e-4\n"

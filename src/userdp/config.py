@@ -142,7 +142,11 @@ class Config(Section):
         privacy = self.privacy
         if privacy.unit is SamplingUnit.USER:
             self._refuse("expected_batch_size", "num_records", other=SamplingUnit.RECORD)
-            return defaults.expected_cohort_size(privacy.num_users, privacy.expected_cohort_size)
+            return defaults.expected_cohort_size(
+                privacy.num_users,
+                privacy.expected_cohort_size,
+                everybody=self.update_rule().takes_everybody,
+            )
         self._refuse("expected_cohort_size", other=SamplingUnit.USER)
         if privacy.expected_batch_size is None:
             raise InputError("[privacy] expected_batch_size is missing: unit = 'record' needs it.")

@@ -134,7 +134,8 @@ class PrivacySettings(WithParts):
     )
     num_users: int = Field(description="Public number of users the guarantee is stated for.")
     expected_cohort_size: float | None = Field(
-        None, description="unit = user: expected users a step; a twentieth, from 32 to 1,024."
+        None,
+        description="unit = user: expected users a step; a twentieth, 32 to 1,024; filter: all.",
     )
     expected_batch_size: float | None = Field(
         None, description="unit = record: expected records a step."

@@ -35,8 +35,12 @@ SMALLEST_COHORT, LARGEST_COHORT = 32, 1024
 COHORTS = 20
 
 
-def expected_cohort_size(num_users: int, given: float | None = None) -> float:
+def expected_cohort_size(
+    num_users: int, given: float | None = None, *, everybody: bool = False
+) -> float:
     """How many users are expected in a step: a twentieth of them, from 32 to 1,024.
+
+    With `everybody` it is all of them, for an update that has a price in no other way.
 
     A larger cohort needs more noise, but less on the mean. From about a twentieth of the users on,
     little is left to gain. Fewer than 32 users make a mean that varies too much; more than 1,024
@@ -47,6 +51,8 @@ def expected_cohort_size(num_users: int, given: float | None = None) -> float:
     """
     if given is not None:
         return given
+    if everybody:
+        return float(num_users)
     return float(min(num_users, max(SMALLEST_COHORT, min(LARGEST_COHORT, num_users / COHORTS))))
 
 

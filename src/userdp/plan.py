@@ -116,10 +116,14 @@ class Plan:
         most `group_size` records. What is not given is chosen from public numbers (`defaults.py`).
         Reference: Charles et al. 2024, Alg. 2.
         """
+        update = chosen.get("update") or MEAN_GRADIENT
+        expected = defaults.expected_cohort_size(
+            num_users, expected_cohort_size, everybody=update.takes_everybody
+        )
         public = PublicNumbers(
             num_users=num_users,
             num_records=num_users * group_size,
-            expected_groups=defaults.expected_cohort_size(num_users, expected_cohort_size),
+            expected_groups=expected,
             group_size=group_size,
             steps=steps,
         )

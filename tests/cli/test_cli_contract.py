@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import typer
+from rich.text import Text
 
 from cli_runner import Result, python, userdp
 from userdp import cli
@@ -277,6 +278,15 @@ def test_every_command_explains_itself(command: str) -> None:
     assert "Usage:" in result.out
     assert command in result.out
     assert "--json" in result.out
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_no_help_loses_words_as_markup(command: str) -> None:
+    """Typer reads [word] in a help text as a style, and shows nothing of it."""
+    found = dict(_commands(typer.main.get_command(cli.app)))[command]
+    for help_text in (found.help, *(getattr(one, "help", None) for one in found.params)):
+        written = (help_text or "").replace("\\[", "[")
+        assert Text.from_markup(help_text or "").plain == written
 
 
 def test_account_of_users_is_1_035() -> None:

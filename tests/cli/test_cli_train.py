@@ -321,6 +321,22 @@ def test_stores_under_other_keys_are_noted(
     assert "cannot be" in result.err
 
 
+@pytest.mark.parametrize(("declared", "times"), [(24, None), (400, "0.05"), (8, "2.5")])
+def test_a_declared_number_far_from_the_stores_is_noted_to_the_owner_alone(
+    config_file: WriteConfig, tmp_path: Path, declared: int, times: str | None
+) -> None:
+    path = config_file()
+    path.write_text(path.read_text().replace("num_users = 20", f"num_users = {declared}"))
+    result = userdp("train", path, "--out", tmp_path / "run", "--dry-run")
+    assert result.code == 0
+    assert ("the store has 20 users" in result.err) == (times is not None)
+    if times is not None:
+        assert f"about {times} times as large" in result.err
+    for released in (tmp_path / "run").rglob("*"):
+        if released.is_file():
+            assert b"20 users" not in released.read_bytes()
+
+
 def test_delta_above_one_over_n_is_cautioned_on_stderr_and_in_the_statement(
     config_file: WriteConfig, tmp_path: Path
 ) -> None:

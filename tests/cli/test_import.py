@@ -359,3 +359,9 @@ def test_unknown_formats_and_missing_files_are_refused(tmp_path: Path) -> None:
         answer("import", tmp_path / "data.unknown", "--out", tmp_path / "store")
     with pytest.raises(InputError, match="no such file"):
         answer("import", tmp_path / "none.jsonl", "--out", tmp_path / "store")
+
+
+def test_an_import_that_skips_everything_says_why(tmp_path: Path) -> None:
+    content = line(text=" ") * 3 + line(text="a")
+    refused = bad_import(tmp_path, content, "--drop-user", USER)
+    assert "Skipped 3: empty text, 1: no owner left." in refused.err

@@ -60,7 +60,7 @@ def plan(
     ] = 64,
     task: Annotated[
         TaskName | None,
-        typer.Option(help="With --model: what is learned; by default as in `[data] task`."),
+        typer.Option(help="With --model: what is learned; by default as in `\\[data] task`."),
     ] = None,
     assume: Annotated[
         plan_norms.Assumed,

@@ -42,7 +42,7 @@ def quantile(
     ] = 1024,
     adjacency: common.AdjacencyOption = Adjacency.ADD_REMOVE,
     out: Annotated[
-        Path | None, typer.Option(help="Write the price here, for [privacy] paid of a run.")
+        Path | None, typer.Option(help="Write the price here, for \\[privacy] paid of a run.")
     ] = None,
     json: common.Json = False,
 ) -> None:

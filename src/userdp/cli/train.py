@@ -25,6 +25,8 @@ from userdp.ranks_launched import is_restarted, launched_rank
 from userdp.run_files import Overlap, overlap, shared_users
 from userdp.validation_curve import Point, released_curve
 
+# Declared numbers are rounded, and some users may have left; beyond this factor it is a mistake.
+LARGEST_ROUNDING = 2
 OTHER_USERS = "Name a store of other users as [data] evaluation, or leave that setting out."
 
 
@@ -48,7 +50,7 @@ def train(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Instead of [training] steps. With --resume, a finished run goes on to so many."
+            help="Instead of \\[training] steps. With --resume, a finished run goes on to so many."
         ),
     ] = None,
     dry_run: Annotated[
@@ -169,6 +171,9 @@ def _ready(config: Path, out: Path, steps: int | None, *, resume: bool, fork: bo
     advice = whether_it_pays(plan)
     if advice:
         common.say(f"note: {advice}")
+    far = _far_from_the_declared(UserStore.open(settings.data.store), plan)
+    if far:
+        common.say(f"note: {far}")
 
     # Import torch only now, so that a wrong configuration is refused at once.
     common.quiet_transformers()
@@ -187,6 +192,22 @@ def _ready(config: Path, out: Path, steps: int | None, *, resume: bool, fork: bo
         earlier=list(earlier),
         goes_on=longer is not None,
         unchecked=unchecked,
+    )
+
+
+def _far_from_the_declared(store: UserStore, plan: Plan) -> str:
+    """What to say where the store's users are many more or fewer than declared; else empty.
+
+    The count is private. It is told to whoever holds the store, and stands in no file of the run.
+    """
+    share = store.num_users / plan.num_users
+    if 1 / LARGEST_ROUNDING <= share <= LARGEST_ROUNDING:
+        return ""
+    return (
+        f"num_users = {plan.num_users:,} is declared, and the store has {store.num_users:,} users "
+        f"(private: do not publish this count). So steps are about {share:.2g} times as large as "
+        "planned, while noise and divisor are as planned. If that is not meant, declare a round "
+        "public number nearer to it."
     )
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from userdp.data.contents import TextKind
 from userdp.data.identity import as_is
+from userdp.errors import InputError
 
 NO_TIME = np.iinfo(np.int64).min
 
@@ -93,6 +94,14 @@ def batches_of(
             records, skipped, characters = [], Counter(), 0
     if records or skipped:
         yield _batch(records, skipped, text_kind)
+
+
+def nothing_to_import(skipped: Counter[str]) -> InputError:
+    """Say that nothing was found, and why what was looked at is no record."""
+    why = ", ".join(f"{count:,}: {reason}" for reason, count in skipped.items() if count)
+    return InputError(
+        "no record was found: there is nothing to import." + (f" Skipped {why}." if why else "")
+    )
 
 
 def _batch(records: list[Record], skipped: Counter[str], text_kind: TextKind) -> ImportBatch:

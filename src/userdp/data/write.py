@@ -33,7 +33,7 @@ from userdp.data.files import (
 )
 from userdp.data.identity import DropRule, IdRule, Pseudonyms, Spellings
 from userdp.data.prefetch import Prefetched
-from userdp.data.record import NO_TIME, ImportBatch, Record, Skipped, batches_of
+from userdp.data.record import NO_TIME, ImportBatch, Record, Skipped, batches_of, nothing_to_import
 from userdp.durable import (
     OWNER_ONLY_DIRECTORY,
     OWNER_ONLY_FILE,
@@ -271,7 +271,8 @@ def _finish(
         kept = engine.hold("kept", relate.kept_edges(named, users))
         persons = engine.fetch(users.order_by("user"))["person"].to_numpy()
         if not len(persons):
-            raise InputError("no record was found: there is nothing to import.")
+            # All that was staged has lost its owners.
+            raise nothing_to_import(staged.skipped + Counter({OWNERLESS: staged.num_records}))
         edge_digests, owner_counts = _write_record_index(
             engine.batches(relate.by_record(kept)), directory, staged.num_records
         )

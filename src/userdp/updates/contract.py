@@ -70,6 +70,8 @@ class UpdateRule(Part):
 
     # The fast path computes the mean gradients of many groups at once (`clipping.fast`).
     is_mean_gradient: ClassVar[bool] = False
+    # Every user is in every step, so that is the cohort where none is given.
+    takes_everybody: ClassVar[bool] = False
 
     @abstractmethod
     def of_group(

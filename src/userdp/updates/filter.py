@@ -38,6 +38,7 @@ class Filter(UpdateRule):
     """
 
     name: ClassVar[str] = "filter"
+    takes_everybody: ClassVar[bool] = True
     keys: ClassVar[Mapping[str, str]] = {
         "concentration": "concentration",
         "threshold": "threshold",
