@@ -28,7 +28,7 @@ from userdp.accounting import accountant, events
 from userdp.errors import InputError
 from userdp.noise import Gaussian
 from userdp.norms import Norms
-from userdp.prices import event_of
+from userdp.prices import event_of, is_priced
 from userdp.sampling import PoissonRecords, PoissonUsers, Sampler
 from userdp.units import Adjacency
 
@@ -45,7 +45,7 @@ class Setting:
 
     N = `num_users`, B = `compute` (the expected number of gradients in a step), T = `steps`.
     `group_size_els` is what the median rule gave. `largest_group` is the most records that may be
-    asked of a user.
+    asked of a user. `num_records` are kept where that is public; else as many as users may keep.
     """
 
     num_users: int
@@ -57,6 +57,12 @@ class Setting:
     largest_group: int = LARGEST_GROUP
     adjacency: Adjacency = Adjacency.ADD_REMOVE
     hypothetical: bool = False
+    num_records: int | None = None
+
+    @property
+    def kept_records(self) -> int:
+        """The records that example-level sampling draws from."""
+        return self.num_records or self.group_size_els * self.num_users
 
     def __post_init__(self) -> None:
         for name in ("num_users", "group_size_els", "steps", "compute", "largest_group"):
@@ -102,30 +108,19 @@ class Planner:
 
     setting: Setting
     norms: Norms
-    _noise: dict[tuple[str, int, int], float] = field(
-        default_factory=dict[tuple[str, int, int], float]
+    _noise: dict[tuple[Sampler, int], float] = field(
+        default_factory=dict[tuple[Sampler, int], float]
     )
 
     def uls_noise(self, cohort_size: int, steps: int | None = None) -> float:
         """sigma_ULS(M), the multiplier of user-level sampling with M expected users (Eq. 3)."""
-        return self._searched(ULS, cohort_size, steps)
+        rate = cohort_size / self.setting.num_users
+        return self._searched(PoissonUsers(user_sampling_prob=rate, group_size=1), steps)
 
-    def _els(self, group_size: int, compute: int, steps: int) -> float:
-        """sigma_ELS(G) at p = B / (G N), the expected share of the kept records (Eq. 2)."""
-        key = (f"{ELS} {group_size}", compute, steps)
+    def _searched(self, sampler: Sampler, steps: int | None) -> float:
+        key = (sampler, steps or self.setting.steps)
         if key not in self._noise:
-            rate = compute / (group_size * self.setting.num_users)
-            sampler = PoissonRecords(record_sampling_prob=rate, group_size=group_size)
-            self._noise[key] = self._search(sampler, steps)
-        return self._noise[key]
-
-    def _searched(self, method: str, cohort_size: int, steps: int | None) -> float:
-        steps = steps or self.setting.steps
-        key = (method, cohort_size, steps)
-        if key not in self._noise:
-            rate = cohort_size / self.setting.num_users
-            sampler = PoissonUsers(user_sampling_prob=rate, group_size=1)
-            self._noise[key] = self._search(sampler, steps)
+            self._noise[key] = self._search(*key)
         return self._noise[key]
 
     def _search(self, sampler: Sampler, steps: int) -> float:
@@ -145,7 +140,12 @@ class Planner:
         return found
 
     def splits(self, compute: int | None = None) -> list[Split]:
-        """Every (G, M) with G M = B and G a power of two that the users and records allow."""
+        """Every (G, M) with G M = B and G a power of two that the users and records allow.
+
+        There is none where sampled users have no price: with several owners a record.
+        """
+        if not is_priced(PoissonUsers, Gaussian, self.setting.adjacency):
+            return []
         compute = compute or self.setting.compute
         sizes = [1 << power for power in range(compute.bit_length())]
         return [
@@ -173,13 +173,17 @@ class Planner:
         )
 
     def els(self, compute: int | None = None, steps: int | None = None) -> Candidate | None:
-        """Example-level sampling with the median rule's group size; None if records are too few."""
+        """Example-level sampling with the median rule's group size; None if records are too few.
+
+        Each kept record has a coin of p = B / (kept records), the sampler of sigma_ELS(G) (Eq. 2).
+        """
         compute, steps = compute or self.setting.compute, steps or self.setting.steps
         group_size = self.setting.group_size_els
-        rate = compute / (group_size * self.setting.num_users)
+        rate = compute / self.setting.kept_records
         if rate > 1:
             return None
-        noise = self._els(group_size, compute, steps)
+        sampler = PoissonRecords(record_sampling_prob=rate, group_size=group_size)
+        noise = self._searched(sampler, steps)
         return Candidate(
             method=ELS,
             group_size=group_size,
@@ -342,6 +346,8 @@ def _reasons(
     planner: Planner, best: Candidate, els: Candidate | None, strategies: dict[str, Split]
 ) -> list[str]:
     found: list[str] = []
+    if els is not None:
+        found.append(f"group size of ELS by the median rule: {els.group_size} records a user")
     if els is not None and strategies:
         uls = planner.uls(strategies["exhaustive"])
         left = els.noise_multiplier * planner.norms(1)
@@ -350,7 +356,6 @@ def _reasons(
             f"comparison (7): L(1) sigma_ELS = {left:.4g} {'<=' if left <= right else '>'} "
             f"G L(G) sigma_ULS = {right:.4g} at G={uls.group_size}: {best.method} adds less noise"
         )
-        found.append(f"group size of ELS by the median rule: {els.group_size} records a user")
     if strategies:
         group_size, cohort_size = strategies["estimate-and-double"]
         agrees = strategies["estimate-and-double"] == strategies["exhaustive"]
@@ -385,9 +390,10 @@ def _more_users(setting: Setting, norms: Norms, factor: int) -> list[Candidate]:
     """The best ELS and ULS candidates if there were `factor` times the users."""
     if factor < 1:
         raise InputError(f"{factor} times the users: give 1 or more.")
-    planner = Planner(
-        replace(setting, num_users=setting.num_users * factor, hypothetical=True), norms
-    )
+    more = replace(setting, num_users=setting.num_users * factor, hypothetical=True)
+    if setting.num_records is not None:
+        more = replace(more, num_records=setting.num_records * factor)
+    planner = Planner(more, norms)
     splits = planner.splits()
     found = [planner.uls(exhaustive(splits, planner.objective))] if splits else []
     els = planner.els()

@@ -272,6 +272,11 @@ def price_of(
     return price
 
 
+def is_priced(sampler: type[Sampler], noise: type[Noise], adjacency: Adjacency) -> bool:
+    """Whether the table has an entry for these parts."""
+    return (sampler, noise, adjacency) in _PRICES
+
+
 def calibrate(
     sampler: Sampler,
     noise: Noise | None = None,

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 
 from userdp import defaults, planner
 from userdp import norms as norm_models
 from userdp.accounting import accountant, events
-from userdp.cli import charts, common, mechanism_table, plan_norms, plan_scale
+from userdp.cli import (
+    charts,
+    common,
+    mechanism_table,
+    plan_copy,
+    plan_norms,
+    plan_records,
+    plan_scale,
+)
 from userdp.clipping.rules import AutomaticClip
 from userdp.data.store import UserStore
 from userdp.errors import InputError
@@ -73,7 +79,13 @@ def plan(
         list[int] | None,
         typer.Option(help="Also say what this many times the users would give; hypothetical."),
     ] = None,
-    adjacency: common.AdjacencyOption = Adjacency.ADD_REMOVE,
+    adjacency: Annotated[
+        Adjacency | None,
+        typer.Option(
+            help="Which datasets are neighbours; add-remove, and fixed-graph-zero-out where "
+            "records of the store have several owners."
+        ),
+    ] = None,
     noise_memory: Annotated[
         int,
         typer.Option(
@@ -115,11 +127,17 @@ def plan(
     if gpus is None and machine is not None:
         raise InputError("--machine describes the GPUs of --gpus: give --gpus, or leave it out.")
     opened = UserStore.open(store) if store is not None else None
-    num_users, typical, peeked = _counts(opened, users, records_per_user)
+    known = plan_records.known(opened, users, records_per_user, adjacency)
+    if model is not None and known.adjacency.fixed_graph:
+        raise InputError(
+            f"--model compares groups of a user's records, and under {known.adjacency.value} "
+            "records are sampled one by one: leave --model out."
+        )
+    typical, peeked = known.per_user, list(known.peeked)
     if delta is None:
-        delta = defaults.delta(num_users)
+        delta = defaults.delta(known.num_users)
     if compute is None:
-        compute = defaults.compute(num_users, typical)
+        compute = known.compute
     norms, source = plan_norms.given_norms(gradient_norms, assume)
     found_norms: dict[int, float] | None = None
     if model is not None and opened is not None:
@@ -140,21 +158,26 @@ def plan(
             "--gradient-norms)"
         )
     setting = Setting(
-        num_users=num_users,
-        group_size_els=typical,
+        num_users=known.num_users,
+        group_size_els=known.most_records,
         epsilon=epsilon,
         delta=delta,
         steps=steps,
         compute=compute,
         largest_group=typical,
-        adjacency=adjacency,
+        adjacency=known.adjacency,
+        num_records=known.num_records,
     )
     found = planner.recommend(setting, norms, user_factors=tuple(times_users or ()))
     if gradient_norms is None and found_norms is None:
         hangs_on_norms = plan_norms.what_hangs_on_it(found.candidates, assume)
         found = replace(found, reasons=(*found.reasons, *filter(None, [hangs_on_norms])))
+    found = replace(found, reasons=(*known.reasons, *found.reasons))
     noise_multiplier, reached, by = _certified(setting, found.best)
     stddev = found.best.noise_stddev * noise_multiplier / found.best.noise_multiplier
+    cautions = plan_copy.plan_of(setting, found.best, noise_multiplier).cautions()
+    for caution in cautions:
+        common.say(f"caution: {caution}")
     not_covered = _not_covered(peeked, gradient_norms)
     rates = _rates(_width(model))
     mechanisms = mechanism_table.compared(setting, found.best, noise_memory)
@@ -174,7 +197,7 @@ def plan(
     if plot is not None:
         drawn = charts.plan_svg(_by_compute(setting, norms), found)
         if predicted:
-            title = f"{size.value}, {num_users:,} users, {steps:,} steps: time of the run"
+            title = f"{size.value}, {known.num_users:,} users, {steps:,} steps: time of the run"
             names = {True: "all weights", False: f"LoRA of rank {lora_rank or 16}"}
             others = on_gpus(0 if lora_rank else 16)
             both = {names[not lora_rank]: predicted, names[bool(lora_rank)]: others}
@@ -192,7 +215,12 @@ def plan(
             "noise_stddev": stddev,
             "epsilon": reached,
             "delta": delta,
+            "adjacency": known.adjacency.value,
             "steps": steps,
+            "configuration": plan_copy.keys_of(found.best, known),
+            "max_records_per_user": None if known.selection is None else known.per_user,
+            "num_records": known.num_records,
+            "cautions": cautions,
             "certified_by": by,
             "clipping": AutomaticClip.name,
             "optimizer": "adamw",
@@ -212,35 +240,15 @@ def plan(
         },
         "\n".join(
             [
-                _in_words(setting, found, noise_multiplier, stddev, reached, by, source, rates),
+                _in_words(setting, found, noise_multiplier, stddev, reached, by, source),
+                *plan_copy.in_words(setting, found.best, known, norms),
+                *_the_rest(found, rates),
                 *mechanism_table.in_words(mechanisms),
                 *(plan_scale.in_words(predicted, size, lora_rank, hardware) if predicted else ()),
                 *(f"not covered: {entry}" for entry in not_covered),
             ]
         ),
     )
-
-
-def _counts(
-    store: UserStore | None, users: int | None, per_user: int | None
-) -> tuple[int, int, list[str]]:
-    """The number of users, the median of their records, and which of the two the store revealed."""
-    if store is None:
-        if users is None or per_user is None:
-            raise InputError("give a store, or --users N and --records-per-user K.")
-        return users, per_user, []
-    peeked: list[str] = []
-    if users is None:
-        users = store.num_users
-        peeked.append("number of users, counted in the store (or declare --users)")
-    if per_user is None:
-        # The median rule for G_ELS (Charles et al. 2024), applied to the users in the store.
-        per_user = math.ceil(np.median(store.records_per_user()))
-        peeked.append(
-            "median records of a user, read from the store (or pay for it with `userdp quantile` "
-            "and give --records-per-user)"
-        )
-    return users, per_user, peeked
 
 
 def _certified(setting: Setting, best: Candidate) -> tuple[float, float, str]:
@@ -297,7 +305,7 @@ def _by_compute(setting: Setting, norms: Norms) -> list[tuple[int, list[Candidat
     machine = planner.Planner(setting, norms)
     for power in range(-3, 4):
         compute = round(setting.compute * 2.0**power)
-        if compute < 1 or compute > setting.num_users * setting.group_size_els:
+        if compute < 1 or compute > setting.kept_records:
             continue
         splits = machine.splits(compute)
         best = [machine.uls(planner.exhaustive(splits, machine.objective))] if splits else []
@@ -314,7 +322,6 @@ def _in_words(
     reached: float,
     by: str,
     source: str,
-    rates: dict[str, float],
 ) -> str:
     best = found.best
     what = "users" if best.method == planner.ULS else "records"
@@ -327,11 +334,18 @@ def _in_words(
         f"{setting.adjacency.value}, {setting.steps:,} steps, {setting.num_users:,} users",
         f"certified by {by}",
         *(f"because {reason}" for reason in found.reasons),
+    ]
+    return "\n".join(lines)
+
+
+def _the_rest(found: Recommendation, rates: dict[str, float]) -> list[str]:
+    """The settings that are the same for every candidate, and the candidates."""
+    lines = [
         f"train with automatic clipping, adamw, schedule {defaults.SCHEDULE}, and for a model of "
         f"width {rates['width']} learning rate {rates['learning_rate_lora']:.2g} (LoRA) or "
         f"{rates['learning_rate_full']:.2g} (all weights): the defaults",
         "",
-        charts.candidate_table(found.candidates, best),
+        charts.candidate_table(found.candidates, found.best),
         "",
         "noise on the mean gradient, by candidate",
         charts.candidate_bars(found.candidates),
@@ -342,4 +356,4 @@ def _in_words(
     if found.hypothetical:
         lines += ["", "HYPOTHETICAL: if there were more users", ""]
         lines.append(charts.candidate_table(found.hypothetical, None))
-    return "\n".join(lines)
+    return lines

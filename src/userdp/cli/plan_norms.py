@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from userdp import defaults, planner
 from userdp import norms as norm_models
+from userdp import planner
 from userdp.cli import common
 from userdp.data.store import UserStore
 from userdp.errors import InputError
@@ -101,5 +101,5 @@ def what_hangs_on_it(candidates: Sequence[Candidate], assumed: Assumed) -> str |
     return (
         f"no gradient norms were given: G={same} if all gradients of a user agree, G={orthogonal} "
         "if they are orthogonal. Estimate them with --model, or on public data for "
-        f"--gradient-norms; `train` takes G={defaults.GROUP_SIZE} by default"
+        "--gradient-norms"
     )
