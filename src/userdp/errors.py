@@ -6,6 +6,10 @@ or a user's id.
 
 from __future__ import annotations
 
+# How one asks for these, in a command and from Python.
+FORK = "--fork (userdp.train: fork=True)"
+RESUME = "--resume (userdp.train: resume=True; UserDPTrainer: resume_from_checkpoint=True)"
+
 
 class InputError(ValueError):
     """Something the caller gave is wrong: exit code 2."""

@@ -26,7 +26,7 @@ from userdp.clipping.kernels.running import uncompiled
 from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import PlainClipping, each_clipped
 from userdp.clipping.rules import ClipRule
-from userdp.clipping.settings import StepSettings
+from userdp.clipping.settings import PLAIN, StepSettings
 from userdp.clipping.summation import Summation, summation
 from userdp.losses import Batch, RecordLoss, Update, coarsest_dtype, wide_dtype
 from userdp.models.checks import trainable_parameters
@@ -370,11 +370,11 @@ class Trial:
             return head + (
                 "a record's gradient depends on how far it is padded, which other users' lengths "
                 "decide, as in models that also look at what follows. Use "
-                'path="plain", where each user has its own padding only.'
+                f"{PLAIN}, where each user has its own padding only."
             )
         return head + (
             "the fast path does not tell the users of a batch apart in this model, or does not see "
-            f'all uses of {name!r}. Use path="plain".'
+            f"all uses of {name!r}. Use {PLAIN}."
         )
 
     def _worst_on_equal_lengths(self) -> tuple[str, float]:

@@ -12,7 +12,7 @@ from torch import nn
 from userdp.averaging import WeightAverage, restore_average
 from userdp.checkpoints import Moment, check_saveable
 from userdp.continuing import Beginning
-from userdp.errors import InputError
+from userdp.errors import RESUME, InputError
 from userdp.history import History, carry, history_of, merged
 from userdp.interrupts import InterruptedRunError
 from userdp.ledger import Ledger
@@ -152,7 +152,7 @@ class Checkpoint:
         """Save, and end the run because a signal asked for it."""
         self.save()
         steps, path = self._record.steps, self._record.path
-        where = "" if path is None else " It is saved: go on with the same command and --resume."
+        where = "" if path is None else f" It is saved: go on with the same command and {RESUME}."
         raise InterruptedRunError(f"stopped after step {steps:,}.{where}", signal)
 
 

@@ -32,14 +32,14 @@ from userdp.configured import named_task
 from userdp.data.store import UserStore
 from userdp.digests import scheduler_digest
 from userdp.early_end import EarlyEnd
-from userdp.errors import InputError, StoppedRunError
+from userdp.errors import FORK, RESUME, InputError, StoppedRunError
 from userdp.interrupts import signals_wait_for_the_step
 from userdp.ledger import Ledger
 from userdp.losses import RecordLoss
 from userdp.models.checks import refuse_mixing
 from userdp.opening import Given
 from userdp.opening_together import made_alike, open_together
-from userdp.optimizers import make_optimizer, make_schedule
+from userdp.optimizers import check_schedule, make_optimizer, make_schedule
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.public_gradient import PublicData, mixed_in
@@ -163,6 +163,7 @@ def train(
     """
     ranks = Ranks.found()
     refuse_mixing(model)
+    check_schedule(scheduler)
     if public is not None:
         refuse_public(plan.update)
     if settings is not None and settings.shard:
@@ -172,7 +173,7 @@ def train(
     if ranks.is_first and is_restarted() and fork:
         raise InputError(
             "the launcher restarted a fork, which would fork again at a new charge: start again "
-            "with --resume (resume=True) instead of --fork."
+            f"with {RESUME} instead of {FORK}."
         )
     settings = settings or StepSettings()
     own_task = None if task is None or isinstance(task, str) else task
@@ -340,5 +341,5 @@ def _machine_may_fail(record: RunRecord) -> Iterator[None]:
         raise StoppedRunError(
             f"{where}: {error.strerror or error}. {record.steps:,} steps are charged, and what was "
             f"saved is in {record.path / 'checkpoints'}. Mend that, then go on with the same "
-            "command and --resume."
+            f"command and {RESUME}."
         ) from error
