@@ -312,7 +312,8 @@ def _write_cache(
         shutil.rmtree(partial)
         raise InputError(
             "no record has a token to predict: the store's texts are empty, or nothing in them "
-            "carries loss (no assistant's turn, no known label, no chat that the template takes)."
+            "carries loss (no assistant's turn, no known label, no chat that the template takes). "
+            f"The task is {encoding.name}."
         )
     for name, is_used in (
         ("labelled.u8", encoding.has_labelled),
