@@ -161,7 +161,7 @@ ABOVE = {
     | {"public_gradient", "ranks", "run_record", "same_run", "training", "validation"},
     "trainer": GROUND
     | {"checkpoints", "clipping", "data", "evaluation", "models", "plan", "statement", "tasks"}
-    | {"earlier", "lineage", "ranks", "report", "run_files", "trackers", "training"}
+    | {"continuing", "earlier", "lineage", "ranks", "report", "run_files", "trackers", "training"}
     # What `training` takes, it takes too, under the same names.
     | {"bounding", "configured", "defaults", "losses", "optimizers", "paid", "public_gradient"}
     | {"validation", "validation_curve"},

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+from userdp.clipping.execute.models import most_positions
 from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError
 from userdp.models.checks import trainable_parameters
@@ -40,15 +41,19 @@ def steps_of(args: Any, num_users: int, cohort: float) -> int:
     """
     if args.max_steps > 0:
         return args.max_steps
+    if args.num_train_epochs <= 0:
+        raise InputError(
+            f"num_train_epochs={args.num_train_epochs:g} without max_steps: no step is planned. "
+            "Give one of them."
+        )
     return max(1, math.ceil(args.num_train_epochs * num_users / cohort))
 
 
-def sequence_length_of(args: Any, model: nn.Module) -> int:
-    """The longest row: what the arguments say, and not more than the model has positions for."""
-    asked = getattr(args, "max_length", None)
-    config = getattr(model, "config", None)
-    positions = getattr(config, "max_position_embeddings", None)
-    return min(asked or USUAL_LENGTH, positions or asked or USUAL_LENGTH)
+def sequence_length_of(args: Any, model: nn.Module, tokenizer: Any) -> int:
+    """The longest row: what the arguments say, and not more than model and tokenizer can take."""
+    asked = getattr(args, "max_length", None) or USUAL_LENGTH
+    most = (most_positions(model), getattr(tokenizer, "model_max_length", None))
+    return min(asked, *(limit for limit in most if limit))
 
 
 def optimizer_of(args: Any, model: nn.Module, rate: float) -> torch.optim.Optimizer:

@@ -73,6 +73,10 @@ def check_collator(collator: Any, task: Task | TaskName | None) -> None:
         return
     if kind != "DataCollatorForLanguageModeling":
         raise InputError(f"data_collator: {COLLATOR}.")
+    if getattr(collator, "padding_free", False):
+        raise InputError(
+            "data_collator: padding_free joins records of several users in one row: leave it out."
+        )
     hides, is_masked = bool(getattr(collator, "mlm", False)), task == "masked"
     if hides != is_masked:
         kinds = ("masked tokens", "the next token")
