@@ -6,9 +6,10 @@ or a user's id.
 
 from __future__ import annotations
 
-# How one asks for these, in a command and from Python.
+# How one asks for these, in a command or a configuration and from Python.
 FORK = "--fork (userdp.train: fork=True)"
 RESUME = "--resume (userdp.train: resume=True; UserDPTrainer: resume_from_checkpoint=True)"
+PLAIN = 'path="plain" ([training] path; userdp.train: settings=StepSettings(path="plain"))'
 
 
 class InputError(ValueError):

@@ -26,8 +26,9 @@ from userdp.clipping.kernels.running import uncompiled
 from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import PlainClipping, each_clipped
 from userdp.clipping.rules import ClipRule
-from userdp.clipping.settings import PLAIN, StepSettings
+from userdp.clipping.settings import StepSettings
 from userdp.clipping.summation import Summation, summation
+from userdp.errors import PLAIN
 from userdp.losses import Batch, RecordLoss, Update, coarsest_dtype, wide_dtype
 from userdp.models.checks import trainable_parameters
 from userdp.seen import MOST_COUPLING, Probe

@@ -9,9 +9,6 @@ import torch
 
 from userdp.errors import InputError
 
-# How one asks for the loop without the fast path.
-PLAIN = 'path="plain" (userdp.train: settings=StepSettings(path="plain"))'
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:

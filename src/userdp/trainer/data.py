@@ -116,7 +116,7 @@ def learned_columns(columns: list[str], args: Any) -> Learned:
     found = _only_one(list(forms), "what is learned")
     if found is None:
         raise InputError(
-            f"train_dataset has none of the columns {text!r}, 'messages', or 'prompt' and "
+            f"the dataset has none of the columns {text!r}, 'messages', or 'prompt' and "
             "'completion': name the column of texts with dataset_text_field, or give "
             "formatting_func."
         )
