@@ -127,7 +127,7 @@ def refuse_other_head(model: nn.Module, task: TaskName) -> None:
     else:
         is_other = _NOT_CAUSAL.search(name) or _NO_HEAD.search(name)
         fits, lacks = not is_other, "has no head that predicts the next token"
-        if getattr(bare.config, "is_encoder_decoder", False):
+        if getattr(getattr(bare, "config", None), "is_encoder_decoder", False):
             fits, lacks = False, "writes a text for another one, which is none of the tasks here"
     if not fits:
         raise InputError(
