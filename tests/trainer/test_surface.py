@@ -77,6 +77,13 @@ def test_what_a_trainer_is_made_from_is_not_replaced(make: Callable[..., UserDPT
     trainer.own = 1
 
 
+def test_metrics_may_hold_words(
+    make: Callable[..., UserDPTrainer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    make().log_metrics("eval", {"eval_loss": 1.0, "note": "short"})
+    assert capsys.readouterr().out == "eval: eval_loss = 1\neval: note = short\n"
+
+
 def test_every_argument_of_a_trainer_is_taken_or_refused_by_name(
     make: Callable[..., UserDPTrainer],
 ) -> None:
