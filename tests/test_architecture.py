@@ -101,7 +101,8 @@ ABOVE = {
     "report": GROUND
     | {"earlier", "ledger", "paid", "plan", "plan_words", "run_files", "statement", "accounting"}
     | {"run_facts", "validation_curve", "wording"},
-    "digests": GROUND | {"models"},
+    "described": GROUND,
+    "digests": GROUND | {"described", "models"},
     "lineage": GROUND | {"earlier", "ledger", "run_files"},
     "kept": GROUND | {"clipping", "losses", "models"},
     "seen": GROUND,
