@@ -131,7 +131,7 @@ ABOVE = {
     | {"same_run"},
     "run_state": GROUND
     | {"checkpoints", "continuing", "ledger", "losses", "models", "run_record", "step"}
-    | {"averaging", "report", "sharding"},
+    | {"averaging", "report", "run_files", "sharding"},
     "training_rows": GROUND | {"bounding", "data", "plan"},
     "training_choice": GROUND | {"data", "digests", "evaluation", "plan"},
     "optimizer_names": GROUND,
