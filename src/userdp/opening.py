@@ -25,7 +25,7 @@ from userdp.data.choose import Choice
 from userdp.data.store import UserStore
 from userdp.data.tokens import rows_digest, tokenizer_digest
 from userdp.debits import check_budget, counted, released_about, settle, settle_parent
-from userdp.digests import model_digest, scheduler_digest, task_digest
+from userdp.digests import code_digest, model_digest, task_digest
 from userdp.earlier import Earlier
 from userdp.errors import InputError
 from userdp.history import history_of
@@ -302,7 +302,7 @@ def rows_and_names(given: Given, plan: Plan) -> tuple[RowChoice, dict[str, str]]
         "tokenizer": tokenizer_digest(given.tokenizer),
         "rows": name_rows(store),
         "model": model_digest(model),
-        "schedule": scheduler_digest(given.scheduler),
+        "schedule": code_digest(given.scheduler),
         "settings": str(given.settings),
         "device": device.type,
         "hardware": hardware_of(device),

@@ -30,7 +30,7 @@ from userdp.clipping.kernels.running import same_every_time
 from userdp.clipping.settings import StepSettings
 from userdp.configured import named_task
 from userdp.data.store import UserStore
-from userdp.digests import scheduler_digest
+from userdp.digests import code_digest
 from userdp.early_end import EarlyEnd
 from userdp.errors import FORK, RESUME, InputError, StoppedRunError
 from userdp.interrupts import signals_wait_for_the_step
@@ -180,7 +180,7 @@ def train(
     if task is None or isinstance(task, str):
         task = named_task(task, model, tokenizer, store, record_loss=record_loss)
     if record_loss is not None:
-        digest = scheduler_digest(record_loss)
+        digest = code_digest(record_loss)
         task = OwnLoss(task=task, record_loss=record_loss, digest=digest)
     if optimizer is None:
         optimizer = make_optimizer(model, "adamw", learning_rate)
