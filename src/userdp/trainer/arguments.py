@@ -104,10 +104,11 @@ HARMLESS = {
     "local_rank": "it is set by the launcher",
 }
 
-_SHARDED = (
-    "every process has the whole model, and takes its own users: leave it out, and start one "
+WHOLE_MODEL = (
+    "every process of a trainer has the whole model and takes its own users, one process for each "
+    "device with torchrun. Leave it out; a model that no device can hold is divided by "
+    "userdp.train(settings=StepSettings(shard=True)), or [training] shard = true"
 )
-_SHARDED += "process for each device with torchrun"
 _SAMPLING = (
     "the guarantee is about users who are drawn at random by a secret; leave it out, nothing else "
     "may choose who takes part"
@@ -153,10 +154,10 @@ REFUSED = {
     "fp16": "float16 overflows, and what is not finite counts as zero: set bf16=True",
     "bf16_full_eval": _EVALUATION,
     "fp16_full_eval": _EVALUATION,
-    "fsdp": _SHARDED,
-    "fsdp_config": _SHARDED,
-    "deepspeed": _SHARDED,
-    "parallelism_config": _SHARDED,
+    "fsdp": WHOLE_MODEL,
+    "fsdp_config": WHOLE_MODEL,
+    "deepspeed": WHOLE_MODEL,
+    "parallelism_config": WHOLE_MODEL,
     "optim_args": "make the optimizer yourself, and give it in optimizers=(optimizer, scheduler)",
     "optim_target_modules": "choose what is trained with peft_config or requires_grad",
     "use_cache": "a cache of keys and values belongs to generating text; leave it out",

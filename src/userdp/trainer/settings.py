@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from userdp.clipping.execute.models import most_positions
 from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError
 from userdp.models.checks import trainable_parameters
+from userdp.trainer.arguments import WHOLE_MODEL
 
 # Schedules that follow from the number of the step alone.
 SCHEDULES = frozenset(
@@ -23,6 +25,12 @@ SCHEDULES = frozenset(
         "cosine_warmup_with_min_lr",
     }
 )
+# What `StepSettings` and the arguments both say.
+_SAID_TWICE = {
+    "compute_dtype": "bf16",
+    "checkpoint_blocks": "gradient_checkpointing",
+    "deterministic": "full_determinism",
+}
 # Rows longer than this are cut if neither the arguments nor the model say how long rows may be.
 USUAL_LENGTH = 1024
 
@@ -111,13 +119,29 @@ def schedule_of(args: Any, optimizer: torch.optim.Optimizer, steps: int) -> Any:
     )
 
 
-def step_settings_of(args: Any) -> StepSettings:
-    """How sums are computed."""
-    return StepSettings(
+def step_settings_of(
+    args: Any, given: Mapping[str, Any], settings: StepSettings | None
+) -> StepSettings:
+    """How sums are computed: the `settings`, or what the arguments say.
+
+    `given` are the arguments that differ from their defaults.
+    """
+    said = StepSettings(
         compute_dtype=torch.bfloat16 if args.bf16 else None,
         checkpoint_blocks=bool(args.gradient_checkpointing),
         deterministic=args.full_determinism,
     )
+    if settings is None:
+        return said
+    if settings.shard:
+        raise InputError(f"settings=StepSettings(shard=True): {WHOLE_MODEL}.")
+    for name, argument in _SAID_TWICE.items():
+        if argument in given and getattr(settings, name) != getattr(said, name):
+            raise InputError(
+                f"{argument}={given[argument]!r} beside settings= with {name}="
+                f"{getattr(settings, name)}: leave one of them out."
+            )
+    return settings
 
 
 def device_of(args: Any) -> torch.device:

@@ -17,6 +17,7 @@ from transformers.trainer_utils import TrainOutput
 
 from userdp.bounding.selection import Selection
 from userdp.checkpoints import Saving
+from userdp.clipping.settings import StepSettings
 from userdp.configured import named_task
 from userdp.data.store import UserStore
 from userdp.durable import write_file
@@ -94,8 +95,9 @@ class UserDPTrainer(Surface):
     run's `secret/` and to the terminal alone. `eval_is_public` declares that no training user is in
     it, where that cannot be compared.
 
-    `task`, `record_loss`, `selection`, `select`, `resample`, `tokens_per_user`, `ema`, `public` and
-    `paid` are those of `userdp.train`. Without a `task`, the model's head says what is learned.
+    `task`, `record_loss`, `selection`, `select`, `resample`, `tokens_per_user`, `ema`, `public`,
+    `paid` and `settings` are those of `userdp.train`. Without a `task`, the model's head says what
+    is learned.
 
     `args.seed` never chooses cohorts or noise: these come from a secret of the run. Arguments that
     could not be private are refused by name (`userdp.trainer.arguments`, `userdp.trainer.surface`).
@@ -145,6 +147,7 @@ class UserDPTrainer(Surface):
         ema: float | None = None,
         public: PublicData | None = None,
         paid: Sequence[Paid] = (),
+        settings: StepSettings | None = None,
         **refused: Any,
     ) -> None:
         refuse_given(refused, list(inspect.signature(UserDPTrainer).parameters))
@@ -176,7 +179,7 @@ class UserDPTrainer(Surface):
         self._eval_is_public, self._other_people = eval_is_public, other_people
         self._private = out / PRIVATE
         self._sequence_length = sequence_length_of(self.args, self.model, self.processing_class)
-        self._settings = step_settings_of(self.args)
+        self._settings = step_settings_of(self.args, given, settings)
         self._ranks.on_first(lambda: hide_private_files(out))
         self._reading = Reading(
             args=self.args,
