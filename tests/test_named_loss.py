@@ -24,8 +24,14 @@ ConfigFile = Callable[..., Path]
 CODE = """
 from userdp.losses import causal_lm_loss
 
+def inner(losses):
+    return FACTOR * losses
+
+def helper(losses):
+    return inner(losses)
+
 def scaled(model, batch):
-    return FACTOR * causal_lm_loss(model, batch)
+    return helper(causal_lm_loss(model, batch))
 
 number = 3
 """

@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import models_zoo
 from userdp import neighbours
 from userdp.clipping import fast
 from userdp.clipping.batches.limits import stored_users
+from userdp.clipping.batches.ragged import Sizes
 from userdp.clipping.gradients import probes
 from userdp.clipping.rules import FlatClip
 from userdp.clipping.settings import StepSettings
-from userdp.losses import causal_lm_loss
-from userdp.probe import check_model
+from userdp.losses import Batch, causal_lm_loss
+from userdp.probe import UnsafeModelError, check_model
 from userdp.updates import MeanGradient
 
 
@@ -96,6 +99,39 @@ def test_the_probe_of_a_large_model_holds_few_updates(monkeypatch: pytest.Monkey
     assert held_updates(monkeypatch, large=0) < 6.5
     # Where updates are small, those of the cohort are kept, and more users share a batch.
     assert held_updates(monkeypatch, large=2**30) > 8
+
+
+def weighted(model: nn.Module, batch: Batch) -> Tensor:
+    """Every record weighs more the larger the losses of the whole batch are."""
+    losses = causal_lm_loss(model, batch)
+    return losses * losses.detach().mean()
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 4])
+@pytest.mark.parametrize("large", [0, 2**30])
+def test_a_loss_that_weighs_records_by_the_batch_is_refused(
+    group_size: int, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "_LARGE", large)
+    # As on a GPU: only long users are limited by the memory for their stored gradients.
+    packing = fast.Packing
+
+    def as_on_a_gpu(*args: Any, sizes: Sizes, **given: Any) -> fast.Packing:
+        sizes.max_short_users = None
+        return packing(*args, sizes=sizes, **given | {"max_equal_users": None})
+
+    monkeypatch.setattr(fast, "Packing", as_on_a_gpu)
+    with pytest.raises(UnsafeModelError, match="weighs a record by what else is in the batch"):
+        check_model(
+            models_zoo.build("gpt2 tied"),
+            None,
+            sequence_length=8,
+            group_size=group_size,
+            record_loss=weighted,
+            update=MeanGradient(),
+            rule=FlatClip(clip_norm=0.1),
+            settings=StepSettings(),
+        )
 
 
 def test_a_limit_of_stored_users_is_kept() -> None:

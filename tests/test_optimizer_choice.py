@@ -14,7 +14,7 @@ from torch import nn
 import models_zoo
 import userdp
 from userdp.config import load_config
-from userdp.digests import optimizer_digest, scheduler_digest
+from userdp.digests import code_digest, optimizer_digest
 from userdp.errors import InputError
 from userdp.optimizer_choice import optimizer_and_schedule
 from userdp.optimizers import optimizer_of, schedule_of
@@ -42,7 +42,7 @@ def test_words_in_python_make_what_they_make_in_a_configuration(
         warmup_steps=1,
         schedule_hold=0.5,
     )
-    assert scheduler_digest(schedule) == scheduler_digest(schedule_of(theirs, settings))
+    assert code_digest(schedule) == code_digest(schedule_of(theirs, settings))
     assert optimizer_digest(made) == optimizer_digest(theirs)
 
 

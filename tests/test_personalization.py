@@ -182,7 +182,7 @@ def test_only_plain_adapters_are_stacked_and_the_model_gets_its_own_back() -> No
 
 def test_a_store_in_which_nobody_has_two_records_is_refused(make_store: MakeStore) -> None:
     single = make_store([Record("w1 w2", ("a",), "a"), Record("w2 w3", ("b",), "b")])
-    with pytest.raises(InputError, match="nobody has two records"):
+    with pytest.raises(InputError, match="nobody has two records with something to predict"):
         personalize(models_zoo.build("gpt2 tied"), models_zoo.word_tokenizer(), single)
 
 
@@ -266,6 +266,27 @@ def test_hidden_tokens_are_predicted_and_the_same_before_and_after(store: UserSt
     assert (np.abs(tuned.after - tuned.before) > 1e-3).any()
     # Users of whom no token happened to be hidden are left out, and nobody is counted twice.
     assert len(tuned.before) + tuned.left_out == store.num_users
+
+
+def test_what_is_hidden_of_a_user_does_not_depend_on_who_else_is_there(tmp_path: Path) -> None:
+    tokenizer = task_stores.bert_tokenizer()
+    model = models_zoo.of_family("Bert", "ForMaskedLM", vocab_size=len(tokenizer)).double()
+    found: list[dict[bytes, complex]] = []
+    for users in (range(6), range(1, 6)):
+        records = [
+            Record(f"w{user} w{number} " + "w3 w4 w5 w6 w7 w8 w9 w1 w2 " * 2, (f"u{user}",), "r")
+            for user in users
+            for number in range(4)
+        ]
+        place = tmp_path / str(len(users))
+        write_batches(batches_of(records), place, pseudonyms=Pseudonyms.under(KEY))
+        store = UserStore.open(place)
+        told = personalize(model, tokenizer, store, task="masked", sequence_length=32, epochs=1)
+        assert told.left_out == 0
+        losses = (told.before + 1j * told.after).tolist()
+        found.append(dict(zip(store.pseudonyms.to_pylist(), losses, strict=True)))
+    everybody, others = found
+    assert all(everybody[user] == pytest.approx(others[user], rel=1e-9) for user in others)
 
 
 def test_a_model_with_a_head_for_another_task_is_refused_by_name(store: UserStore) -> None:

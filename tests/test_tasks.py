@@ -15,7 +15,7 @@ import models_zoo
 import userdp
 from task_stores import CHATML, MARKED_CHATML, bert_tokenizer, store_of, word_chat_tokenizer
 from userdp.data.contents import labelled_json, pair_json
-from userdp.data.encoding import Encoding
+from userdp.data.encoding import WHOLE_TEXT, Encoding
 from userdp.data.tokens import TokenRows, tokenise, tokenise_selected
 from userdp.index import IGNORED_LABEL
 from userdp.tasks import (
@@ -122,6 +122,58 @@ def test_a_chat_that_the_template_refuses_has_no_row_and_ends_nothing(tmp_path: 
     assert tokens_of(rows) == [[USER, 2, 0, ASSISTANT, 3, 0]]
     assert rows.owners.tolist() == [1]
     assert rows.num_users == 4
+
+
+def test_an_endless_chat_is_read_at_its_beginning_in_bounded_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("userdp.tasks.chat_tokens.MOST_MESSAGES", 4)
+    turns = [("user", "w1"), ("assistant", "w2")]
+    tokenizer = word_chat_tokenizer(CHATML)
+    written: list[int] = []
+    write = tokenizer.apply_chat_template
+
+    def counted(messages: Any, **options: Any) -> Any:
+        written.append(len(messages))
+        return write(messages, **options)
+
+    tokenizer.apply_chat_template = counted
+    rows = rows_of(tmp_path, [chat(*turns * 50)], "chat", tokenizer, CHAT)
+    assert tokens_of(rows) == [[USER, 2, 0, ASSISTANT, 3, 0] * 2]
+    assert max(written) == 4
+
+
+def test_a_chat_that_exhausts_the_memory_of_a_template_has_no_row(tmp_path: Path) -> None:
+    greedy = CHATML + "{{ '' if 'w9' not in messages[0].content else 'w1' * 10 ** 15 }}"
+    good, bad = (chat(("user", word), ("assistant", "w2")) for word in ("w1", "w9"))
+    completed = (
+        '{"prompt": ' + text.replace("}, {", '}], "completion": [{') + "}" for text in (bad, good)
+    )
+    for number, (texts, kind) in enumerate([((bad, good), "chat"), (tuple(completed), "pair")]):
+        for encoding in (CHAT, WHOLE_TEXT):
+            place = tmp_path / f"{number}{encoding.name}"
+            place.mkdir()
+            rows = rows_of(place, list(texts), kind, word_chat_tokenizer(greedy), encoding)
+            assert rows.owners.tolist() == [1]
+
+
+def test_a_prompt_without_a_message_is_completed(tmp_path: Path) -> None:
+    text = '{"prompt": [], "completion": [{"role": "assistant", "content": "w2"}]}'
+    rows = rows_of(tmp_path, [text], "pair", word_chat_tokenizer(CHATML), CHAT)
+    assert tokens_of(rows) == [[ASSISTANT, 3, 0]]
+    assert labels_of(rows) == tokens_of(rows)
+
+
+def test_prompts_that_are_chats_need_a_template_under_every_task(tmp_path: Path) -> None:
+    text = (
+        '{"prompt": [{"role": "user", "content": "w1"}], '
+        '"completion": [{"role": "assistant", "content": "w2"}]}'
+    )
+    for encoding in (CHAT, WHOLE_TEXT):
+        place = tmp_path / f"of{encoding.name}"
+        place.mkdir()
+        with pytest.raises(userdp.InputError, match="chat_template = FILE"):
+            rows_of(place, [text], "pair", word_chat_tokenizer(None), encoding)
 
 
 UNSTABLE = {

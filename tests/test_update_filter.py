@@ -402,7 +402,7 @@ def test_whether_the_filter_pays_is_said_from_the_plan_alone() -> None:
         )
 
     expected = effective_noise(num_users=10_000, steps=100, epsilon=3.0, delta=1e-5)
-    found = float(re.findall(r"concentration = ([0-9.]+);", whether_it_pays(planned(0.1)))[0])
+    found = float(re.findall(r"about ([0-9.]+);", whether_it_pays(planned(0.1)))[0])
     assert found == pytest.approx(expected.break_even, rel=0.05)
     assert "does not pay" in whether_it_pays(planned(0.1))
     assert "does not pay" not in whether_it_pays(planned(found / 2))

@@ -16,7 +16,7 @@ from torch import nn
 
 from userdp.chain import without_torn_row
 from userdp.checkpoints import Moment
-from userdp.errors import InputError, LedgerError
+from userdp.errors import FORK, InputError, LedgerError
 from userdp.history import History, carry, history_of, merged
 from userdp.ledger import Ledger
 from userdp.paid import Paid
@@ -239,7 +239,10 @@ def start(
     if charged is not None and charged.is_finished:
         taken = beginning_of(run).before + charged.steps
         if plan.steps <= taken or charged.is_halted:
-            return Start(plan=plan, beginning=Beginning(), finished=charged)
+            _check_paid(run, charged, paid)
+            beginning = beginning_of(run)
+            own = plan.over(charged.plan.steps) if beginning.before else plan
+            return Start(plan=own, beginning=beginning, finished=charged)
         if not (run / NOISE_KEY).is_file() and not charged.fixed_seed:
             raise InputError(
                 f"{run} was finalized, so it takes no further step. Train on from its model, "
@@ -259,22 +262,27 @@ def start(
         if not charged.fixed_seed:
             # Without it nothing goes on, whatever else has changed.
             stored_secret(run, charged.bound_to.get("noise_key"))
-        if [item.to_json() for item in paid] != [item.to_json() for item in charged.paid]:
-            raise InputError(
-                f"{run} was begun with other paid looks at the data: a run goes on only as it "
-                "began. Put that back, or say --fork."
-            )
+        _check_paid(run, charged, paid)
         beginning = beginning_of(run)
         # The runs before a fork took some of the planned steps.
         own = plan.over(charged.plan.steps) if beginning.before else plan
         return Start(plan=own, beginning=beginning, goes_on=True)
     if resume and _last_moved(run) is not None:
         raise InputError(
-            f"{run} holds a fork that was stopped before its first step: say --fork to begin it "
+            f"{run} holds a fork that was stopped before its first step: say {FORK} to begin it "
             "again."
         )
     given_up = clear_unbegun(run) if resume else None
     return Start(plan=plan, beginning=Beginning(), given_up=given_up)
+
+
+def _check_paid(run: Path, charged: Ledger, paid: Sequence[Paid]) -> None:
+    """Refuse other paid looks at the data than those that the run was begun with."""
+    if [item.to_json() for item in paid] != [item.to_json() for item in charged.paid]:
+        raise InputError(
+            f"{run} was begun with other paid looks at the data: a run goes on only as it began. "
+            f"Put that back, or say {FORK}."
+        )
 
 
 def _steps_left(plan: Plan, beginning: Beginning) -> int:

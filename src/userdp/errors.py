@@ -6,6 +6,11 @@ or a user's id.
 
 from __future__ import annotations
 
+# How one asks for these, in a command or a configuration and from Python.
+FORK = "--fork (userdp.train: fork=True)"
+RESUME = "--resume (userdp.train: resume=True; UserDPTrainer: resume_from_checkpoint=True)"
+PLAIN = 'path="plain" ([training] path; Python: settings=StepSettings(path="plain"))'
+
 
 class InputError(ValueError):
     """Something the caller gave is wrong: exit code 2."""

@@ -20,12 +20,11 @@ from userdp.durable import new_directory
 from userdp.errors import InputError, LedgerError
 from userdp.history import ANCESTRY_FILE
 from userdp.ledger import Ledger
-from userdp.report.card import data_name, model_card
+from userdp.report.card import card_of_run
 from userdp.run_check import check_run
-from userdp.run_facts import RunFacts, read_facts
-from userdp.run_files import FREE_FILES, REWRITTEN, statement_file
+from userdp.run_facts import HUB_NAME, RunFacts, is_local_base, read_facts
+from userdp.run_files import FREE_FILES, REWRITTEN, RecordedRun, statement_file
 from userdp.statement import Statement
-from userdp.validation_curve import released_curve
 
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "adapter_model.safetensors")
 # Settings are read by people and programs. A path in them would leave this machine.
@@ -66,7 +65,6 @@ LEDGER_FIELDS = {
 }
 
 NAMES_OF_A_BASE = frozenset({"_name_or_path", "name_or_path", "base_model_name_or_path"})
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 LICENSE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")
 
 
@@ -99,16 +97,8 @@ def export(run: Path, out: Path, *, base: str = "", license: str = "") -> Export
     pieces = _Pieces(run, found.ledger, facts, base)
     statement = found.ledger.statement()
     pieces.make("statement.json", statement_file(statement), "made from ledger.jsonl")
-    curve = released_curve(run)
-    card = model_card(
-        statement,
-        facts,
-        base=pieces.named_base(),
-        license=license,
-        curve=curve,
-        last_step=found.ledger.steps,
-        data=data_name(found.ledger),
-    )
+    record = RecordedRun(run=run, ledger=found.ledger)
+    card = card_of_run(record, base=pieces.named_base(), license=license)
     made_of = "made from ledger.jsonl, config.toml or run.json, validation.jsonl and the options"
     pieces.make("README.md", card.encode(), made_of)
     with new_directory(out) as partial:
@@ -130,7 +120,7 @@ class _Pieces:
         self._base = base
         self._facts = facts
         self._private = _local_paths(run, facts)
-        self._was_local = _was_local(run / "model" / "tokenizer_config.json")
+        self._is_local = is_local_base(run, facts)
         self.contents: dict[str, bytes] = {}
         self.copied: list[str] = []
         self.origins: dict[str, str] = {}
@@ -147,8 +137,7 @@ class _Pieces:
 
     def named_base(self) -> str:
         """The base model by a name that others can use; empty if there is none."""
-        configured = self._facts.model
-        return self._base or ("" if self._was_local or _is_local(configured) else configured)
+        return self._base or ("" if self._is_local else self._facts.model)
 
     def _take(self, path: Path) -> None:
         name = path.name
@@ -174,7 +163,7 @@ class _Pieces:
         right = dict(settings)
         for key in NAMES_OF_A_BASE & settings.keys():
             is_adapter = name == "adapter_config.json"
-            is_local = self._was_local or _is_local(str(settings[key]))
+            is_local = self._is_local or _is_local(str(settings[key]))
             is_usable = bool(settings[key]) and not is_local
             if self._base and (is_adapter or not is_usable):
                 right[key] = self._base
@@ -251,14 +240,6 @@ def _local_paths(run: Path, facts: RunFacts) -> tuple[list[str], list[str]]:
 def _is_local(name: str) -> bool:
     """Whether a model's name is a path, and not a name on the hub."""
     return not HUB_NAME.fullmatch(name) or Path(name).is_dir()
-
-
-def _was_local(path: Path) -> bool:
-    """Whether a tokenizer's settings say that it was loaded from a directory.
-
-    A relative path, such as `models/base`, looks like a name on the hub from everywhere else.
-    """
-    return path.is_file() and _settings(path.name, path.read_bytes()).get("is_local") is True
 
 
 def _is_absolute(text: str) -> bool:

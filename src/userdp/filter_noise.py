@@ -41,7 +41,8 @@ class EffectiveNoise:
 def whether_it_pays(plan: Plan) -> str:
     """A sentence on a plan's filter, from public numbers alone; empty for other plans.
 
-    The noise with the filter is in proportion to the concentration, so one number decides.
+    The noise with the filter is about in proportion to the concentration, so one number says about
+    where it begins to pay.
     """
     test = plan.halting_test
     epsilon = math.inf if test is None else plan.epsilon()
@@ -64,8 +65,8 @@ def whether_it_pays(plan: Plan) -> str:
     filtered = plan.noise_stddev / plan.divisor / plan.clip.bound
     even = test.concentration * (without.noise_stddev / without.divisor) / filtered
     told = (
-        f"the filter leaves less noise than the same run without it below concentration = "
-        f"{even:.2g}"
+        f"the filter leaves less noise than the same run without it below a concentration of "
+        f"about {even:.2g}"
     )
     if test.concentration < even:
         return f"{told}; yours is {test.concentration:g}"

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from userdp.errors import InputError
+from userdp.errors import PLAIN, InputError
 from userdp.index import IGNORED_LABEL as IGNORED_LABEL
 
 Batch = Mapping[str, Tensor]
@@ -124,7 +124,7 @@ def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
         raise InputError(
             f"the model predicts {logits.shape[1]} tokens for rows of {labels.shape[1]}. Prompt "
             "tuning does so: it puts tokens before every row. Use LoRA or prefix tuning, or "
-            'path="plain" with a record_loss that leaves those tokens out.'
+            f"{PLAIN} with a record_loss that leaves those tokens out."
         )
     losses = F.cross_entropy(
         at_least_float32(logits).flatten(0, 1),

@@ -28,6 +28,7 @@ from userdp.clipping.plain import PlainClipping, each_clipped
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.summation import Summation, summation
+from userdp.errors import PLAIN
 from userdp.losses import Batch, RecordLoss, Update, coarsest_dtype, wide_dtype
 from userdp.models.checks import trainable_parameters
 from userdp.seen import MOST_COUPLING, Probe
@@ -47,6 +48,7 @@ _ADDING_ON_CUDA = 1e-4
 # For the fast path, run again on the same cohort on the CPU. The plain path repeats every bit.
 _AGAIN_ON_CPU = 1e-6
 _AGAIN = "the same step again"
+_UNCLIPPED = "each user alone, with nobody clipped"
 # A clip norm this many times larger clips nobody in a probe.
 _LOOSE = 1e3
 # In half precision the allowed coupling is the plain loop's own rounding error times the first
@@ -109,10 +111,11 @@ class Trial:
         packings = (True, False) if thorough and self._path == "fast" else (True,)
         for mix in packings:
             clipping = self._clipping(self._record_loss, mix)
-            again = self._again(clipping)
+            # Computed first: so no sum is held beside another one that is kept for longer.
+            unclipped = list(self._unclipped(clipping))
             alone = self._kept(self._sum(clipping, self._others))
             yield self._probe("each user alone", alone, self._of_oracle())
-            yield again
+            yield from unclipped
             for name, extra in self._users.extras(thorough):
                 own_of = self._own_of(extra)
                 for place, where in self._places(thorough):
@@ -130,17 +133,20 @@ class Trial:
         if thorough:
             yield from self._with_scaled_losses()
 
-    def _again(self, clipping: Summation) -> Probe:
-        """Sum the same cohort twice, with a clip norm at which nobody is clipped.
+    def _unclipped(self, clipping: Summation) -> Iterator[Probe]:
+        """Sum the cohort twice, with a clip norm at which nobody is clipped.
 
-        Clipping would hide how large updates are. Without clipping, even the smallest effect of
-        what a loss or a model keeps outside its modules shows.
+        Clipping would hide how large updates are: that of a loss which weighs every record by what
+        else is in the batch, and the smallest effect of what a loss or a model keeps outside its
+        modules.
         """
-        loose = self._rule.at(_LOOSE * self._rule.clip_norm)
-        first = self._kept(self._sum(clipping, self._others, loose))
-        again = self._sum(clipping, self._others, loose)
+        usual, self._rule = self._rule, self._rule.at(_LOOSE * self._rule.clip_norm)
+        first = self._kept(self._sum(clipping, self._others))
         size = norm_of(first) or 1.0
-        return self._probe(_AGAIN, again, first, allowed=self._allowed_again(), size=size)
+        yield self._probe(_UNCLIPPED, first, self._of_oracle(), size=size)
+        again = self._sum(clipping, self._others)
+        yield self._probe(_AGAIN, again, first, allowed=self._allowed_again(), size=size)
+        self._rule = usual
 
     def _places(self, thorough: bool) -> list[tuple[str, int]]:
         last = len(self._others)
@@ -227,15 +233,10 @@ class Trial:
             most_stored_users=_FEW_USERS if self._is_large else None,
         )
 
-    def _sum(
-        self,
-        clipping: Summation,
-        groups: Sequence[Group],
-        rule: ClipRule | None = None,
-    ) -> Update:
+    def _sum(self, clipping: Summation, groups: Sequence[Group]) -> Update:
         """The clipped sum of these groups; the next one may overwrite it."""
         with uncompiled():
-            return clipping.clipped_sum(groups, rule or self._rule).total.views
+            return clipping.clipped_sum(groups, self._rule).total.views
 
     def _where_updates_fit(self) -> torch.device:
         """The device, or the host if the device may have room for one update only."""
@@ -353,6 +354,12 @@ class Trial:
     def cause_of(self, probe: Probe) -> str:
         """What is wrong, by how much, and what to do."""
         how_far = max(probe.movement, probe.coupling)
+        if probe.name.endswith(_UNCLIPPED):
+            return (
+                f"the sum of a batch is off by {how_far:.3g} of its size ({probe.name}): the loss "
+                "or the model weighs a record by what else is in the batch. Return a loss for each "
+                'record that depends on that record alone, or use path="plain".'
+            )
         head = f"the clipped sum is off by {how_far:.3g} clip norms ({probe.name}): "
         if self._path == "plain" or probe.name.endswith(_AGAIN):
             return head + (
@@ -364,11 +371,11 @@ class Trial:
             return head + (
                 "a record's gradient depends on how far it is padded, which other users' lengths "
                 "decide, as in models that also look at what follows. Use "
-                'path="plain", where each user has its own padding only.'
+                f"{PLAIN}, where each user has its own padding only."
             )
         return head + (
             "the fast path does not tell the users of a batch apart in this model, or does not see "
-            f'all uses of {name!r}. Use path="plain".'
+            f"all uses of {name!r}. Use {PLAIN}."
         )
 
     def _worst_on_equal_lengths(self) -> tuple[str, float]:

@@ -25,7 +25,7 @@ from userdp.data.choose import Choice
 from userdp.data.store import UserStore
 from userdp.data.tokens import rows_digest, tokenizer_digest
 from userdp.debits import check_budget, counted, released_about, settle, settle_parent
-from userdp.digests import model_digest, scheduler_digest, task_digest
+from userdp.digests import code_digest, model_digest, task_digest
 from userdp.earlier import Earlier
 from userdp.errors import InputError
 from userdp.history import history_of
@@ -42,7 +42,7 @@ from userdp.run_facts import of_parts, write_facts
 from userdp.run_files import overlap, write_training_users
 from userdp.run_record import OnStep, RunRecord, checkpoints_of
 from userdp.run_state import restore_beginning, restore_finished
-from userdp.same_run import check_same_config, write_ranks
+from userdp.same_run import check_same, check_same_config, digests_of, write_ranks
 from userdp.sharded_tensors import device_of
 from userdp.streams import RunSecret
 from userdp.tasks import OwnLoss, Task
@@ -178,14 +178,14 @@ def open_run(given: Given) -> Opened:
         fork_step=given.fork_step,
         paid=given.paid,
     )
+    plan, beginning = started.plan, started.beginning
+    restore_beginning(beginning, model, given.optimizer, given.scheduler, given.average)
     if path is not None and started.finished is not None:
-        check_same_config(started.finished, given.config, path)
+        _check_finished(given, started.finished, plan, path)
         restore_finished(path, started.finished, model)
         validator = make_validator(started.finished.earlier, (path,), goes_on=True)
         validator.after_last(model, started.finished.steps)
         return Opened(beginning=Beginning(), finished=started.finished, validator=validator)
-    plan, beginning = started.plan, started.beginning
-    restore_beginning(beginning, model, given.optimizer, given.scheduler, given.average)
 
     # The ledger will name this data, so make sure that the data has not changed.
     store.verify()
@@ -257,6 +257,16 @@ def open_run(given: Given) -> Opened:
     )
 
 
+def _check_finished(given: Given, ledger: Ledger, plan: Plan, path: Path) -> None:
+    """Refuse to give a finished run for one that was begun otherwise."""
+    check_same_config(ledger, given.config, path)
+    # A configuration says all of what is compared here.
+    if given.config is None:
+        _, bound_to = rows_and_names(given, plan)
+        named = digests_of(plan, given.model, given.optimizer, bound_to)
+        check_same(ledger, plan, named, None, path)
+
+
 def rows_and_names(given: Given, plan: Plan) -> tuple[RowChoice, dict[str, str]]:
     """The rows that a run trains on, and everything that it is bound to, by name."""
     model, store, task = given.model, given.store, given.task
@@ -292,7 +302,7 @@ def rows_and_names(given: Given, plan: Plan) -> tuple[RowChoice, dict[str, str]]
         "tokenizer": tokenizer_digest(given.tokenizer),
         "rows": name_rows(store),
         "model": model_digest(model),
-        "schedule": scheduler_digest(given.scheduler),
+        "schedule": code_digest(given.scheduler),
         "settings": str(given.settings),
         "device": device.type,
         "hardware": hardware_of(device),

@@ -102,6 +102,15 @@ def default_rate(model: nn.Module, name: str) -> float:
     return defaults.learning_rate(adapters=has_adapters, width=width)
 
 
+def check_schedule(scheduler: Any) -> None:
+    """Refuse a schedule that wants a metric after each step, as `ReduceLROnPlateau` does."""
+    if scheduler is not None and "metrics" in inspect.signature(scheduler.step).parameters:
+        raise InputError(
+            f"{type(scheduler).__name__} wants a metric after every step, and a private run has "
+            "none to give: take a schedule that follows from the number of the step."
+        )
+
+
 def _accepted(kind: type) -> set[str]:
     return set(inspect.signature(kind).parameters)
 

@@ -112,7 +112,10 @@ def personalize(
     )
     halves = list(_halves(store, rows))
     if not halves:
-        raise InputError(f"{store.path}: nobody has two records, so nobody can be tuned for.")
+        raise InputError(
+            f"{store.path}: nobody has two records with something to predict, so "
+            "nobody can be tuned for."
+        )
     settings = _Settings(
         rows=rows,
         task=task,
@@ -146,7 +149,7 @@ def personalize(
 class _Half:
     """The rows of a user's two halves. `number` counts those who have two halves."""
 
-    user: int
+    pseudonym: bytes
     number: int
     tune: NDArray[np.int64]
     measure: NDArray[np.int64]
@@ -166,7 +169,7 @@ def _halves(store: UserStore, rows: TokenRows) -> Iterator[_Half]:
     record_of_row = np.asarray(rows.owners)
     starts: list[int] = np.searchsorted(record_of_row, np.arange(store.num_records + 1)).tolist()
     number = 0
-    for user in range(store.num_users):
+    for user, pseudonym in enumerate(store.pseudonyms.to_pylist()):
         # A record without anything to predict has no row.
         records = [r for r in store.records_of(user).tolist() if starts[r] < starts[r + 1]]
         if len(records) < 2:
@@ -174,7 +177,7 @@ def _halves(store: UserStore, rows: TokenRows) -> Iterator[_Half]:
         of = [np.arange(starts[record], starts[record + 1]) for record in records]
         half = (len(records) + 1) // 2
         yield _Half(
-            user=user,
+            pseudonym=pseudonym,
             number=number,
             tune=np.concatenate(of[:half]),
             measure=np.concatenate(of[half:]),
@@ -198,29 +201,37 @@ def _is_next_token(task: Task) -> bool:
 
 
 def _batches(
-    piece: Sequence[_Half], settings: _Settings, device: torch.device, *, epoch: int | None
+    own: Sequence[NDArray[np.int64]],
+    drawn_by: Sequence[int],
+    settings: _Settings,
+    device: torch.device,
 ) -> Iterator[tuple[Batch, Tensor]]:
-    """Every user's rows, a few at a time: the batch, and which of its rows count, by user.
+    """Every user's own rows, a few at a time: the batch, and which of its rows count, by user.
 
-    The rows are those to tune on in this epoch, or those to measure on. A batch has as many rows of
-    each user. Where a user has fewer, the rest is padding without a label and does not count.
+    A batch has as many rows of each user. Where a user has fewer, the rest is padding without a
+    label and does not count. `drawn_by` is the key of what a task draws.
     """
-    own = [half.measure if epoch is None else half.tune for half in piece]
     size = settings.batch_rows
     for begin in range(0, max(map(len, own)), size):
         parts = [one[begin : begin + size] for one in own]
         deepest = max(map(len, parts))
         chosen = np.concatenate([np.resize(p if len(p) else own[0][:1], deepest) for p in parts])
         is_real = np.concatenate([np.arange(deepest) < len(part) for part in parts])
-        # What a task draws is the same before and after tuning. Users whose task draws something
-        # are alone in a batch.
-        key = [_SEED, piece[0].user, begin, 0 if epoch is None else 1 + epoch]
-        made = settings.task.batch(settings.rows, chosen, np.random.default_rng(key))
+        made = settings.task.batch(settings.rows, chosen, np.random.default_rng([*drawn_by, begin]))
         batch = {name: tensor.to(device) for name, tensor in made.items()}
         real = torch.from_numpy(is_real).to(device)
         if not is_real.all():
             batch["labels"][~real] = IGNORED_LABEL
-        yield batch, real.view(len(piece), deepest)
+        yield batch, real.view(len(own), deepest)
+
+
+def _key(piece: Sequence[_Half], passes: int) -> list[int]:
+    """The key of what a task draws in one pass over rows: 0 where they are measured.
+
+    It is the same before and after tuning, and whoever else is in the store. Users whose task draws
+    something are alone in a batch.
+    """
+    return [_SEED, int.from_bytes(piece[0].pseudonym, "little"), passes]
 
 
 def _sgd(
@@ -233,7 +244,8 @@ def _sgd(
     """
     device = weights[0].device
     for epoch in range(settings.epochs):
-        for batch, is_real in _batches(piece, settings, device, epoch=epoch):
+        own = [half.tune for half in piece]
+        for batch, is_real in _batches(own, _key(piece, 1 + epoch), settings, device):
             losses = settings.task.record_loss(model, batch).view(is_real.shape)
             means = (losses * is_real).sum(1) / is_real.sum(1).clamp(min=1)
             gradients = torch.autograd.grad(means.sum(), list(weights))
@@ -247,7 +259,7 @@ def _losses(model: nn.Module, piece: Sequence[_Half], settings: _Settings) -> ND
     """Each user's sum of losses over the second half, and how many places were predicted there."""
     device = next(model.parameters()).device
     found = np.zeros((2, len(piece)))
-    for batch, _ in _batches(piece, settings, device, epoch=None):
+    for batch, _ in _batches([half.measure for half in piece], _key(piece, 0), settings, device):
         logits, targets = settings.task.predictions(model, batch)
         losses = F.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="none"

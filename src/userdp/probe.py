@@ -23,7 +23,7 @@ from userdp.clipping.execute.models import most_positions, pretrained
 from userdp.clipping.module_state import ModuleState
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.settings import StepSettings
-from userdp.errors import InputError, MixedExamplesError, UntriedModelError
+from userdp.errors import PLAIN, InputError, MixedExamplesError, UntriedModelError
 from userdp.kept import is_random, what_it_keeps
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, causal_lm_loss
 from userdp.models.checks import BufferGuard, refuse_mixing
@@ -286,6 +286,6 @@ def _keeps(name: str) -> str:
     return (
         f"the model keeps {name!r} between forward passes, so that one user's length changes the "
         "gradients of others and of later steps (rotary embeddings of type 'dynamic' and "
-        "'longrope' do). Use records that are too short to change it, or path=\"plain\", which "
+        f"'longrope' do). Use records that are too short to change it, or {PLAIN}, which "
         "puts it back after every user."
     )

@@ -6,21 +6,23 @@ that `userdp export` wrote; there the model's files lie beside the ledger.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from userdp.data.array_files import file_digest
 from userdp.errors import InputError
 from userdp.history import ANCESTRY_FILE, read_history
 from userdp.ledger import Ledger
 from userdp.ledger_rows import UNVERIFIED
 from userdp.lock import Owner, lock_path
 from userdp.run_files import (
+    config_problems,
+    copy_problems,
     is_statement_file,
     model_directory,
     problems_of,
     rewritten_files,
+    run_at,
 )
 
 
@@ -62,6 +64,17 @@ class RunCheck:
             "problems": list(self.problems),
             "notes": list(self.notes),
         }
+
+
+def check_place(place: Path) -> RunCheck:
+    """The same of a run, or of a trainer's output_dir with the run and the weights in it."""
+    run = run_at(place)
+    found = check_run(run)
+    if run == place or found.ledger is None:
+        return found
+    note = f"{place} is a trainer's output_dir: its run is {run}"
+    problems = (*found.problems, *copy_problems(place, found.ledger))
+    return replace(found, problems=problems, notes=(*found.notes, note))
 
 
 def check_run(run: Path) -> RunCheck:
@@ -121,11 +134,7 @@ def _says_as_much(found: dict[str, Any], recorded: dict[str, Any]) -> bool:
 
 
 def _config(run: Path, ledger: Ledger, _: list[str]) -> list[str]:
-    path = run / "config.toml"
-    named = ledger.bound_to.get("config")
-    if named is None or not path.is_file() or file_digest(path) == named:
-        return []
-    return [f"{path} is not the configuration that the run was started with."]
+    return config_problems(run, ledger)
 
 
 def _statement(run: Path, ledger: Ledger, notes: list[str]) -> list[str]:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +26,10 @@ from userdp.quantisation_names import Quantisation
 from userdp.task_names import TaskName
 
 RUN_FILE = "run.json"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+# How the ledger names a task with a loss of one's own, and its digest.
+_OWN_LOSS = re.compile(r".*, loss (.+) [0-9a-f]{64}", re.DOTALL)
+_LOSS_NAME = re.compile(r"[\w.:<>]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +181,37 @@ def _classes(model: Any) -> tuple[str, ...]:
     return tuple(str(name) for _, name in sorted(config.id2label.items()))
 
 
+def is_local_base(run: Path, facts: RunFacts) -> bool:
+    """Whether the base model's name is a path of this machine, and not a name on the hub.
+
+    A relative path, such as `models/base`, looks like a name on the hub. The settings of the run's
+    tokenizer say which it was, wherever one looks from.
+    """
+    if not HUB_NAME.fullmatch(facts.model):
+        return True
+    try:
+        settings = json.loads((run / "model" / "tokenizer_config.json").read_bytes())
+        return bool(settings["is_local"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return Path(facts.model).is_dir()
+
+
+def base_name(run: Path, facts: RunFacts) -> str:
+    """The base model's name. A path tells about this machine, so only its last name is given."""
+    return Path(facts.model).name if is_local_base(run, facts) else facts.model
+
+
+def own_loss(bound_to: Mapping[str, str], facts: RunFacts | None) -> str:
+    """What a loss of one's own is called, if the run's ledger names one; else empty.
+
+    The ledger cannot be edited. What the run was made of may have a longer name of the same loss.
+    """
+    named = _OWN_LOSS.fullmatch(bound_to.get("task", ""))
+    if named is None:
+        return ""
+    return (facts.record_loss if facts is not None else "") or named[1]
+
+
 def write_facts(run: Path, facts: RunFacts) -> None:
     """Leave the facts in the run's directory."""
     content = json.dumps(dataclasses.asdict(facts), indent=1, allow_nan=False) + "\n"
@@ -184,24 +222,32 @@ def _written(place: Path) -> RunFacts | None:
     if not place.is_file():
         return None
     try:
-        found = RunFacts(**json.loads(place.read_text(encoding="utf-8")))
-        found = replace(found, classes=tuple(found.classes))
-        whole = (found.sequence_length, found.adapter_rank or 0)
-        words = (
-            found.model,
-            found.store,
-            found.optimizer,
-            found.schedule,
-            found.began,
-            found.dtype,
-            found.record_loss,
-        )
-        if {type(one) for one in whole} != {int} or {type(one) for one in words} != {str}:
-            raise TypeError
-        if found.quantize not in (None, *get_args(Quantisation)):
-            raise ValueError
-        if found.task not in get_args(TaskName) or {type(one) for one in found.classes} > {str}:
-            raise ValueError
-    except (ValueError, TypeError, RecursionError):
+        told = json.loads(place.read_text(encoding="utf-8"))
+        found = RunFacts(**(told | {"classes": tuple(_texts(told.get("classes", [])))}))
+        _check(found)
+    except (AttributeError, ValueError, TypeError, OverflowError, RecursionError):
         raise InputError(f"{place}: damaged. Restore it, or delete it.") from None
     return found
+
+
+def _check(facts: RunFacts) -> None:
+    """Raise if a fact is not of its kind."""
+    _texts([facts.model, facts.store, facts.optimizer, facts.schedule, facts.began, facts.dtype])
+    _texts([facts.record_loss, facts.gguf_file or ""])
+    numbers = [one for one in (facts.learning_rate, facts.ema) if one is not None]
+    is_right = (
+        type(facts.sequence_length) is int
+        and type(facts.adapter_rank or 0) is int
+        and all(type(one) in (int, float) and math.isfinite(one) for one in numbers)
+        and facts.quantize in (None, *get_args(Quantisation))
+        and facts.task in get_args(TaskName)
+        and _LOSS_NAME.fullmatch(facts.record_loss) is not None
+    )
+    if not is_right:
+        raise ValueError
+
+
+def _texts(found: Any) -> list[str]:
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise TypeError
+    return cast("list[str]", found)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import hmac
 import json
 import shutil
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 # People write and edit these files. They change no weight.
 FREE_FILES = frozenset({"README.md"})
+
+# How weights are called, by this package and by others.
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin", "*.gguf")
 
 # What an export has beside the model, and the settings in which it may name another base.
 EXPORTED_RECORD = frozenset({"ledger.jsonl", "statement.json"})
@@ -64,10 +68,14 @@ def run_at(place: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """A run's ledger, and the reasons why it is not a finished record of the run's model."""
+    """A run that was checked: its ledger, and why it is not a finished record of the run's model.
 
+    Whoever writes words about a run takes such a record, so that none are written unchecked.
+    """
+
+    run: Path
     ledger: Ledger
-    problems: tuple[str, ...]
+    problems: tuple[str, ...] = ()
 
     def statement(self) -> Statement:
         """What may be said about the model. Nothing is promised if there is a problem."""
@@ -79,14 +87,18 @@ def read_run(run: Path, *, unfinished: bool = False) -> RecordedRun:
 
     Other runs are refused. With `unfinished` they are read all the same, and the statement says so.
     """
-    ledger = Ledger.read(run / "ledger.jsonl")
-    problems = problems_of(run, ledger)
+    return checked_run(run, Ledger.read(run / "ledger.jsonl"), unfinished=unfinished)
+
+
+def checked_run(run: Path, ledger: Ledger, *, unfinished: bool = False) -> RecordedRun:
+    """The same where the ledger is read already."""
+    problems = [*problems_of(run, ledger), *config_problems(run, ledger)]
     if problems and not unfinished:
         raise LedgerError(
             f"{run}: {problems[0]} No privacy statement can be made of it. Say --unfinished to "
             "read it all the same."
         )
-    return RecordedRun(ledger=ledger, problems=tuple(problems))
+    return RecordedRun(run=run, ledger=ledger, problems=tuple(problems))
 
 
 def check_homes(homes: Sequence[Path], loaded: Sequence[Path] = ()) -> None:
@@ -127,11 +139,44 @@ def problems_of(run: Path, ledger: Ledger) -> list[str]:
     directory = model_directory(run)
     if directory is None:
         return [f"{run} holds no model, though its ledger is closed."] if written else []
+    if directory.is_symlink() and directory != run:
+        return [f"{directory} is a link: put the folder that it leads to in its place."]
     place = "" if is_export(run) else "model/"
     return [
         f"{place}{name} is not what the ledger's closing row names."
         for name in _changed(run, directory, written)
         if name not in rewritten_files(run, ledger)
+    ]
+
+
+def config_problems(run: Path, ledger: Ledger) -> list[str]:
+    """Why the run's configuration is not the one that its ledger names; empty if it is, or gone."""
+    path = run / "config.toml"
+    named = ledger.bound_to.get("config")
+    if named is None or not path.is_file() or file_digest(path) == named:
+        return []
+    return [f"{path} is not the configuration that the run was started with."]
+
+
+def copy_problems(place: Path, ledger: Ledger) -> list[str]:
+    """Why the weights in a trainer's output_dir are not those of its run; empty if none are there.
+
+    A run that is not closed has no weights to compare with.
+    """
+    written: dict[str, str] = (ledger.end or {}).get("model_files", {})
+    names = [path.name for path in sorted(place.iterdir())]
+    weights = [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in WEIGHTS)]
+    if not written or not weights:
+        return []
+    found = {
+        name: "link" if (place / name).is_symlink() else file_digest(place / name)
+        for name in names
+        if name in weights or name in written
+    }
+    return [
+        f"{place / name} is not the file that its run closed with."
+        for name in found
+        if found[name] != written.get(name)
     ]
 
 

@@ -39,7 +39,7 @@ from userdp.plan import Plan
 from userdp.ranks import Ranks
 from userdp.remembered import CHECKPOINTS
 from userdp.report.closing import unfinished_card, write_words
-from userdp.run_files import discard, model_files
+from userdp.run_files import RecordedRun, discard, model_files
 from userdp.same_run import (
     NOISE_KEY,
     check_hardware,
@@ -343,7 +343,7 @@ class RunRecord:
                 digests["base_weights"] = base_digest(model, published)
         self.ledger.finish(digests, model_files=files, people=people)
         if self.path is not None:
-            write_words(self.path, self.ledger)
+            write_words(RecordedRun(run=self.path, ledger=self.ledger))
 
     def charge_all(self, people: dict[str, Any]) -> None:
         """Charge for every planned step and close the ledger, with nothing trained."""
@@ -352,7 +352,7 @@ class RunRecord:
             self.step_done()
         self.ledger.finish({}, people=people)
         if self.path is not None:
-            write_words(self.path, self.ledger)
+            write_words(RecordedRun(run=self.path, ledger=self.ledger))
 
     def _check_frozen(self, model: nn.Module) -> None:
         if self._frozen is None:

@@ -12,13 +12,14 @@ from torch import nn
 from userdp.averaging import WeightAverage, restore_average
 from userdp.checkpoints import Moment, check_saveable
 from userdp.continuing import Beginning
-from userdp.errors import InputError
+from userdp.errors import RESUME, InputError
 from userdp.history import History, carry, history_of, merged
 from userdp.interrupts import InterruptedRunError
 from userdp.ledger import Ledger
 from userdp.losses import Batch
 from userdp.models.checks import trainable_parameters
 from userdp.report.closing import write_words
+from userdp.run_files import checked_run
 from userdp.run_record import RunRecord, checkpoints_of
 from userdp.sharded_tensors import is_shard, put_whole
 from userdp.sharding.dividing import divided_optimizer
@@ -152,7 +153,7 @@ class Checkpoint:
         """Save, and end the run because a signal asked for it."""
         self.save()
         steps, path = self._record.steps, self._record.path
-        where = "" if path is None else " It is saved: go on with the same command and --resume."
+        where = "" if path is None else f" It is saved: go on with the same command and {RESUME}."
         raise InterruptedRunError(f"stopped after step {steps:,}.{where}", signal)
 
 
@@ -187,10 +188,12 @@ def restore_weights(model: nn.Module, moment: Moment) -> None:
 def restore_finished(run: Path, ledger: Ledger, model: nn.Module) -> None:
     """Put the weights of a finished run into the model.
 
-    If the run was stopped at its very end, it gets the card and the statement that it lacks.
+    If the run was stopped at its very end, it gets the card and the statement that it lacks. Other
+    files than those that the ledger names are refused: nothing is promised of them.
     """
     if "final_weights" not in (ledger.end or {}).get("digests", {}):
         raise InputError(f"{run} is a dry run: nothing was trained. Choose another directory.")
+    record = checked_run(run, ledger)
     moment = checkpoints_of(run).newest()
     if moment is None or moment.step != ledger.steps:
         raise InputError(
@@ -205,7 +208,7 @@ def restore_finished(run: Path, ledger: Ledger, model: nn.Module) -> None:
         average.put_into_model()
     carry_finished(model, ledger, (run.resolve(),))
     if not (run / "statement.json").is_file():
-        write_words(run, ledger)
+        write_words(record)
 
 
 def carry_finished(model: nn.Module, ledger: Ledger, homes: tuple[Path, ...]) -> None:

@@ -24,7 +24,7 @@ from userdp.digests import (
     weights_digest,
 )
 from userdp.durable import OWNER_ONLY_FILE, write_file
-from userdp.errors import InputError, LedgerError
+from userdp.errors import FORK, InputError, LedgerError
 from userdp.index import UserIndex
 from userdp.ledger import Ledger
 from userdp.plan import Plan
@@ -69,6 +69,8 @@ UNRELEASED = (
     ("data", "evaluation_private"),
 )
 SECRET_BYTES = 32
+# What changes how a run computes, and nothing of one that is finished.
+COMPUTING = {"code", "parts", "device"}
 
 
 def digests_of(
@@ -91,7 +93,10 @@ def digests_of(
 def check_same(
     ledger: Ledger, plan: Plan, named: Mapping[str, str], config: Path | None, path: Path
 ) -> None:
-    """Refuse to go on with a run under anything that would change what it releases."""
+    """Refuse to go on with a run under anything that would change what it releases.
+
+    A finished run computes nothing more. It may be asked for with other code, or elsewhere.
+    """
     before = dict(ledger.bound_to)
     written = before.pop("config", None)
     # Only steps that are taken again need the same hardware, and the same numbers of the noise.
@@ -105,13 +110,21 @@ def check_same(
         changed.add("plan")
     if is_other_config(written, config, path):
         changed.add("config")
+    if ledger.is_finished:
+        changed -= COMPUTING
     if changed:
         # Named is the first of these: others may follow from it.
         first = min(changed, key=lambda name: (*MEANINGS, name).index(name))
         meaning = MEANINGS.get(first, first)
+        if ledger.is_finished:
+            raise InputError(
+                f"{path} is finished, and it was begun with another {meaning}: nothing was "
+                "trained. Put that back, or choose another output directory."
+            )
         raise InputError(
             f"{path} was begun with another {meaning}: a run goes on only as it began. Put that "
-            "back, or say --fork to go on from the last checkpoint at a new charge."
+            f"back, choose another output directory, or say {FORK} to go on from the last "
+            "checkpoint at a new charge."
         )
 
 
@@ -120,7 +133,7 @@ def check_same_config(ledger: Ledger, config: Path | None, path: Path) -> None:
     if is_other_config(ledger.bound_to.get("config"), config, path):
         raise InputError(
             f"{path} is finished, under another configuration: nothing was trained. Choose another "
-            "output directory, or say --fork to train on from its last checkpoint."
+            f"output directory, or say {FORK} to train on from its last checkpoint."
         )
 
 
@@ -159,13 +172,13 @@ def stored_secret(path: Path, name: str | None) -> RunSecret:
     if len(key) != SECRET_BYTES:
         raise LedgerError(
             f"{place} is not there or damaged: the run was finalized, or its secret is lost. It "
-            "cannot go on. If it has a checkpoint left, --fork goes on from that at a new charge."
+            f"cannot go on. If it has a checkpoint left, {FORK} goes on from that at a new charge."
         )
     found = RunSecret(key=key, fixed_seed=False)
     if name is not None and key_name(found) != name:
         raise LedgerError(
             f"{place} is not the key that the run began with: steps that are taken again would "
-            "have other noise. Restore it, or say --fork to go on at a new charge."
+            f"have other noise. Restore it, or say {FORK} to go on at a new charge."
         )
     return found
 
@@ -178,7 +191,7 @@ def check_hardware(ledger: Ledger, moment: Moment | None, device: torch.device) 
         raise InputError(
             f"{repeated:,} steps since the last checkpoint must be taken again exactly as they "
             f"were, and this is other hardware: {now} instead of {before}. Go back to that, or say "
-            "--fork to take them with new noise at a new charge."
+            f"{FORK} to take them with new noise at a new charge."
         )
 
 
@@ -195,7 +208,7 @@ def check_ranks(
         raise InputError(
             f"{repeated:,} steps since the last checkpoint must be taken again exactly as they "
             f"were, by {before} ranks, and here are {now}. Start {before} ranks until the "
-            "next checkpoint, or say --fork to take them with new noise at a new charge."
+            f"next checkpoint, or say {FORK} to take them with new noise at a new charge."
         )
 
 
@@ -219,7 +232,7 @@ def check_noise(ledger: Ledger, moment: Moment | None, plan: Plan) -> None:
         raise InputError(
             f"{ledger.steps:,} steps must be taken again with the same noise, and here the "
             f"strategy of the {plan.noise.name} noise comes out otherwise: this is another machine "
-            "or another version of scipy. Go back to that, or say --fork to take them with new "
+            f"or another version of scipy. Go back to that, or say {FORK} to take them with new "
             "noise at a new charge."
         )
 

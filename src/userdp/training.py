@@ -29,9 +29,9 @@ from userdp.clipping.kernels.running import same_every_time
 from userdp.clipping.settings import StepSettings
 from userdp.configured import named_task
 from userdp.data.store import UserStore
-from userdp.digests import scheduler_digest
+from userdp.digests import code_digest
 from userdp.early_end import EarlyEnd
-from userdp.errors import InputError, StoppedRunError
+from userdp.errors import FORK, RESUME, InputError, StoppedRunError
 from userdp.interrupts import signals_wait_for_the_step
 from userdp.ledger import Ledger
 from userdp.losses import RecordLoss
@@ -178,14 +178,14 @@ def train(
     if ranks.is_first and is_restarted() and fork:
         raise InputError(
             "the launcher restarted a fork, which would fork again at a new charge: start again "
-            "with --resume (resume=True) instead of --fork."
+            f"with {RESUME} instead of {FORK}."
         )
     settings = settings or StepSettings()
     own_task = None if task is None or isinstance(task, str) else task
     if task is None or isinstance(task, str):
         task = named_task(task, model, tokenizer, store, record_loss=record_loss)
     if record_loss is not None:
-        digest = scheduler_digest(record_loss)
+        digest = code_digest(record_loss)
         task = OwnLoss(task=task, record_loss=record_loss, digest=digest)
     with ranks.together():
         optimizer, scheduler = optimizer_and_schedule(
@@ -356,5 +356,5 @@ def _machine_may_fail(record: RunRecord) -> Iterator[None]:
         raise StoppedRunError(
             f"{where}: {error.strerror or error}. {record.steps:,} steps are charged, and what was "
             f"saved is in {record.path / 'checkpoints'}. Mend that, then go on with the same "
-            "command and --resume."
+            f"command and {RESUME}."
         ) from error

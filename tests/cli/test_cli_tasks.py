@@ -150,3 +150,4 @@ def test_classes(lora: bool, tmp_path: Path) -> None:
     tuned = userdp("personalize", tmp_path / "run", stores[1], "--json").json
     assert tuned["users"] == 6
     assert tuned["loss_before"] != tuned["loss_after"]
+    assert (measured["covered_by_statement"], tuned["covered_by_statement"]) == (False, False)

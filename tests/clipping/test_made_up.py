@@ -41,6 +41,16 @@ def test_disguise_leaves_no_number_with_a_fraction() -> None:
     assert float(found.abs().max()) < 10
 
 
+def test_a_made_up_user_has_one_class() -> None:
+    labels = torch.tensor([0, 1, 1, 0, 2, 2, 0, 1])
+    batch = {"x": torch.randn(8, 3), "labels": labels}
+    users = Users(batch=batch, weights=torch.full((8,), 0.5, dtype=torch.float64), count=4)
+    drawn = [disguised(users, seed=seed).batch["labels"].view(4, 2) for seed in range(8)]
+    drawn += [MadeUp.like(batch).group(2, 1, seed=seed)["labels"][None] for seed in range(8)]
+    assert all(torch.equal(first, second) for first, second in (d.unbind(1) for d in drawn))
+    assert torch.cat(drawn).unique().tolist() == [0, 1, 2]
+
+
 def test_own_groups_are_what_was_packed_without_the_padding_of_others() -> None:
     # Own padding stays: a user's rows are as long as its longest record.
     groups = cohort([[5, 9, 3], [4], [7, 7], [12]])

@@ -128,3 +128,10 @@ def test_nothing_here_imports_datasets_or_pandas() -> None:
         "assert 'datasets' not in sys.modules and 'trl' not in sys.modules"
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_ids_that_differ_in_case_are_said_to_be_one_person_from_python(tmp_path: Path) -> None:
+    rows = [{"user_id": name, "text": "red"} for name in ("ann", "Ann")]
+    with pytest.raises(InputError, match=r'from_dataset\(\.\.\., ids="merge"\)'):
+        UserStore.from_dataset(rows, tmp_path / "refused")
+    assert UserStore.from_dataset(rows, tmp_path / "merged", ids="merge").num_users == 1

@@ -19,7 +19,7 @@ from tiny import make_model, make_store
 from userdp import Lora, Plan, load_model
 from userdp.checkpoints import Checkpoints, Saving
 from userdp.data.store import UserStore
-from userdp.digests import model_digest, optimizer_digest, scheduler_digest
+from userdp.digests import code_digest, model_digest, optimizer_digest
 from userdp.errors import InputError, LedgerError
 from userdp.finalize import finalize
 from userdp.ledger import Ledger
@@ -341,7 +341,7 @@ def _by_keyword(factor: float) -> Callable[[int], float]:
 def test_schedules_that_differ_later_have_other_names(kind: Any) -> None:
     def name(factor: float) -> str:
         optimizer = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
-        return scheduler_digest(torch.optim.lr_scheduler.LambdaLR(optimizer, kind(factor)))
+        return code_digest(torch.optim.lr_scheduler.LambdaLR(optimizer, kind(factor)))
 
     assert name(0.5) == name(0.5)
     assert name(0.5) != name(0.1)

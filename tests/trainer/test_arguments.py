@@ -62,6 +62,27 @@ class Later(transformers.TrainingArguments):
     mixes_users: bool = False
 
 
+Later.__module__ = "transformers.later"
+
+
+@dataclasses.dataclass
+class Scripts(transformers.TrainingArguments):
+    """As scripts make them: a field of their own, another default, and one that must be given."""
+
+    learning_rate: float = 0.5
+    cache: str | None = None
+    script: str = dataclasses.field(kw_only=True)
+
+
+def test_what_a_scripts_own_class_adds_is_its_own() -> None:
+    args = Scripts(output_dir="out", use_cpu=True, cache="c", script="s")
+    assert check_arguments(args) == {"learning_rate": 0.5}
+    with pytest.raises(InputError, match=r"TrainingArguments\(max_grad_norm=0.5\)"):
+        check_arguments(Scripts(output_dir="out", use_cpu=True, script="s", max_grad_norm=0.5))
+    with pytest.raises(InputError, match="args is a dict: give a"):
+        check_arguments({"output_dir": "out"})
+
+
 def test_an_argument_that_nobody_knows_is_refused_by_its_name() -> None:
     check_arguments(Later(output_dir="out", use_cpu=True))
     with pytest.raises(InputError, match=r"Later\(mixes_users=True\): .* does not know it"):
@@ -91,6 +112,8 @@ def test_epochs_become_steps_by_public_numbers() -> None:
     # 2 * 1000 / 32 = 62.5
     assert settings.steps_of(args, 1000, cohort) == 63
     assert settings.steps_of(training_arguments(max_steps=7), 1000, cohort) == 7
+    with pytest.raises(InputError, match="num_train_epochs=0 without max_steps"):
+        settings.steps_of(training_arguments(num_train_epochs=0), 1000, cohort)
 
 
 def rates(args: Any, steps: int) -> list[float]:

@@ -13,7 +13,8 @@ from tiny_llama import PRIVACY, USERS, texts
 
 import userdp
 import userdp.defaults
-from userdp import InputError, Plan, UserDPTrainer, UserStore
+from userdp import InputError, Plan, StepSettings, UserDPTrainer, UserStore
+from userdp.clipping.fast import FastClipping
 from userdp.losses import causal_lm_loss
 from userdp.marks import Hypothetical
 from userdp.run_check import check_run
@@ -163,3 +164,26 @@ def test_records_of_several_owners_train_with_a_selection(
     trainer = make(selection=bounded, **given)
     trainer.train(resume_from_checkpoint=False)
     assert trainer.statement.guarantee
+
+
+def test_settings_of_the_step_reach_the_run(
+    make: Callable[..., UserDPTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_fast_path(*_: Any, **__: Any) -> None:
+        raise AssertionError("many users in one backward pass")
+
+    trainer = make(settings=StepSettings(path="plain", microbatch_records=1))
+    monkeypatch.setattr(FastClipping, "__init__", no_fast_path)
+    trainer.train()
+    assert trainer.statement.guarantee
+
+
+def test_settings_that_the_arguments_contradict_are_refused(
+    make: Callable[..., UserDPTrainer],
+) -> None:
+    arguments = {"full_determinism": True}
+    with pytest.raises(InputError, match="full_determinism=True beside settings= with determini"):
+        make(settings=StepSettings(), arguments=arguments)
+    make(settings=StepSettings(deterministic=True), arguments=arguments)
+    with pytest.raises(InputError, match=r"shard=True.*userdp\.train"):
+        make(settings=StepSettings(shard=True))

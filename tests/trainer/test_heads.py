@@ -15,6 +15,7 @@ from tiny_llama import texts as of_llama
 import models_zoo
 from task_stores import bert_tokenizer
 from userdp import InputError, UserDPTrainer
+from userdp.trainer.settings import sequence_length_of
 
 pytest.importorskip("accelerate", reason="TrainingArguments needs accelerate")
 
@@ -119,6 +120,8 @@ def test_what_does_not_fit_the_head_is_refused_with_a_way_out(
     make: Callable[..., UserDPTrainer], llama: str, masked: str, classifier: str
 ) -> None:
     tokenizer = bert_tokenizer()
+    padding_free = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    vars(padding_free)["padding_free"] = True
     language = transformers.DataCollatorForLanguageModeling
     causal = transformers.AutoModelForCausalLM.from_pretrained(llama)
     for given, message in (
@@ -136,9 +139,70 @@ def test_what_does_not_fit_the_head_is_refused_with_a_way_out(
             {"model": masked, "data_collator": language(tokenizer, mlm_probability=0.3)},
             "mlm_probability=0.3, and the masked task has 0.15",
         ),
+        ({"model": llama, "data_collator": padding_free}, "joins records of several users"),
     ):
         with pytest.raises(InputError, match=message):
             make(**given)
+
+
+def small(kind: str, **settings: Any) -> Any:
+    """A model of random weights for the tokenizer of `make_bert`."""
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if kind.startswith("T5"):
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    config = getattr(transformers, f"{kind.partition('For')[0].removesuffix('Model')}Config")
+    vocabulary = len(bert_tokenizer())
+    return getattr(transformers, kind)(config(vocab_size=vocabulary, **sizes, **settings))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (
+            "BertForSequenceClassification",
+            {"problem_type": "multi_label_classification"},
+            "the model is for multi_label_classification",
+        ),
+        ("BertForSequenceClassification", {"num_labels": 1}, "the model is for regression"),
+        ("BertModel", {}, "is a BertModel, which has no head"),
+        ("T5ForConditionalGeneration", {}, "writes a text for another one"),
+    ],
+)
+def test_what_no_task_here_trains_is_refused_by_name(
+    make: Callable[..., UserDPTrainer], kind: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        make(
+            small(kind, **settings),
+            processing_class=bert_tokenizer(),
+            train_dataset=labelled(3, (0, 1)),
+        )
+
+
+def test_rows_fit_the_positions_and_the_tokenizer(make: Callable[..., UserDPTrainer]) -> None:
+    """RoBERTa counts positions from behind that of its padding token."""
+    tokenizer = bert_tokenizer()
+    settings = {"max_position_embeddings": 34, "pad_token_id": 1, "intermediate_size": 32}
+    long = [{**row, "text": " ".join([row["text"]] * 9)} for row in texts(USERS)]
+    trainer = make(
+        small("RobertaForMaskedLM", **settings),
+        processing_class=tokenizer,
+        train_dataset=long,
+        arguments={"per_device_train_batch_size": USERS, "max_steps": 1},
+    )
+    trainer.train()
+    assert trainer.run is not None
+    assert trainer.run.ledger.bound_to["sequence_length"] == "32"
+    tokenizer.model_max_length = 20
+    assert length_of(small("RobertaForMaskedLM", **settings), tokenizer) == 20
+    for name in ("max_length", "sequence_length"):
+        with pytest.raises(InputError, match=f"^{name}: it belongs into the arguments"):
+            make(**{name: 32})
+
+
+def length_of(model: Any, tokenizer: Any) -> int:
+    args = transformers.TrainingArguments(output_dir="out", use_cpu=True)
+    return sequence_length_of(args, model, tokenizer)
 
 
 def test_prompts_and_completions_may_be_chats(

@@ -135,9 +135,16 @@ def test_several_datasets_have_numbers_of_their_own(make: Callable[..., UserDPTr
     assert {"eval_near_loss", "eval_far_loss", "eval_far_worst_decile_loss"} <= told.names
     assert trainer.state.best_metric is not None
     assert trainer.evaluate().keys() >= {"eval_near_loss", "eval_far_loss"}
-    assert trainer.evaluate({"x": OTHERS}, "test").keys() >= {"test_x_loss"}
+    assert trainer.evaluate({"x": OTHERS}, None, "test").keys() >= {"test_x_loss"}
     with pytest.raises(InputError, match="has training users"):
         make(eval_dataset={"near": OTHERS, "own": texts(3)})
+
+
+def test_the_best_of_a_number_that_is_not_measured_is_refused(
+    make: Callable[..., UserDPTrainer],
+) -> None:
+    with pytest.raises(InputError, match="'f1' is not measured here: take one of eval_loss, "):
+        make(eval_dataset=OTHERS, arguments=EVERY_TWO | {"metric_for_best_model": "f1"})
 
 
 def test_a_run_that_goes_on_has_each_point_once(

@@ -44,6 +44,46 @@ def test_every_method_of_a_trainer_is_offered_or_refused_by_name(
         _ = trainer.tokeniser
 
 
+@pytest.mark.parametrize(
+    "name", ["compute_loss", "get_train_dataloader", "_inner_training_loop", "evaluate", "log"]
+)
+def test_a_subclass_does_not_replace_what_is_never_called(name: str) -> None:
+    mixin = type("Mixin", (), {name: lambda self: None})
+    for bases, own in (((UserDPTrainer,), {name: lambda self: None}), ((mixin, UserDPTrainer), {})):
+        with pytest.raises(InputError, match=rf"Mine\.{name}: \w+"):
+            type("Mine", bases, own)
+
+
+def test_a_subclass_may_add_to_what_scripts_call() -> None:
+    class Mine(UserDPTrainer):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **given)
+
+        def train(self, *args: Any, **given: Any) -> Any:
+            return super().train(*args, **given)
+
+        def helper(self) -> None: ...
+
+    assert issubclass(Mine, UserDPTrainer)
+
+
+def test_what_a_trainer_is_made_from_is_not_replaced(make: Callable[..., UserDPTrainer]) -> None:
+    trainer = make()
+    for name in ("model", "plan", "optimizer", "train_dataset", "state"):
+        with pytest.raises(InputError, match=rf"UserDPTrainer\.{name} cannot be replaced"):
+            setattr(trainer, name, None)
+    with pytest.raises(InputError, match=r"UserDPTrainer\.compute_loss: it is inside of a step"):
+        trainer.compute_loss = lambda model, inputs: 0
+    trainer.own = 1
+
+
+def test_metrics_may_hold_words(
+    make: Callable[..., UserDPTrainer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    make().log_metrics("eval", {"eval_loss": 1.0, "note": "short"})
+    assert capsys.readouterr().out == "eval: eval_loss = 1\neval: note = short\n"
+
+
 def test_every_argument_of_a_trainer_is_taken_or_refused_by_name(
     make: Callable[..., UserDPTrainer],
 ) -> None:

@@ -430,6 +430,35 @@ def test_the_optimizer_and_schedule_may_be_given(
     assert isinstance(named.optimizer, torch.optim.Adam)
 
 
+def test_an_optimizer_or_a_schedule_that_cannot_be_used_is_refused(
+    make: Callable[..., UserDPTrainer], llama: str, tmp_path: Path
+) -> None:
+    model, tokenizer = userdp.load_model(llama)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(InputError, match="ReduceLROnPlateau wants a metric after every step"):
+        make(model, optimizers=(optimizer, plateau), processing_class=tokenizer)
+    store = UserStore.from_dataset(texts(USERS))
+    plan = userdp.Plan.sample_users(
+        num_users=USERS, expected_cohort_size=6, steps=1, noise_multiplier=1.0
+    )
+    with pytest.raises(InputError, match="ReduceLROnPlateau wants a metric after every step"):
+        userdp.train(model, tokenizer, store, plan, optimizer=optimizer, scheduler=plateau)
+    with pytest.raises(InputError, match="both say the optimizer"):
+        make(
+            model,
+            optimizers=(optimizer, None),
+            optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}),
+        )
+
+
+def test_adapters_on_adapters_are_refused(make: Callable[..., UserDPTrainer], llama: str) -> None:
+    config = peft.LoraConfig(r=2, target_modules="all-linear")
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(llama), config)
+    with pytest.raises(InputError, match="peft_config: the model has adapters already"):
+        make(model, peft_config=config)
+
+
 def test_the_plan_is_that_of_the_arguments(make: Callable[..., UserDPTrainer]) -> None:
     trainer = make(
         group_size=3, clip_norm=0.5, delta=1e-3, arguments={"max_steps": -1, "num_train_epochs": 2}

@@ -12,7 +12,7 @@ import transformers
 from tiny_llama import make_llama, texts
 
 from cli_runner import userdp as command
-from userdp import UserDPTrainer
+from userdp import Plan, UserDPTrainer
 from userdp.marks import Hypothetical
 from userdp.statement import epsilon_text
 
@@ -33,27 +33,25 @@ def test_every_folder_with_weights_has_a_card(tmp_path: Path, marked: bool, lora
     out = tmp_path / "out"
     arguments: dict[str, Any] = {
         "output_dir": str(out),
-        "max_steps": 2,
         "save_steps": 1,
-        "per_device_train_batch_size": 6,
         "disable_tqdm": True,
         "use_cpu": True,
     }
+    plan, mark = (
+        Plan.sample_users(num_users=USERS, expected_cohort_size=6, steps=2, epsilon=8.0),
+        "",
+    )
+    if marked:
+        price = Hypothetical(num_users=5_000, expected_groups=plan.divisor)
+        plan = dataclasses.replace(plan, mark=price)
+        mark = "HYPOTHETICAL: priced as if there were 5,000 users"
     trainer = UserDPTrainer(
         str(make_llama(tmp_path / "llama")),
         transformers.TrainingArguments(**arguments),
         train_dataset=texts(USERS),
         peft_config=peft.LoraConfig(r=2, target_modules="all-linear") if lora else None,
-        epsilon=8.0,
-        num_users=USERS,
+        plan=plan,
     )
-    mark = ""
-    if marked:
-        # No argument of the trainer asks for a mark, so it is put into the plan.
-        price = Hypothetical(num_users=5_000, expected_groups=trainer.plan.divisor)
-        trainer.plan = dataclasses.replace(trainer.plan, mark=price)
-        trainer._loop = trainer._new_loop(resume=False)
-        mark = "HYPOTHETICAL: priced as if there were 5,000 users"
     trainer.train()
     trainer.save_model(str(tmp_path / "elsewhere"))
     for folder in (out, tmp_path / "elsewhere", out / "userdp" / "run" / "model"):

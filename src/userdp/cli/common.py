@@ -27,10 +27,11 @@ from rich.progress import (
 from userdp import marked_price
 from userdp.data.store import UserStore
 from userdp.earlier import Earlier
-from userdp.errors import InputError
+from userdp.errors import InputError, LedgerError
+from userdp.ledger import Ledger
 from userdp.paid import Paid
 from userdp.plan import Plan
-from userdp.run_files import run_at
+from userdp.run_files import copy_problems, run_at
 from userdp.sampling import PoissonRecords, PoissonUsers, Sampler
 from userdp.statement import Statement, epsilon_text
 from userdp.units import Adjacency, SamplingUnit
@@ -57,13 +58,20 @@ AdjacencyOption = Annotated[Adjacency, typer.Option(help="Which datasets are nei
 
 
 def run_found(value: Any) -> Any:
-    """Each directory that was named, or the run in it if it is the output_dir of a trainer."""
-    if isinstance(value, list):
-        return [run_at(Path(one)) for one in value]
+    """The directory that was named, or the run in it if it is the output_dir of a trainer.
+
+    What is said of the run is taken for said of the weights that lie there, so others are refused.
+    """
     if value is None or run_at(Path(value)) == Path(value):
         return value
     found = run_at(Path(value))
     say(f"{value} is a trainer's output_dir: its run is {found}")
+    ledger = found / "ledger.jsonl"
+    if ledger.is_file() and (problems := copy_problems(Path(value), Ledger.read(ledger))):
+        raise LedgerError(
+            f"{problems[0]} Nothing is known of such weights. Name the run itself, {found}, or "
+            "put back what the trainer wrote."
+        )
     return type(value)(found)
 
 

@@ -68,6 +68,7 @@ def evaluate(
             "unfinished": found.unfinished,
             "base_checked": found.base_checked,
             "own_loss": found.own_loss or None,
+            "covered_by_statement": False,
         },
         f"loss {result.loss:.4f}, perplexity {result.perplexity:.2f}, "
         f"next token right {result.accuracy_top1:.1%}\n"

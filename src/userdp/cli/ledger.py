@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from userdp.cli import common
-from userdp.run_check import RunCheck, check_run
+from userdp.run_check import RunCheck, check_place
 
 app = typer.Typer(help="Check the records of runs.", no_args_is_help=True)
 
@@ -22,15 +22,12 @@ def ledger() -> None:
 def verify(
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            help="Directories of runs, of exports, or a trainer's output_dir.",
-            callback=common.run_found,
-        ),
+        typer.Argument(help="Directories of runs, of exports, or a trainer's output_dir."),
     ],
     json: common.Json = False,
 ) -> None:
     """Check that records are whole, closed and of these weights."""
-    found = [check_run(run) for run in runs]
+    found = [check_place(place) for place in runs]
     common.emit(json, _payload(found), "\n".join(_lines(found)))
     if not all(check.ok for check in found):
         # The result says what is wrong, so there is no further message.

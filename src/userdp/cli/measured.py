@@ -10,7 +10,7 @@ from userdp.cli import common
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.history import read_history
-from userdp.run_facts import has_facts
+from userdp.run_facts import has_facts, own_loss
 from userdp.run_files import TRAINER_RUN, overlap, read_run, run_of, shared_users
 from userdp.task_names import TaskName
 
@@ -68,11 +68,11 @@ def open_measured(
     from userdp.models.load import load_model, moved
     from userdp.probe import check_positions
 
-    own_loss = ""
+    facts = None
     if run is not None and has_facts(run):
         loaded, tokenizer, facts = saved_run.load_run(run)
         length = facts.sequence_length
-        task, own_loss = task or facts.task, facts.record_loss
+        task = task or facts.task
     else:
         loaded, tokenizer = load_model(
             model if run is None else run / "model", task=task or "causal"
@@ -95,7 +95,7 @@ def open_measured(
         store=held_out,
         sequence_length=length,
         task=named_task(task, loaded, tokenizer, held_out),
-        own_loss=own_loss,
+        own_loss="" if record is None else own_loss(record.ledger.bound_to, facts),
         unfinished=record is not None and (bool(record.problems) or base_checked is False),
         base_checked=base_checked,
     )

@@ -76,12 +76,14 @@ def personalize(
             "unfinished": found.unfinished,
             "base_checked": found.base_checked,
             "own_loss": found.own_loss or None,
+            "covered_by_statement": False,
         },
         f"loss {result.loss_before:.4f} before, {result.loss_after:.4f} after {epochs} epochs on "
         f"half of each user's records: the mean over {told['users']:,} users\n"
         f"{told['share_improved']:.0%} of them gain; tuned: {told['tuned']}\n"
         + (
-            f"{told['users_left_out']:,} users have no two records and are left out\n"
+            f"{told['users_left_out']:,} users are left out: they have no two records with "
+            "something to predict, or nothing in the second half\n"
             if told["users_left_out"]
             else ""
         )

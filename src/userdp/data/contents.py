@@ -136,8 +136,6 @@ def written_out(messages: Messages, tokenizer: Any) -> str:
     """
     try:
         return tokenizer.apply_chat_template(with_known_roles(messages), tokenize=False)
-    except MemoryError:
-        raise
     except Exception as error:
         # A template is a program, so anything can go wrong in it. Its message may quote the chat.
         raise RefusedChatError("the template refuses the chat") from error

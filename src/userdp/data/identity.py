@@ -268,7 +268,8 @@ def _reason(error: ValueError) -> str:
         return (
             "this user id equals an earlier one after NFKC, case folding and dropping what cannot "
             "be seen, but is spelled differently. Say --ids merge if they are one person, --ids "
-            "exact if not."
+            'exact if not (Python: UserStore.from_dataset(..., ids="merge"), and train on that '
+            "store)."
         )
     return "a user id must be a string or a whole number, and not empty."
 

@@ -181,7 +181,7 @@ class UserStore:
         label: str | None = None,
         time: str | None = None,
         key: str | Path | None = None,
-        ids: IdRule = IdRule.REFUSE,
+        ids: IdRule | str = IdRule.REFUSE,
     ) -> UserStore:
         """Import data that is loaded already, and open the store.
 
@@ -190,7 +190,7 @@ class UserStore:
         messages is kept as chats. With `completion`, texts are the prompts that it completes; with
         `label`, each text has a class. The pseudonym key is made in `secret/` beside `out`, or is
         `key`: stores under one key can be compared user by user. `ids` says what ids that differ
-        only in case, width or white space mean.
+        only in case, width or white space mean: "refuse", "merge" or "exact".
 
         Without `out` the store lies in a temporary folder, readable by its owner only, and goes
         with the object or the process. What is spent on its people is forgotten with it: give `out`
@@ -210,7 +210,7 @@ class UserStore:
                 loaded_batches(data, columns),
                 place,
                 pseudonyms=Pseudonyms.under(load_or_create_key(key_path)),
-                id_rule=ids,
+                id_rule=IdRule(ids),
             )
         except BaseException:
             if is_new:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from userdp.data.array_files import ArrayWriter, file_digest
-from userdp.data.contents import refuse_unwritten
+from userdp.data.contents import pair_of, refuse_unwritten
 from userdp.data.encoding import WHOLE_TEXT, Encoding, begins_texts, ids_of
 from userdp.data.remote_tokens import DIGESTS, LARGE, adopt, numbers, write_blocks
 from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
@@ -253,6 +253,7 @@ def rows_digest(
 def _cache_of(
     store: UserStore, tokenizer: Any, sequence_length: int, encoding: Encoding, *, verify: bool
 ) -> Path:
+    _refuse_unwritten(store, tokenizer)
     encoding.check(store.text_kind, tokenizer, sequence_length)
     cache = store.path / "tokens" / _cache_name(store, tokenizer, sequence_length, encoding)
     if not cache.is_dir() and store.url is not None:
@@ -266,7 +267,7 @@ def _cache_of(
 
 def tokens_per_record(store: UserStore, tokenizer: Any) -> NDArray[np.int64]:
     """How many tokens each record has, with those that begin and end a text; 0 if it has none."""
-    refuse_unwritten(store.text_kind, tokenizer)
+    _refuse_unwritten(store, tokenizer)
     around = 2 if begins_texts(tokenizer) else 1
     lengths: list[int] = []
     kind = store.text_kind
@@ -274,6 +275,19 @@ def tokens_per_record(store: UserStore, tokenizer: Any) -> NDArray[np.int64]:
         found = ids_of(_texts(store, start), kind, tokenizer)
         lengths += [len(ids) + around if ids else 0 for ids in found]
     return np.asarray(lengths, np.int64)
+
+
+def holds_chats(store: UserStore) -> bool:
+    """Whether a template must write the store's records: chats, or prompts that are chats."""
+    if store.text_kind != "pair" or not store.num_records:
+        return store.text_kind == "chat"
+    # The first record tells the form, which follows from the columns that were imported.
+    return not isinstance(pair_of(store.text(0))[0], str)
+
+
+def _refuse_unwritten(store: UserStore, tokenizer: Any) -> None:
+    if holds_chats(store):
+        refuse_unwritten("chat", tokenizer)
 
 
 def _texts(store: UserStore, start: int) -> list[str]:
@@ -312,7 +326,8 @@ def _write_cache(
         shutil.rmtree(partial)
         raise InputError(
             "no record has a token to predict: the store's texts are empty, or nothing in them "
-            "carries loss (no assistant's turn, no known label, no chat that the template takes)."
+            "carries loss (no assistant's turn, no known label, no chat that the template takes). "
+            f"The task is {encoding.name}."
         )
     for name, is_used in (
         ("labelled.u8", encoding.has_labelled),

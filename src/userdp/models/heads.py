@@ -26,6 +26,8 @@ _NOT_CAUSAL = re.compile(
 )
 # Where `transformers` keeps its models.
 _MODELS = "transformers.models."
+# A model that ends in hidden states.
+_NO_HEAD = re.compile(r"(?<!LMHead)(?<!Heads)Model$")
 _MASKED = re.compile(r"MaskedLM$|ForPre[Tt]raining$")
 # Models with a head for classes, and those whose head is left out if classes are learned.
 _CLASSIFIER = re.compile(r"ForSequenceClassification$")
@@ -120,14 +122,34 @@ def refuse_other_head(model: nn.Module, task: TaskName) -> None:
         fits, lacks = name.endswith("MaskedLM"), "has no head that fills gaps"
     elif task == "classification":
         fits, lacks = bool(_CLASSIFIER.search(name)), "has no head for classes"
+        if fits:
+            _refuse_other_labels(bare)
     else:
-        fits, lacks = not _NOT_CAUSAL.search(name), "has no head that predicts the next token"
+        is_other = _NOT_CAUSAL.search(name) or _NO_HEAD.search(name)
+        fits, lacks = not is_other, "has no head that predicts the next token"
+        if getattr(getattr(bare, "config", None), "is_encoder_decoder", False):
+            fits, lacks = False, "writes a text for another one, which is none of the tasks here"
     if not fits:
         raise InputError(
             f"task = {task!r}: the model is a {name}, which {lacks}. Say the task that it is for "
             "(task='causal', 'chat', 'masked' or 'classification'), or load it for this one: "
             f"userdp.load_model(..., task={task!r})."
         )
+
+
+def _refuse_other_labels(model: Any) -> None:
+    """Refuse a classifier whose records have several classes or a number, not one class each."""
+    config = model.config
+    kind = getattr(config, "problem_type", None)
+    if kind in (None, "single_label_classification") and config.num_labels > 1:
+        return
+    kind = kind if kind == "multi_label_classification" else "regression"
+    raise InputError(
+        f"the model is for {kind} (problem_type={config.problem_type!r}, "
+        f"num_labels={config.num_labels}), and a classifier here learns one class of each record: "
+        "load it with problem_type='single_label_classification' and two labels or more, or give a "
+        "record_loss of your own."
+    )
 
 
 def class_options(source: str, task: TaskName, classes: Sequence[str] | None) -> dict[str, Any]:

@@ -6,33 +6,35 @@ No model is saved without a card, and no card leaves out the mark of its run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import userdp
 from userdp.ledger import Ledger
 from userdp.report.templates import environment
-from userdp.run_facts import RunFacts, known_facts
+from userdp.run_facts import HUB_NAME, RunFacts, base_name, known_facts, own_loss
+from userdp.run_files import RecordedRun
 from userdp.statement import Statement, epsilon_text
 from userdp.validation_curve import Point, released_curve
 
 
-def card_of_run(run: Path, ledger: Ledger, statement: Statement) -> str:
-    """The card of a run's model, from what the run's directory says."""
+def card_of_run(record: RecordedRun, *, base: str | None = None, license: str = "") -> str:
+    """The card of a run's model, from what the run's directory says.
+
+    `base` is the base model's name; by default the one that the run knows.
+    """
+    run, ledger = record.run, record.ledger
     facts = known_facts(run)
+    if base is None:
+        base = "" if facts is None else base_name(run, facts)
     return model_card(
-        statement,
+        record.statement(),
         facts,
-        base="" if facts is None else base_name(facts),
+        base=base,
+        license=license,
         curve=released_curve(run),
         last_step=ledger.steps,
         data=data_name(ledger),
+        loss=own_loss(ledger.bound_to, facts),
     )
-
-
-def base_name(facts: RunFacts) -> str:
-    """The base model's name. A path tells about this machine, so only its last name is given."""
-    path = Path(facts.model)
-    return path.name if path.is_dir() or path.is_absolute() else facts.model
 
 
 def model_card(
@@ -44,12 +46,13 @@ def model_card(
     curve: Sequence[Point] = (),
     last_step: int | None = None,
     data: str = "",
+    loss: str = "",
 ) -> str:
     """The card of a model. What is empty is left out of it, or said to be missing.
 
     `facts` is None where nobody wrote them down. `curve` holds the points that may be released.
     `last_step` is the step of the released weights: a run that halted is stated with all its
-    planned steps. `data` is the public name of the training data.
+    planned steps. `data` is the public name of the training data. `loss` names one of one's own.
     """
     # A model is described by a point of its own weights only.
     before, after = (
@@ -65,6 +68,8 @@ def model_card(
         "facts": facts,
         "loader": "" if facts is None else _loader(facts),
         "data": data,
+        "loss": loss,
+        "names_hub": HUB_NAME.fullmatch(base) is not None,
         "after": after,
         "quality": [] if after is None else quality(before, after),
     }

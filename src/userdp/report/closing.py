@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from userdp.durable import write_file
-from userdp.ledger import Ledger
 from userdp.plan import Plan
 from userdp.plan_words import mark_in_words
 from userdp.report.card import card_of_run
-from userdp.run_files import statement_file
+from userdp.run_files import RecordedRun, statement_file
 
 UNFINISHED = """---
 tags:
@@ -31,13 +28,12 @@ def unfinished_card(plan: Plan) -> str:
     return UNFINISHED.format(mark=f"{mark}. " if mark else "")
 
 
-def write_words(run: Path, ledger: Ledger) -> None:
+def write_words(record: RecordedRun) -> None:
     """Write the card of the run's model, if it has one, and the statement of its closed ledger.
 
     The statement comes last. Where it is, the card is that of the finished run.
     """
-    statement = ledger.statement()
+    run = record.run
     if (run / "model").is_dir():
-        card = card_of_run(run, ledger, statement)
-        write_file(run / "model" / "README.md", card.encode())
-    write_file(run / "statement.json", statement_file(statement))
+        write_file(run / "model" / "README.md", card_of_run(record).encode())
+    write_file(run / "statement.json", statement_file(record.statement()))

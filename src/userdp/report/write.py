@@ -9,10 +9,11 @@ from typing import Any
 
 import userdp
 from userdp.durable import write_file
+from userdp.ledger import Ledger
 from userdp.report import pictures
-from userdp.report.card import base_name, card_of_run, data_name
+from userdp.report.card import card_of_run, data_name
 from userdp.report.templates import environment
-from userdp.run_facts import RunFacts, read_facts
+from userdp.run_facts import RunFacts, base_name, own_loss, read_facts
 from userdp.run_files import read_run, statement_file
 from userdp.statement import Statement, epsilon_text
 from userdp.validation_curve import Point, released_curve
@@ -75,7 +76,7 @@ def write_report(
     record = read_run(run, unfinished=unfinished)
     ledger = record.ledger
     facts = read_facts(run)
-    base = base_name(facts)
+    base = base_name(run, facts)
     curve = released_curve(run)
     statement = record.statement()
     sections = list(story)
@@ -110,7 +111,7 @@ def write_report(
         )
     values = {
         "title": title or f"Privacy report: {base or 'a model'}, run {run.resolve().name}",
-        "about": _about(facts, base, run, data_name(ledger)),
+        "about": _about(facts, base, run, ledger),
         "strength": strength(statement),
         "statement": statement.to_json(),
         "epsilon": epsilon_text(statement.epsilon),
@@ -122,28 +123,30 @@ def write_report(
         card=run / "MODEL_CARD.md",
         statement=run / "statement.json",
     )
-    files.html.write_text(environment().get_template("page.html.jinja").render(values))
-    card = card_of_run(run, ledger, statement)
-    files.card.write_text(card)
-    if (run / "model").is_dir():
+    page = environment().get_template("page.html.jinja").render(values)
+    card = card_of_run(record).encode()
+    write_file(files.html, page.encode())
+    write_file(files.card, card)
+    if (run / "model").is_dir() and not (run / "model").is_symlink():
         # Whoever uploads the directory uploads this card.
-        write_file(run / "model" / "README.md", card.encode())
-    files.statement.write_bytes(statement_file(statement))
+        write_file(run / "model" / "README.md", card)
+    write_file(files.statement, statement_file(statement))
     return files
 
 
-def _about(facts: RunFacts, base: str, run: Path, data: str) -> list[tuple[str, str]]:
+def _about(facts: RunFacts, base: str, run: Path, ledger: Ledger) -> list[tuple[str, str]]:
     """What the page is about. Of a path on this machine only the last name is told."""
     trained = "all weights"
     if facts.is_adapter:
         trained = f"LoRA, rank {facts.adapter_rank}" if facts.adapter_rank else "an adapter"
+    data, loss = data_name(ledger), own_loss(ledger.bound_to, facts)
     fingerprint = f", fingerprint {data}" if data else ""
     told = [
         ("model", f"{base or 'not known'}; {trained}"),
         ("run", run.resolve().name),
         ("begun", facts.began),
         ("data", f"{Path(facts.store).name}{fingerprint}"),
-        *([("loss", f"one of its own, {facts.record_loss}")] if facts.record_loss else []),
+        *([("loss", f"one of its own, {loss}")] if loss else []),
         ("optimizer", f"{facts.optimizer}, learning rate {facts.rate}"),
     ]
     return [(name, value) for name, value in told if value]

@@ -5,10 +5,14 @@ which tokens they are. Without marks, the template writes the chat up to each of
 turns: once as a prompt for that turn, and once with the turn. If the first text is the beginning of
 the second, and the second that of the whole chat, what lies between is the turn. A template for
 which this fails is refused.
+
+Of a chat the first `MOST_MESSAGES` messages are read. The chat is written anew for each of the
+assistant's turns, so a user with one endless chat could hold up the run for everybody.
 """
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +27,7 @@ from userdp.data.contents import (
 from userdp.errors import InputError
 
 ASSISTANT = "assistant"
+MOST_MESSAGES = 500
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Every template takes such a chat.
 _MADE_UP: Messages = [
@@ -66,12 +71,12 @@ def chat_tokens(messages: Messages, tokenizer: Any) -> Tokens:
 
     Raises `RefusedChatError` if the template refuses the chat.
     """
-    known = with_known_roles(messages)
+    known = with_known_roles(messages[:MOST_MESSAGES])
     try:
         if _MARK.search(template_of(tokenizer)):
             return _marked(known, tokenizer)
         return _by_prefixes(known, tokenizer)
-    except (RefusedChatError, MemoryError):
+    except RefusedChatError:
         raise
     except Exception as error:
         # A template is a program, so anything can go wrong in it. Its message may quote the chat.
@@ -97,17 +102,19 @@ def _by_prefixes(messages: Messages, tokenizer: Any) -> Tokens:
         if message["role"] != ASSISTANT:
             continue
         before, after = written(place, prompt=True), written(place + 1)
-        if not (after.startswith(before) and whole.startswith(after)):
+        is_next = not turns or turns[-1][1] <= len(before)
+        if not (is_next and after.startswith(before) and whole.startswith(after)):
             raise RefusedChatError("the beginning of a chat is written otherwise than in the whole")
         turns.append((len(before), len(after)))
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     places: Sequence[tuple[int, int]] = encoded["offset_mapping"]
-    # A token that begins in the template's prompt and ends in the turn counts, as in
-    # `transformers`.
-    labelled = [
-        any(start < turn_end and end > turn_start for turn_start, turn_end in turns)
-        for start, end in places
-    ]
+    begins, ends = [begin for begin, _ in turns], [end for _, end in turns]
+    labelled: list[bool] = []
+    for start, end in places:
+        turn = bisect.bisect_right(ends, start)
+        # A token that begins in the template's prompt and ends in the turn counts, as in
+        # `transformers`.
+        labelled.append(turn < len(turns) and begins[turn] < end)
     return list(encoded["input_ids"]), labelled
 
 
@@ -142,10 +149,11 @@ def chat_pair_tokens(prompt: Messages, completion: Messages, tokenizer: Any) -> 
             tokenizer.apply_chat_template(
                 messages, tokenize=True, return_dict=True, add_generation_prompt=is_prompt
             )["input_ids"]
+            # Nothing is written for a prompt without a message.
+            if messages
+            else []
             for messages, is_prompt in ((known[: len(prompt)], True), (known, False))
         )
-    except MemoryError:
-        raise
     except Exception as error:
         raise RefusedChatError("the template refuses the chat") from error
     return _after(alone, tokens)

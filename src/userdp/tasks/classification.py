@@ -41,7 +41,7 @@ class LabelledText:
         if kind != "labelled":
             raise InputError(
                 f"task = 'classification': the store holds {IN_WORDS[kind]}, without labels. "
-                "Import it with --label COLUMN."
+                "Import it with --label COLUMN (Python: label=)."
             )
         frame_of(tokenizer).room(sequence_length)
 

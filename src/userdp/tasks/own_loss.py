@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +35,9 @@ class OwnLoss:
 
     @property
     def loss_name(self) -> str:
-        """What the loss's code is called."""
+        """What the loss's code is called. Whoever wrote it may have given it any name."""
         loss: Any = self.record_loss
-        return getattr(loss, "__qualname__", type(loss).__qualname__)
+        return re.sub(r"[^\w.<>]+", "_", getattr(loss, "__qualname__", type(loss).__qualname__))
 
     @property
     def encoding(self) -> Encoding:

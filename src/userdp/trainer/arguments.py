@@ -104,10 +104,11 @@ HARMLESS = {
     "local_rank": "it is set by the launcher",
 }
 
-_SHARDED = (
-    "every process has the whole model, and takes its own users: leave it out, and start one "
+WHOLE_MODEL = (
+    "every process of a trainer has the whole model and takes its own users, one process for each "
+    "device with torchrun. Leave it out; a model that no device can hold is divided by "
+    "userdp.train(settings=StepSettings(shard=True)), or [training] shard = true"
 )
-_SHARDED += "process for each device with torchrun"
 _SAMPLING = (
     "the guarantee is about users who are drawn at random by a secret; leave it out, nothing else "
     "may choose who takes part"
@@ -153,10 +154,10 @@ REFUSED = {
     "fp16": "float16 overflows, and what is not finite counts as zero: set bf16=True",
     "bf16_full_eval": _EVALUATION,
     "fp16_full_eval": _EVALUATION,
-    "fsdp": _SHARDED,
-    "fsdp_config": _SHARDED,
-    "deepspeed": _SHARDED,
-    "parallelism_config": _SHARDED,
+    "fsdp": WHOLE_MODEL,
+    "fsdp_config": WHOLE_MODEL,
+    "deepspeed": WHOLE_MODEL,
+    "parallelism_config": WHOLE_MODEL,
     "optim_args": "make the optimizer yourself, and give it in optimizers=(optimizer, scheduler)",
     "optim_target_modules": "choose what is trained with peft_config or requires_grad",
     "use_cache": "a cache of keys and values belongs to generating text; leave it out",
@@ -174,31 +175,46 @@ REFUSED = {
 }
 
 
-def check_arguments(args: Any) -> None:
-    """Refuse every argument that has no meaning here, by name and with the way out."""
-    kind = type(args).__name__
+def check_arguments(args: Any) -> dict[str, Any]:
+    """The arguments that differ from their defaults.
+
+    One that has no meaning here is refused, by name and with the way out.
+    """
+    kind, given = library_class(args).__name__, changed(args)
     if args.save_strategy == "best":
         raise InputError(
             f"{kind}(save_strategy='best'): checkpoints are saved by steps or epochs: use 'steps', "
             "and load output_dir/checkpoint-N yourself if eval_loss was best there."
         )
-    for name, value in changed(args).items():
+    for name, value in given.items():
         if name in MAPPED or name in HARMLESS:
             continue
         reason = REFUSED.get(name, "this version of userdp does not know it; leave it out")
         raise InputError(f"{kind}({name}={_shown(value)}): {reason}.")
+    return given
 
 
 def changed(args: Any) -> dict[str, Any]:
-    """The arguments that differ from their defaults."""
+    """The arguments that differ from their defaults. What a script's own class adds is its own."""
     # The constructor changes some defaults itself, so they are compared after it. On a machine
     # without a GPU it accepts a default of bf16 only with these two.
-    usual = type(args)(output_dir=args.output_dir, use_cpu=True, bf16=False)
+    kind = library_class(args)
+    usual = kind(output_dir=args.output_dir, use_cpu=True, bf16=False)
     return {
         field.name: value
-        for field in dataclasses.fields(args)
+        for field in dataclasses.fields(kind)
         if (value := getattr(args, field.name)) != getattr(usual, field.name)
     }
+
+
+def library_class(args: Any) -> Any:
+    """The class of `transformers` or TRL that the arguments are of, or are made from."""
+    for kind in type(args).__mro__:
+        if kind.__module__.partition(".")[0] in ("transformers", "trl"):
+            return kind
+    raise InputError(
+        f"args is a {type(args).__name__}: give a transformers.TrainingArguments or trl.SFTConfig."
+    )
 
 
 def _shown(value: Any) -> str:

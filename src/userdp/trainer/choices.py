@@ -8,21 +8,23 @@ public numbers, and the log says so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from userdp import defaults
 from userdp.earlier import Earlier
 from userdp.errors import InputError
-from userdp.optimizers import default_rate
+from userdp.models.checks import trainable_parameters
+from userdp.optimizers import check_schedule, default_rate
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.ranks import Ranks
-from userdp.trainer.arguments import changed
-from userdp.trainer.settings import cohort_of, steps_of
+from userdp.trainer.arguments import library_class
+from userdp.trainer.settings import cohort_of, optimizer_of, schedule_of, steps_of
 from userdp.units import SamplingUnit
 
 _LOG = logging.getLogger(__name__)
@@ -47,21 +49,25 @@ class Privacy:
 
 def plan_of(
     args: Any,
+    given: Mapping[str, Any],
     privacy: Privacy,
     plan: Plan | None,
     *,
     paid: Sequence[Paid],
     earlier: Sequence[Earlier],
 ) -> Plan:
-    """The plan that is given, if nothing contradicts it, or the one of the arguments."""
+    """The plan that is given, if nothing contradicts it, or the one of the arguments.
+
+    `given` are the arguments that differ from their defaults, here and below.
+    """
     if plan is not None:
-        _refuse_beside(plan, privacy, args)
+        _refuse_beside(plan, privacy, args, given)
         return plan
     for name in ("epsilon", "num_users"):
         if getattr(privacy, name) is None:
             raise InputError(f"{name} is missing: give epsilon and num_users, or a whole plan=.")
     assert privacy.num_users is not None
-    cohort = _cohort(args, privacy)
+    cohort = _cohort(args, given, privacy)
     if cohort < defaults.SMALLEST_COHORT:
         _tell(
             "%g users are expected in a step: below %d a mean varies much, and the noise weighs "
@@ -82,11 +88,34 @@ def plan_of(
     )
 
 
-def rate_of(args: Any, model: nn.Module) -> float:
+def optimizer_and_schedule(
+    args: Any,
+    given: Mapping[str, Any],
+    model: nn.Module,
+    pair: tuple[torch.optim.Optimizer | None, Any],
+    kind_and_options: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None,
+    steps: int,
+) -> tuple[torch.optim.Optimizer, Any]:
+    """Those that are given, or those that the arguments name."""
+    optimizer, schedule = pair
+    check_schedule(schedule)
+    if kind_and_options is not None:
+        if optimizer is not None:
+            raise InputError(
+                "optimizers and optimizer_cls_and_kwargs both say the optimizer: leave one out."
+            )
+        kind, options = kind_and_options
+        optimizer = kind(trainable_parameters(model).values(), **options)
+    if optimizer is None:
+        optimizer = optimizer_of(args, model, rate_of(args, given, model))
+    return optimizer, schedule or schedule_of(args, optimizer, steps)
+
+
+def rate_of(args: Any, given: Mapping[str, Any], model: nn.Module) -> float:
     """The learning rate that is given, or the default for this model."""
     name = str(getattr(args.optim, "value", args.optim))
     width = getattr(getattr(model, "config", None), "hidden_size", None)
-    if "learning_rate" in changed(args) or name not in WITH_USUAL_RATE or width is None:
+    if "learning_rate" in given or name not in WITH_USUAL_RATE or width is None:
         return args.learning_rate
     rate = default_rate(model, "adamw")
     _say(args, "learning_rate", args.learning_rate, f"{rate:g}")
@@ -100,10 +129,10 @@ def epochs_a_step(plan: Plan) -> float:
     return plan.divisor / plan.num_users
 
 
-def _cohort(args: Any, privacy: Privacy) -> float:
-    given = privacy.expected_cohort_size
-    if given is not None or not changed(args).keys().isdisjoint(BATCHES):
-        return cohort_of(args, given)
+def _cohort(args: Any, given: Mapping[str, Any], privacy: Privacy) -> float:
+    asked = privacy.expected_cohort_size
+    if asked is not None or not given.keys().isdisjoint(BATCHES):
+        return cohort_of(args, asked)
     assert privacy.num_users is not None
     found = defaults.expected_cohort_size(privacy.num_users)
     _say(args, BATCHES[0], args.per_device_train_batch_size, f"{found:g} users a step")
@@ -115,7 +144,7 @@ def _say(args: Any, name: str, usual: Any, chosen: str) -> None:
         "%s has the default of %s (%s), so it was chosen from public numbers: %s. To have another, "
         "give one that differs from that default%s.",
         name,
-        type(args).__name__,
+        library_class(args).__name__,
         usual,
         chosen,
         ", or expected_cohort_size" if name in BATCHES else ", or an optimizer",
@@ -128,18 +157,17 @@ def _tell(message: str, *values: Any) -> None:
         _LOG.warning(message, *values)
 
 
-def _refuse_beside(plan: Plan, privacy: Privacy, args: Any) -> None:
+def _refuse_beside(plan: Plan, privacy: Privacy, args: Any, given: Mapping[str, Any]) -> None:
     """Refuse what says the same as a plan, or something else."""
     for name, value in vars(privacy).items():
         if value is not None:
             raise InputError(
                 f"{name}={value!r} beside plan=: the plan says it already. Leave one of them out."
             )
-    given = changed(args)
     for name in (*BATCHES, *LENGTHS):
         if name in given and not (name == "max_steps" and given[name] == plan.steps):
             said = f"{plan.steps:,} steps" if name in LENGTHS else f"{plan.divisor:g} groups a step"
             raise InputError(
-                f"{type(args).__name__}({name}={given[name]!r}) beside plan=, which has {said}: "
-                "leave the argument out."
+                f"{library_class(args).__name__}({name}={given[name]!r}) beside plan=, which has "
+                f"{said}: leave the argument out."
             )

@@ -6,6 +6,7 @@ measure on are hidden under the same key, so that somebody who is in both is fou
 
 from __future__ import annotations
 
+import numbers
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from userdp.data.identity import key_beside
+from userdp.data.importers.arrow import refuse_transform
 from userdp.data.store import UserStore
 from userdp.durable import OWNER_ONLY_DIRECTORY, write_file
 from userdp.earlier import Earlier
@@ -29,6 +31,7 @@ NOBODY_HERE = "somebody else"
 
 Formatting = Callable[[dict[str, Any]], str]
 LABELS = ("label", "labels")
+PAIR = ("prompt", "completion")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,7 @@ class Reading:
 
     def _classified(self, columns: list[str]) -> Learned:
         text = getattr(self.args, "dataset_text_field", "text")
-        label = next((name for name in LABELS if name in columns), None)
+        label = _only_one([name for name in LABELS if name in columns], "the label")
         if label is None or (text not in columns and self.formatting is None):
             raise InputError(
                 f"task='classification': the dataset needs a column {text!r} and a column 'label' "
@@ -91,24 +94,46 @@ class Reading:
                 made[learned.label] = self._named(row.get(learned.label))
             yield made
 
-    def _named(self, label: Any) -> Any:
-        is_number = isinstance(label, int) and not isinstance(label, bool)
-        is_known = is_number and 0 <= label < len(self.classes)
-        return self.classes[label] if is_known else label
+    def _named(self, label: Any) -> str | None:
+        """The name of a record's class. Any other label becomes a text, which is no class.
+
+        All labels are texts then: a column of several kinds would end the import for everybody.
+        One missing label turns a column of a data frame into floats, so 1.0 means 1.
+        """
+        is_number = isinstance(label, numbers.Real) and not isinstance(label, bool)
+        if is_number and label in range(len(self.classes)):
+            return self.classes[int(float(label))]
+        return None if label is None else str(label)
 
 
 def learned_columns(columns: list[str], args: Any) -> Learned:
-    """What of a dataset is learned. The order is that of TRL: completions, chats, texts."""
+    """What of a dataset is learned: its pairs, its chats or its texts."""
     text = getattr(args, "dataset_text_field", "text")
-    if "prompt" in columns and "completion" in columns:
-        return Learned(text="prompt", completion="completion")
-    for name in ("messages", "conversations", text):
-        if name in columns:
-            return Learned(text=name)
-    raise InputError(
-        f"train_dataset has none of the columns {text!r}, 'messages', or 'prompt' and "
-        "'completion': name the column of texts with dataset_text_field, or give formatting_func."
-    )
+    names = dict.fromkeys(("messages", "conversations", text))
+    forms = {repr(name): Learned(text=name) for name in names if name in columns}
+    if set(PAIR) <= set(columns):
+        forms["'prompt' and 'completion'"] = Learned(text=PAIR[0], completion=PAIR[1])
+    found = _only_one(list(forms), "what is learned")
+    if found is None:
+        raise InputError(
+            f"the dataset has none of the columns {text!r}, 'messages', or 'prompt' and "
+            "'completion': name the column of texts with dataset_text_field, or give "
+            "formatting_func."
+        )
+    return forms[found]
+
+
+def _only_one(found: list[str], what: str) -> str | None:
+    """The one that was found. Of several none is chosen, because one record may have brought it.
+
+    That holds for declared columns, too: whoever reads a file of JSON declares what occurs in it.
+    """
+    if len(found) > 1:
+        raise InputError(
+            f"the dataset has the columns {' and '.join(found)}, and each could be {what}: keep "
+            "those that you mean, as with dataset.select_columns, so that no single record decides."
+        )
+    return found[0] if found else None
 
 
 def task_of(store: UserStore, args: Any) -> TaskName:
@@ -240,8 +265,11 @@ def _store_of(
 
 
 def _rows_of(dataset: Any) -> Any:
-    """The rows of a dataset as dicts: tables and data frames go through their columns."""
+    """The rows of a dataset as dicts of plain values."""
     if hasattr(dataset, "to_pylist"):
         return dataset.to_pylist()
     kind = type(dataset).__module__.partition(".")[0]
+    if kind == "datasets":
+        refuse_transform(dataset)
+        return dataset.with_format(None)
     return dataset.to_dict("records") if kind == "pandas" else dataset

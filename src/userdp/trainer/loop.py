@@ -24,7 +24,7 @@ from userdp.durable import new_directory, write_file
 from userdp.errors import InputError
 from userdp.history import ATTRIBUTE, write_history
 from userdp.models.load import save_model
-from userdp.trainer.measuring import Metrics
+from userdp.trainer.measuring import Metrics, metric_name
 from userdp.trainer.tracking import Tracking
 
 STATE_FILE = "trainer_state.json"
@@ -54,6 +54,20 @@ def callbacks_of(args: Any, own: Sequence[Any], *, is_first: bool = True) -> lis
     shown = transformers.PrinterCallback if args.disable_tqdm else transformers.ProgressCallback
     tracking = Tracking(args.report_to if is_first else (), Path(args.output_dir))
     return [transformers.DefaultFlowCallback, tracking, *own, shown]
+
+
+def begun_state(
+    args: Any, steps: int, epochs_a_step: float, *, resume: bool
+) -> transformers.TrainerState:
+    """The state before the first step, or that which the run in `output_dir` had."""
+    saved = Path(args.output_dir) / STATE_FILE
+    state = transformers.TrainerState()
+    if resume and saved.is_file():
+        state = transformers.TrainerState.load_from_json(str(saved))
+    state.max_steps = steps
+    state.num_train_epochs = math.ceil(steps * epochs_a_step)
+    state.compute_steps(args, steps)
+    return state
 
 
 class Loop:
@@ -173,8 +187,8 @@ class Loop:
             self.measured(found)
             metrics |= found
         name = self._args.metric_for_best_model
-        value = metrics.get(name if str(name).startswith("eval_") else f"eval_{name}")
-        if name and value is not None:
+        value = metrics.get(metric_name(name)) if name else None
+        if value is not None:
             best, greater = self.state.best_metric, bool(self._args.greater_is_better)
             if best is None or (value > best if greater else value < best):
                 self.state.best_metric = value
@@ -209,15 +223,3 @@ class Loop:
             return
         content = json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
         write_file(folder / STATE_FILE, content.encode())
-
-
-def goes_on(asked: str | bool | None, args: Any, run: Path) -> bool:
-    """Whether the run goes on where it was stopped, as `resume_from_checkpoint` asks."""
-    asked = args.resume_from_checkpoint if asked is None else asked
-    known = {Path(args.output_dir).resolve(), run.resolve()}
-    if isinstance(asked, str) and Path(asked).resolve() not in known:
-        raise InputError(
-            f"resume_from_checkpoint={asked!r}: a private run goes on from its own last "
-            "checkpoint. Say True, with the output_dir of the run."
-        )
-    return bool(asked)

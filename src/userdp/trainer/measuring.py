@@ -81,6 +81,21 @@ class Measuring:
             told.append(self._named(found, store, _prefix("eval", name)))
         return [] if self.is_private else told
 
+    def check_metric(self, metric: str | None) -> None:
+        """Refuse to remember the best of a number that is not measured."""
+        if metric is None or not self.stores:
+            return
+        names = [
+            name
+            for dataset, store in self.stores.items()
+            for name in self._names(store, _prefix("eval", dataset))
+        ]
+        if metric_name(metric) not in names:
+            raise InputError(
+                f"metric_for_best_model={metric!r} is not measured here: take one of "
+                f"{', '.join(names)}."
+            )
+
     def validation(self) -> Validation | None:
         """The run's own measurements: before training, after it, and what was found on the way."""
         first = next(iter(self.stores.values()), None)
@@ -114,17 +129,21 @@ class Measuring:
         )
 
     def _named(self, found: Evaluation, store: UserStore, prefix: str) -> Metrics:
+        values = (
+            found.loss,
+            found.perplexity,
+            found.accuracy_top1,
+            found.mean_user_loss,
+            found.worst_decile_loss,
+        )
+        return dict(zip(self._names(store, prefix), values, strict=True))
+
+    def _names(self, store: UserStore, prefix: str) -> list[str]:
         # What is predicted of a classified record is one class.
-        by_token = not self._task_of(store).encoding.has_classes
-        return {
-            f"{prefix}_loss": found.loss,
-            f"{prefix}_perplexity": found.perplexity,
-            f"{prefix}_mean_token_accuracy" if by_token else f"{prefix}_accuracy": (
-                found.accuracy_top1
-            ),
-            f"{prefix}_mean_user_loss": found.mean_user_loss,
-            f"{prefix}_worst_decile_loss": found.worst_decile_loss,
-        }
+        has_classes = self._task_of(store).encoding.has_classes
+        accuracy = "accuracy" if has_classes else "mean_token_accuracy"
+        numbers = ("loss", "perplexity", accuracy, "mean_user_loss", "worst_decile_loss")
+        return [f"{prefix}_{number}" for number in numbers]
 
 
 def check_evaluation(
@@ -155,6 +174,11 @@ def refuse_decisions(args: Any, callbacks: Sequence[Any]) -> None:
         kind = callback if isinstance(callback, type) else type(callback)
         if issubclass(kind, transformers.EarlyStoppingCallback):
             raise InputError(f"{kind.__name__} with {NOT_FOR_RELEASE}. Leave it out.")
+
+
+def metric_name(metric: str) -> str:
+    """The name of a measured number, which may be said without `eval_`."""
+    return metric if metric.startswith("eval_") else f"eval_{metric}"
 
 
 def _prefix(prefix: str, name: str) -> str:

@@ -14,7 +14,6 @@ from userdp.errors import InputError
 from userdp.history import history_of
 from userdp.models.load import load_model, load_tokenizer, remember
 from userdp.task_names import TaskName
-from userdp.trainer.adapters import refuse_unknown_adapter
 
 
 def refuse(name: str, value: Any, reason: str) -> None:
@@ -43,7 +42,7 @@ def prepared(
         source = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
         if Path(source).is_dir() and not history_of(model).all_entries():
             remember(model, Path(source))
-        refuse_unknown_adapter(model)
+        _refuse_unknown_adapter(model)
         if tokenizer is None:
             if not source:
                 raise InputError("processing_class is missing: give the model's tokenizer.")
@@ -52,6 +51,11 @@ def prepared(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if peft_config is not None:
+        if isinstance(loaded, peft.PeftModel):
+            raise InputError(
+                "peft_config: the model has adapters already, and adapters on adapters cannot be "
+                "loaded again: leave it out to train those on, or give a model without adapters."
+            )
         if getattr(peft_config, "lora_dropout", 0):
             warnings.warn(
                 f"lora_dropout={peft_config.lora_dropout} has no effect: dropout is off in private "
@@ -60,3 +64,18 @@ def prepared(
             )
         loaded = peft.get_peft_model(loaded, peft_config)  # pyright: ignore[reportArgumentType]
     return loaded, tokenizer
+
+
+def _refuse_unknown_adapter(model: nn.Module) -> None:
+    """Refuse trained adapters of which nobody knows what was spent on them.
+
+    An adapter that another library loaded does not say where it came from. A new one has B = 0.
+    """
+    if history_of(model).all_entries():
+        return
+    for name, weight in model.named_parameters():
+        if "lora_B" in name and bool(weight.detach().count_nonzero()):
+            raise InputError(
+                "the model has a trained adapter, and what was spent on it is not known: give the "
+                "adapter's directory as model=, so that its record is read."
+            )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
+from userdp.clipping.execute.models import most_positions
 from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError
 from userdp.models.checks import trainable_parameters
+from userdp.trainer.arguments import WHOLE_MODEL
 
 # Schedules that follow from the number of the step alone.
 SCHEDULES = frozenset(
@@ -22,6 +25,12 @@ SCHEDULES = frozenset(
         "cosine_warmup_with_min_lr",
     }
 )
+# What `StepSettings` and the arguments both say.
+_SAID_TWICE = {
+    "compute_dtype": "bf16",
+    "checkpoint_blocks": "gradient_checkpointing",
+    "deterministic": "full_determinism",
+}
 # Rows longer than this are cut if neither the arguments nor the model say how long rows may be.
 USUAL_LENGTH = 1024
 
@@ -40,15 +49,19 @@ def steps_of(args: Any, num_users: int, cohort: float) -> int:
     """
     if args.max_steps > 0:
         return args.max_steps
+    if args.num_train_epochs <= 0:
+        raise InputError(
+            f"num_train_epochs={args.num_train_epochs:g} without max_steps: no step is planned. "
+            "Give one of them."
+        )
     return max(1, math.ceil(args.num_train_epochs * num_users / cohort))
 
 
-def sequence_length_of(args: Any, model: nn.Module) -> int:
-    """The longest row: what the arguments say, and not more than the model has positions for."""
-    asked = getattr(args, "max_length", None)
-    config = getattr(model, "config", None)
-    positions = getattr(config, "max_position_embeddings", None)
-    return min(asked or USUAL_LENGTH, positions or asked or USUAL_LENGTH)
+def sequence_length_of(args: Any, model: nn.Module, tokenizer: Any) -> int:
+    """The longest row: what the arguments say, and not more than model and tokenizer can take."""
+    asked = getattr(args, "max_length", None) or USUAL_LENGTH
+    most = (most_positions(model), getattr(tokenizer, "model_max_length", None))
+    return min(asked, *(limit for limit in most if limit))
 
 
 def optimizer_of(args: Any, model: nn.Module, rate: float) -> torch.optim.Optimizer:
@@ -106,13 +119,29 @@ def schedule_of(args: Any, optimizer: torch.optim.Optimizer, steps: int) -> Any:
     )
 
 
-def step_settings_of(args: Any) -> StepSettings:
-    """How sums are computed."""
-    return StepSettings(
+def step_settings_of(
+    args: Any, given: Mapping[str, Any], settings: StepSettings | None
+) -> StepSettings:
+    """How sums are computed: the `settings`, or what the arguments say.
+
+    `given` are the arguments that differ from their defaults.
+    """
+    said = StepSettings(
         compute_dtype=torch.bfloat16 if args.bf16 else None,
         checkpoint_blocks=bool(args.gradient_checkpointing),
         deterministic=args.full_determinism,
     )
+    if settings is None:
+        return said
+    if settings.shard:
+        raise InputError(f"settings=StepSettings(shard=True): {WHOLE_MODEL}.")
+    for name, argument in _SAID_TWICE.items():
+        if argument in given and getattr(settings, name) != getattr(said, name):
+            raise InputError(
+                f"{argument}={given[argument]!r} beside settings= with {name}="
+                f"{getattr(settings, name)}: leave one of them out."
+            )
+    return settings
 
 
 def device_of(args: Any) -> torch.device:

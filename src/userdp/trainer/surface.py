@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import transformers
 from transformers.trainer_callback import CallbackHandler
 
 from userdp.durable import write_file
@@ -49,6 +50,17 @@ REFUSED_NAMES = {
     "data_collator": "rows are made here, and none mixes users: leave it out",
     "tokenizer": "take trainer.processing_class",
 }
+# Methods of a `Trainer` that a subclass may replace: scripts call them, and the loop does not.
+FREE = {"train", "add_callback", "pop_callback", "remove_callback", "create_model_card"}
+FREE |= {"push_to_hub", "log_metrics", "save_metrics", "save_state"}
+FREE |= {"is_world_process_zero", "is_local_process_zero"}
+_NOT_CALLED = (
+    "the loop does not call it, so what it does would be left out in silence: use a callback "
+    "(on_step_end, on_log, on_evaluate, on_save), or give it another name and call it yourself"
+)
+# What the plan, the loop and the measurements are made from.
+FIXED = {"model", "processing_class", "optimizer", "lr_scheduler", "plan", "train_store"}
+FIXED |= {"train_dataset", "eval_dataset", "state", "control", "statement"}
 # Arguments of a `Trainer` or `SFTTrainer` that are refused, and why.
 REFUSED_GIVEN = {
     "model_init": "the model begins once, and a run that goes on needs the same weights: give the "
@@ -61,6 +73,11 @@ REFUSED_GIVEN = {
         "it belongs into the arguments: args=SFTConfig(...), where max_seq_length is max_length",
     ),
     "model_init_kwargs": "it belongs into the arguments: args=SFTConfig(...)",
+    **dict.fromkeys(
+        ("max_length", "sequence_length"),
+        "it belongs into the arguments, args=trl.SFTConfig(max_length=...), or set "
+        "processing_class.model_max_length",
+    ),
 }
 
 
@@ -80,6 +97,15 @@ def refuse_given(given: Mapping[str, Any], known: list[str]) -> None:
         raise TypeError(f"UserDPTrainer has no argument {name!r}.{hint}")
 
 
+def refuse_overridden(kind: type, base: type) -> None:
+    """Refuse a subclass that replaces what the loop here never calls."""
+    for name in dict.fromkeys((*REFUSED_NAMES, *dir(transformers.Trainer))):
+        is_own = getattr(kind, name, None) is not getattr(base, name, None)
+        if is_own and name not in FREE and not name.startswith("__"):
+            reason = REFUSED_NAMES.get(name, _NOT_CALLED)
+            raise NotOfferedError(f"{kind.__name__}.{name}: {reason}.")
+
+
 class Surface:
     """The methods of a `Trainer` that neither train nor measure."""
 
@@ -93,6 +119,16 @@ class Surface:
         if name in REFUSED_NAMES:
             raise NotOfferedError(f"UserDPTrainer.{name}: {REFUSED_NAMES[name]}.")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in REFUSED_NAMES:
+            raise NotOfferedError(f"UserDPTrainer.{name}: {REFUSED_NAMES[name]}.")
+        if name in FIXED and (name in vars(self) or hasattr(type(self), name)):
+            raise NotOfferedError(
+                f"UserDPTrainer.{name} cannot be replaced: the plan, its price and the "
+                "measurements are made from it. Make another trainer."
+            )
+        super().__setattr__(name, value)
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the first process, which writes and prints."""
@@ -111,12 +147,13 @@ class Surface:
         """Write the state to `output_dir`; `train` does so, too."""
         self._loop.save_state(Path(self.args.output_dir))
 
-    def log_metrics(self, split: str, metrics: Metrics) -> None:
+    def log_metrics(self, split: str, metrics: Mapping[str, float | str]) -> None:
         """Print the metrics of a split, one a line; beside the result if not for release."""
         is_secret = self._measuring.has_secrets(metrics)
         note, file = (" (not for release)", sys.stderr) if is_secret else ("", sys.stdout)
         for name, value in sorted(metrics.items()) if self.is_world_process_zero() else ():
-            print(f"{split}: {name} = {value:.6g}{note}", file=file)
+            shown = value if isinstance(value, str) else f"{value:.6g}"
+            print(f"{split}: {name} = {shown}{note}", file=file)
 
     def save_metrics(self, split: str, metrics: Metrics, combined: bool = True) -> None:
         """Write the metrics of a split to `output_dir`."""

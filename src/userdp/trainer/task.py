@@ -12,8 +12,8 @@ import peft
 import transformers
 from torch import nn
 
-from userdp.data.contents import pair_of
 from userdp.data.store import UserStore
+from userdp.data.tokens import holds_chats
 from userdp.errors import InputError
 from userdp.models.heads import named_classes, task_of_head
 from userdp.task_names import TaskName
@@ -52,12 +52,7 @@ def trained_task(model: str | nn.Module, asked: Task | TaskName | None) -> Task 
 
 def check_template(store: UserStore, tokenizer: Any) -> None:
     """Refuse prompts and completions that are chats without a template to write them."""
-    is_chat = (
-        store.text_kind == "pair"
-        and store.num_records > 0
-        and not isinstance(pair_of(store.text(0))[0], str)
-    )
-    if is_chat and not has_template(tokenizer):
+    if store.text_kind == "pair" and holds_chats(store) and not has_template(tokenizer):
         raise InputError(
             "the prompts and completions are chats, and the tokenizer has no chat template: set "
             "processing_class.chat_template, or give a processing_class that has one."
@@ -73,6 +68,10 @@ def check_collator(collator: Any, task: Task | TaskName | None) -> None:
         return
     if kind != "DataCollatorForLanguageModeling":
         raise InputError(f"data_collator: {COLLATOR}.")
+    if getattr(collator, "padding_free", False):
+        raise InputError(
+            "data_collator: padding_free joins records of several users in one row: leave it out."
+        )
     hides, is_masked = bool(getattr(collator, "mlm", False)), task == "masked"
     if hides != is_masked:
         kinds = ("masked tokens", "the next token")

@@ -17,12 +17,15 @@ from transformers.trainer_utils import TrainOutput
 
 from userdp.bounding.selection import Selection
 from userdp.checkpoints import Saving
+from userdp.clipping.settings import StepSettings
 from userdp.configured import named_task
 from userdp.data.store import UserStore
 from userdp.durable import write_file
+from userdp.earlier import Earlier
 from userdp.errors import InputError
 from userdp.lineage import earlier_runs
 from userdp.losses import RecordLoss
+from userdp.models.heads import refuse_other_head
 from userdp.models.load import classes_of
 from userdp.paid import Paid
 from userdp.plan import Plan
@@ -32,7 +35,7 @@ from userdp.report.closing import unfinished_card
 from userdp.statement import Statement
 from userdp.tasks import Task, TaskName
 from userdp.trainer.arguments import check_arguments
-from userdp.trainer.choices import Privacy, epochs_a_step, plan_of, rate_of
+from userdp.trainer.choices import Privacy, epochs_a_step, optimizer_and_schedule, plan_of
 from userdp.trainer.data import (
     PRIVATE,
     Formatting,
@@ -43,17 +46,16 @@ from userdp.trainer.data import (
     task_of,
     training_store,
 )
-from userdp.trainer.loop import STATE_FILE, Loop, callbacks_of, goes_on
+from userdp.trainer.loop import Loop, begun_state, callbacks_of
 from userdp.trainer.measuring import ONLY, Measuring, Metrics, check_evaluation
 from userdp.trainer.prepared import prepared, refuse
 from userdp.trainer.settings import (
     device_of,
-    optimizer_of,
-    schedule_of,
     sequence_length_of,
     step_settings_of,
 )
-from userdp.trainer.surface import Surface, refuse_given
+from userdp.trainer.starting import check_trained, check_unchanged, goes_on, has_steps
+from userdp.trainer.surface import Surface, refuse_given, refuse_overridden
 from userdp.trainer.task import check_collator, check_template, trained_task
 from userdp.training import Run, train
 
@@ -93,14 +95,19 @@ class UserDPTrainer(Surface):
     run's `secret/` and to the terminal alone. `eval_is_public` declares that no training user is in
     it, where that cannot be compared.
 
-    `task`, `record_loss`, `selection`, `select`, `resample`, `tokens_per_user`, `ema`, `public` and
-    `paid` are those of `userdp.train`. Without a `task`, the model's head says what is learned.
+    `task`, `record_loss`, `selection`, `select`, `resample`, `tokens_per_user`, `ema`, `public`,
+    `paid` and `settings` are those of `userdp.train`. Without a `task`, the model's head says what
+    is learned.
 
     `args.seed` never chooses cohorts or noise: these come from a secret of the run. Arguments that
     could not be private are refused by name (`userdp.trainer.arguments`, `userdp.trainer.surface`).
     Callbacks are told public numbers only. If one of them ends the training early, the whole plan
     is charged all the same.
     """
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        refuse_overridden(cls, UserDPTrainer)
 
     def __init__(
         self,
@@ -140,11 +147,12 @@ class UserDPTrainer(Surface):
         ema: float | None = None,
         public: PublicData | None = None,
         paid: Sequence[Paid] = (),
+        settings: StepSettings | None = None,
         **refused: Any,
     ) -> None:
         refuse_given(refused, list(inspect.signature(UserDPTrainer).parameters))
         self.args: Any = args or transformers.TrainingArguments(output_dir="trainer_output")
-        check_arguments(self.args)
+        given = check_arguments(self.args)
         refuse("compute_loss_func", compute_loss_func, NO_LOSS)
         refuse("compute_metrics", compute_metrics, NO_METRICS)
         refuse("preprocess_logits_for_metrics", preprocess_logits_for_metrics, NO_METRICS)
@@ -166,10 +174,12 @@ class UserDPTrainer(Surface):
             model, processing_class, peft_config, self.args, head
         )
         self.model.to(device)
+        if isinstance(self._task, str | None) and record_loss is None:
+            refuse_other_head(self.model, head)
         self._eval_is_public, self._other_people = eval_is_public, other_people
         self._private = out / PRIVATE
-        self._sequence_length = sequence_length_of(self.args, self.model)
-        self._settings = step_settings_of(self.args)
+        self._sequence_length = sequence_length_of(self.args, self.model, self.processing_class)
+        self._settings = step_settings_of(self.args, given, settings)
         self._ranks.on_first(lambda: hide_private_files(out))
         self._reading = Reading(
             args=self.args,
@@ -188,10 +198,10 @@ class UserDPTrainer(Surface):
             )
             self.train_store = imported or UserStore.open(place)
         check_template(self.train_store, self.processing_class)
-        data = self.train_store.fingerprint
-        self._earlier = earlier_runs(self.model, other_people=other_people, data=data)
+        self._earlier = self._runs_behind()
         self.plan = plan_of(
             self.args,
+            given,
             Privacy(
                 epsilon=epsilon,
                 num_users=num_users,
@@ -224,16 +234,10 @@ class UserDPTrainer(Surface):
             compute_dtype=self._settings.compute_dtype,
             is_private=eval_is_private,
         )
-        optimizer, self.lr_scheduler = optimizers
-        if optimizer is None and optimizer_cls_and_kwargs is not None:
-            kind, options = optimizer_cls_and_kwargs
-            own = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            optimizer = kind(own, **options)
-        self.optimizer = optimizer or optimizer_of(
-            self.args, self.model, rate_of(self.args, self.model)
+        self._measuring.check_metric(self.args.metric_for_best_model)
+        self.optimizer, self.lr_scheduler = optimizer_and_schedule(
+            self.args, given, self.model, optimizers, optimizer_cls_and_kwargs, self.plan.steps
         )
-        if self.lr_scheduler is None:
-            self.lr_scheduler = schedule_of(self.args, self.optimizer, self.plan.steps)
         self.callback_handler = CallbackHandler(
             callbacks_of(self.args, callbacks or (), is_first=self._ranks.is_first),
             self.model,
@@ -279,7 +283,10 @@ class UserDPTrainer(Surface):
         out = Path(self.args.output_dir)
         run = self._private / "run"
         resume = goes_on(resume_from_checkpoint, self.args, run)
-        self._loop = loop = self._new_loop(resume=resume)
+        check_trained(self.model, self.optimizer)
+        check_unchanged(self._earlier, self._runs_behind())
+        has_begun = resume and self._ranks.by_first(lambda: has_steps(run, self.plan))
+        self._loop = loop = self._new_loop(resume=has_begun)
         loop.begin()
         self.run = train(
             self.model,
@@ -311,11 +318,13 @@ class UserDPTrainer(Surface):
         loop.save_state(out)
         return TrainOutput(loop.state.global_step, math.nan, numbers)
 
-    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> Metrics:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> Metrics:
         """The numbers of other people, from whom no training user may be.
 
         Of several datasets they are named `eval_{name}_loss`. With `eval_is_private` only the
-        caller gets them.
+        caller gets them. `ignore_keys` has no meaning: loss and logits alone are read.
         """
         stores = self._measuring.stores
         if eval_dataset is not None:
@@ -347,15 +356,9 @@ class UserDPTrainer(Surface):
         return self.run
 
     def _new_loop(self, *, resume: bool) -> Loop:
-        saved = Path(self.args.output_dir) / STATE_FILE
-        state = transformers.TrainerState()
-        if resume and saved.is_file():
-            state = transformers.TrainerState.load_from_json(str(saved))
-        state.is_local_process_zero = state.is_world_process_zero = self._ranks.is_first
-        state.max_steps = self.plan.steps
         epochs = epochs_a_step(self.plan)
-        state.num_train_epochs = math.ceil(self.plan.steps * epochs)
-        state.compute_steps(self.args, self.plan.steps)
+        state = begun_state(self.args, self.plan.steps, epochs, resume=resume)
+        state.is_local_process_zero = state.is_world_process_zero = self._ranks.is_first
         measures = self._measuring.stores and self._options["ema"] is None
         return Loop(
             self.args,
@@ -366,6 +369,11 @@ class UserDPTrainer(Surface):
             epochs_a_step=epochs,
             evaluate=self._measuring.on_the_way if measures else None,
         )
+
+    def _runs_behind(self) -> list[Earlier]:
+        """The private runs behind the model, as it is at this moment."""
+        data = self.train_store.fingerprint
+        return earlier_runs(self.model, other_people=self._other_people, data=data)
 
     def _task_of(self, store: UserStore) -> Task:
         task = self._task or task_of(store, self.args)

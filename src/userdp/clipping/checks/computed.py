@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from userdp.errors import InputError
+from userdp.errors import PLAIN, InputError
 
 
 def refuse_computed_weights(model: nn.Module) -> None:
@@ -26,7 +26,7 @@ def refuse_computed_weights(model: nn.Module) -> None:
         if kind:
             raise InputError(
                 f"{type(module).__name__} at {name!r} computes its weight with {kind}, which the "
-                'fast path cannot clip. Use path="plain", or remove it from the layer.'
+                f"fast path cannot clip. Use {PLAIN}, or remove it from the layer."
             )
 
 

@@ -82,12 +82,17 @@ class MadeUp:
         return any(values.pool is None for values in self.tensors.values())
 
     def group(self, rows: int, length: int, *, seed: int) -> dict[str, Tensor]:
-        """One user's rows, all of this length."""
+        """One user's rows, all of this length and, where labels are classes, of one class.
+
+        Gradients of different classes may almost cancel. What is left of them is mostly rounding.
+        """
         generator = torch.Generator().manual_seed(seed)
         found: dict[str, Tensor] = {}
         for name, values in self.tensors.items():
             shape = (rows, *((length,) if values.padded else ()), *values.shape)
             found[name] = _drawn(shape, values.dtype, values.pool, generator)
+            if name == "labels" and not values.padded:
+                found[name][1:] = found[name][:1]
         if "attention_mask" in found:
             found["attention_mask"] = torch.ones_like(found["attention_mask"])
         if self.labels_are_ids:
@@ -100,7 +105,7 @@ def disguised(users: Users, *, seed: int = 0) -> Users:
 
     A row ends with its last label or its last place in the attention mask. Only half of the
     integers that occur are used, a different half for another seed, because some integer may have
-    no finite loss.
+    no finite loss. All records of a user have the same class, as in `MadeUp.group`.
     """
     generator = torch.Generator().manual_seed(seed)
     ends = row_ends(users.batch)
@@ -116,6 +121,10 @@ def disguised(users: Users, *, seed: int = 0) -> Users:
             outside = outside.view(*outside.shape, *(1 for _ in tensor.shape[2:]))
             values = torch.where(outside, PADDING[name], values)
         if name == "labels":
+            if tensor.dim() == 1:
+                for user in range(users.count):
+                    start, stop = users.rows_of(user)
+                    values[start:stop] = values[start]
             values = torch.where(tensor == IGNORED_LABEL, tensor, values)
         batch[name] = values
     return replace(users, batch=batch)

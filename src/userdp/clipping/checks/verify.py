@@ -25,7 +25,7 @@ from userdp.clipping.kernels.running import without_plans
 from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import PlainClipping, clipped_sum
 from userdp.clipping.rules import ClipRule, FlatClip
-from userdp.errors import InputError, MixedExamplesError
+from userdp.errors import PLAIN, InputError, MixedExamplesError
 from userdp.losses import Batch, RecordLoss, Update, coarsest_dtype
 
 # How many users are compared: enough to notice that one is counted as another.
@@ -98,7 +98,7 @@ class Verification:
                 f"the fast path differs from the plain loop at {name!r}: relative error "
                 f"{error:.1e}, tolerance {self.tolerance_of(name):.1e}. The model uses that weight "
                 "in a way the fast path does not see, or reads the padding of other users. Use "
-                'path="plain", and please report the model.'
+                f"{PLAIN}, and please report the model."
             )
 
 

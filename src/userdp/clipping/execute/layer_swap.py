@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from userdp.errors import MixedExamplesError
+from userdp.errors import PLAIN, MixedExamplesError
 
 
 @dataclass(eq=False, kw_only=True)
@@ -88,7 +88,7 @@ def swapped(
                 raise MixedExamplesError(
                     f"the forward of a {type(module).__name__} was replaced on the object itself "
                     "(as accelerate's hooks do): the fast path would not be seen. Remove the hook, "
-                    'or use path="plain".'
+                    f"or use {PLAIN}."
                 )
             before[module] = type(module)
             module.__class__ = _stand_in(type(module), rule)

@@ -89,7 +89,20 @@ def most_positions(model: nn.Module) -> int | None:
     if inner is None:
         return None
     said = [getattr(one, name, None) for one in _settings(inner) for name in _POSITIONS]
-    return next((value for value in said if isinstance(value, int) and value > 0), None)
+    most = next((value for value in said if isinstance(value, int) and value > 0), None)
+    return None if most is None else most - _places_of_padding(inner)
+
+
+def _places_of_padding(inner: PreTrainedModel) -> int:
+    """How many positions no token has: those up to that of padding, as in RoBERTa."""
+    found = (
+        module.padding_idx + 1
+        for name, module in inner.named_modules()
+        if name.endswith("position_embeddings")
+        and isinstance(module, nn.Embedding)
+        and module.padding_idx is not None
+    )
+    return next(found, 0)
 
 
 def num_classes_of(model: nn.Module) -> int | None:

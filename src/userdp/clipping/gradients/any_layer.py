@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from userdp.clipping.execute.layer_swap import Tape
 from userdp.clipping.gradients.layers import StoredForms
-from userdp.errors import MixedExamplesError
+from userdp.errors import PLAIN, MixedExamplesError
 
 Call = Callable[[dict[str, Tensor], Sequence[Tensor]], tuple[Tensor, ...]]
 
@@ -98,7 +98,7 @@ class _ByUser(torch.autograd.Function):
                 raise MixedExamplesError(
                     f"{name} has no rule of its own and gives an output of shape "
                     f"{tuple(output.shape)} for {tape.rows} rows: records cannot be told apart. "
-                    'Use path="plain".'
+                    f"Use {PLAIN}."
                 )
         return outputs
 

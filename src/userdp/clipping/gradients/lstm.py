@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from userdp.clipping.execute.layer_swap import Tape
 from userdp.clipping.gradients.layers import StoredForms, per_user
-from userdp.errors import InputError
+from userdp.errors import PLAIN, InputError
 from userdp.losses import wide_dtype
 
 
@@ -40,7 +40,7 @@ class Lstm(StoredForms):
         if not isinstance(x, Tensor) or hx is not None:
             raise InputError(
                 "the fast path runs an LSTM on padded rows from a zero state: give it a tensor "
-                'alone, or use path="plain".'
+                f"alone, or use {PLAIN}."
             )
         tape: Tape = module.userdp_tape
         hidden: list[Tensor] = []

@@ -26,7 +26,7 @@ from userdp.clipping.gradients.survey import survey as survey_of
 from userdp.clipping.kernels import running
 from userdp.clipping.layer_groups import Layers
 from userdp.clipping.rules import ClipRule
-from userdp.errors import InputError
+from userdp.errors import PLAIN, InputError
 from userdp.losses import Batch, wide_dtype
 
 
@@ -148,7 +148,7 @@ class ManyUsers:
                 giver = next(other.name for other in self._probes.layers if other.module is source)
                 raise InputError(
                     f"{giver!r} has the same input as {layer.name!r}, and the loss does not use "
-                    'its output. Freeze it, or use path="plain" ([training] path).'
+                    f"its output. Freeze it, or use {PLAIN}."
                 )
             for name, form in layer.rule.forms(layer.module, gradients, inputs).items():
                 if isinstance(form, Stored) and self._ranges is not None:

@@ -22,7 +22,7 @@ from userdp.clipping.gradients.layers import Embedding, LayerNorm, Product, RmsN
 from userdp.clipping.gradients.lstm import Lstm
 from userdp.clipping.gradients.merged_lora import MergedLora
 from userdp.clipping.gradients.word_lstm import WordLstm
-from userdp.errors import MixedExamplesError
+from userdp.errors import PLAIN, MixedExamplesError
 from userdp.sharded_tensors import leaf_of
 
 LayerRule = type[
@@ -117,7 +117,7 @@ def _refuse_weights_read_past_their_layer(
         if gradient is not None:
             raise MixedExamplesError(
                 f"{name!r} is read without calling its layer: the fast path would not see its "
-                'gradient. Use path="plain".'
+                f"gradient. Use {PLAIN}."
             )
 
 
@@ -254,7 +254,7 @@ def _check_call(layer: Layer, shape: tuple[int, ...], larger: tuple[int, ...]) -
         raise MixedExamplesError(
             f"{type(layer.module).__name__} at {layer.name!r} sees an input of shape {shape} for "
             f"{TRIAL_ROWS} rows: the fast path cannot tell records apart there. Use "
-            'path="plain".'
+            f"{PLAIN}."
         )
 
 

@@ -75,16 +75,21 @@ def saved_dataset_batches(root: Path, columns: Columns) -> Iterator[ImportBatch]
 
 def dataset_batches(dataset: Any, columns: Columns) -> Iterator[ImportBatch]:
     """The records of a loaded `datasets.Dataset`, in its order."""
-    if (getattr(dataset, "format", None) or {}).get("type") == "custom":
-        raise InputError(
-            "the dataset has a transform, which is not seen where its columns are read: apply it "
-            "with dataset.map first."
-        )
+    refuse_transform(dataset)
     chosen = columns.resolved(list(dataset.column_names), "the dataset")
     arrow = dataset.select_columns(needed(chosen)).with_format("arrow")
     tables = arrow.iter(BATCH_ROWS)
     pieces = (piece for table in tables for piece in table.combine_chunks().to_batches())
     yield from arrow_batches(pieces, chosen, "the dataset")
+
+
+def refuse_transform(dataset: Any) -> None:
+    """Refuse a dataset whose rows are made anew each time that they are read."""
+    if (getattr(dataset, "format", None) or {}).get("type") == "custom":
+        raise InputError(
+            "the dataset has a transform, which is not seen where its columns are read: apply it "
+            "with dataset.map first."
+        )
 
 
 def _names(path: Path, choose: Callable[[dict[str, Any]], list[Any]]) -> list[Any]:
@@ -233,7 +238,7 @@ def _owners(cells: pa.Array, name: str, where: Any) -> tuple[pa.Array, Any]:
         raise InputError(
             f"{where(int(np.argmax(bad)))}: column {name!r} is null or empty, as in {bad.sum():,} "
             "row(s) near it. Every record needs a user: mend them, or name the right column with "
-            "--user."
+            "--user (Python: user=; UserDPTrainer: user_column=)."
         )
     return ids, counts
 

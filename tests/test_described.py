@@ -1,0 +1,241 @@
+"""Code counts with all that it calls, and counts the same in every process."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from userdp.digests import code_digest, model_digest, parts_version
+from userdp.updates import MeanGradient
+
+FILES = {
+    "loss_steps.py": """
+FACTOR = 2.0
+TABLE = {"of": [1.0]}
+NAMES = {"b", "a", ("c", 1)}
+
+def inner(x):
+    return 2.0 * x
+
+def helper(x):
+    return inner(x)
+
+class Scale:
+    shift = 0.5
+
+    def __init__(self, by):
+        self.by = by
+
+    def twice(self, x):
+        return x + 1.0
+
+    def __call__(self, model, batch):
+        return self.twice(batch) * self.by + TABLE["of"][0] + len(NAMES)
+
+SCALE = Scale(3.0)
+""",
+    "loss_tools.py": """
+def scale(x):
+    return 2.0 * x
+
+def by_name(x):
+    return globals()["sc" + "ale"](x)
+""",
+    "loss_package/__init__.py": "",
+    "loss_package/tools.py": "from loss_steps import helper as helped\n",
+    "loss_inside.py": "def late(x):\n    return 2.0 * x\n",
+    "loss_top.py": """
+import functools
+import logging
+
+import numpy as np
+import torch
+
+import loss_package.tools
+import loss_tools
+from loss_steps import FACTOR, SCALE, helper
+
+log = logging.getLogger(__name__)
+
+def deep(model, batch):
+    return helper(batch)
+
+def through_a_module(model, batch):
+    return loss_tools.scale(batch)
+
+def through_a_package(model, batch):
+    return loss_package.tools.helped(batch)
+
+def by_a_computed_name(model, batch):
+    return getattr(loss_tools, "sc" + "ale")(batch)
+
+def nested(model, batch):
+    return (lambda x: FACTOR * x)(batch)
+
+def through_an_object(model, batch):
+    log.info("a logger is no code")
+    return SCALE(model, np.mean(batch))
+
+@torch.no_grad()
+def decorated(model, batch):
+    return helper(batch)
+
+kept = functools.lru_cache(deep)
+
+def imported_when_it_runs(model, batch):
+    from loss_inside import late
+    return late(batch)
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return helper(super().forward(x))
+
+class Rule:
+    name = "scaled"
+
+    def of(self, x):
+        return helper(x)
+""",
+}
+LOSSES = (
+    "deep",
+    "through_a_module",
+    "through_a_package",
+    "by_a_computed_name",
+    "nested",
+    "through_an_object",
+    "decorated",
+    "kept",
+    "imported_when_it_runs",
+)
+Edit = Callable[[str, str, str], None]
+
+
+@pytest.fixture
+def edit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edit]:
+    """Writes the modules, and edits one as an editor would between two processes."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    names = [file.removesuffix(".py").replace("/", ".") for file in FILES]
+    names.append("loss_package")
+    (tmp_path / "loss_package").mkdir()
+
+    def write(file: str = "", old: str = "", new: str = "") -> None:
+        for name, content in FILES.items():
+            assert name != file or old in content
+            (tmp_path / name).write_text(content.replace(old, new) if name == file else content)
+        for name in names:
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+
+    write()
+    yield write
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def digest(name: str) -> str:
+    return code_digest(getattr(importlib.import_module("loss_top"), name))
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "old", "new"),
+    [
+        ("deep", "loss_steps.py", "return 2.0 * x", "return 0.0 * x"),
+        ("through_a_module", "loss_tools.py", "return 2.0 * x", "return 0.0 * x"),
+        ("by_a_computed_name", "loss_tools.py", "return 2.0 * x", "return 0.0 * x"),
+        ("nested", "loss_steps.py", "FACTOR = 2.0", "FACTOR = 0.0"),
+        ("through_an_object", "loss_steps.py", "return x + 1.0", "return x + 2.0"),
+        ("through_an_object", "loss_steps.py", "Scale(3.0)", "Scale(0.0)"),
+        ("through_an_object", "loss_steps.py", "shift = 0.5", "shift = 0.6"),
+        ("through_an_object", "loss_steps.py", '"of": [1.0]', '"of": [2.0]'),
+        ("decorated", "loss_steps.py", "return 2.0 * x", "return 0.0 * x"),
+        ("kept", "loss_steps.py", "return 2.0 * x", "return 0.0 * x"),
+        ("imported_when_it_runs", "loss_inside.py", "return 2.0 * x", "return 0.0 * x"),
+    ],
+)
+def test_an_edit_of_anything_that_a_loss_calls_gives_it_another_name(
+    edit: Edit, name: str, file: str, old: str, new: str
+) -> None:
+    before = digest(name)
+    edit("", "", "")
+    assert digest(name) == before
+    edit(file, old, new)
+    assert digest(name) != before
+
+
+def test_an_edit_of_what_lies_in_a_module_of_a_module_is_noticed(edit: Edit) -> None:
+    before = digest("through_a_package")
+    edit("loss_steps.py", "return 2.0 * x", "return 0.0 * x")
+    assert digest("through_a_package") != before
+
+
+def test_models_and_parts_of_ones_own_count_with_what_they_call(edit: Edit) -> None:
+    def found() -> tuple[str, str]:
+        own = importlib.import_module("loss_top")
+        part = type("Mine", (own.Rule, MeanGradient), {"__module__": "loss_top"})
+        torch.manual_seed(0)
+        return model_digest(own.Net(2, 1)), parts_version([part()])
+
+    before = found()
+    edit("", "", "")
+    assert found() == before
+    edit("loss_steps.py", "return 2.0 * x", "return 0.0 * x")
+    after = found()
+    assert before[0] != after[0]
+    assert before[1] != after[1]
+
+
+def test_code_has_the_same_name_in_every_process(edit: Edit, tmp_path: Path) -> None:
+    code = (
+        "import loss_top; from userdp.digests import code_digest\n"
+        f"print(*(code_digest(getattr(loss_top, name)) for name in {LOSSES!r}))"
+    )
+    # Another order of every set, and compiled code that was read from a cache.
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    compiled = subprocess.run(
+        [sys.executable, "-m", "compileall", "-q", str(tmp_path)], env=environment, check=False
+    )
+    assert compiled.returncode == 0
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert told.stdout.split() == [digest(name) for name in LOSSES]
+
+
+def test_what_calls_itself_and_what_holds_itself_is_described() -> None:
+    def again(x: int) -> int:
+        return again(x - 1) if x else len(ring)
+
+    ring: list[object] = [again]
+    ring.append(ring)
+    assert code_digest(again) == code_digest(again)
+
+
+def test_swapping_the_names_of_arguments_is_an_edit() -> None:
+    def made(words: str) -> Callable[..., float]:
+        space: dict[str, Callable[..., float]] = {}
+        exec(f"def minus({words}): return {words.replace(', ', ' - ')}", space)
+        return space["minus"]
+
+    assert made("a, b")(b=1, a=3) != made("b, a")(b=1, a=3)
+    assert code_digest(made("a, b")) != code_digest(made("b, a"))
+
+
+def test_functions_that_are_not_pythons_count_by_name() -> None:
+    def with_(function: Callable[..., object]) -> str:
+        return code_digest(lambda x: function(x))
+
+    assert with_(torch.exp) != with_(torch.log)
+    table = {"a": 1}
+    before = with_(table.get)
+    table["a"] = 2
+    assert with_(table.get) != before
