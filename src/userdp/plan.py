@@ -199,6 +199,8 @@ class Plan:
         # for the updates if the noise multiplier is as large as its own noise.
         much = min(accountant.LARGEST_NOISE_MULTIPLIER, clip.count_stddev or math.inf)
         first = much if noise_multiplier is None else noise_multiplier
+        if mark is None and not non_private:
+            accountant.check_delta(delta, num_users=public.num_users)
         plan = Plan(
             sampler=sampler,
             clip=clip,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from userdp import marked_price, marks
+from userdp.accounting import accountant
 from userdp.composition import earlier_in_words, paid_in_words
 from userdp.earlier import Earlier
 from userdp.marks import AsIfPoisson, Hypothetical, RecordLevel
@@ -52,6 +53,9 @@ def statement_of(plan: Plan, steps: int, **said: Unpack[Said]) -> Statement:
     fixed_seed = said.get("fixed_seed", False) or any(item.fixed_seed for item in earlier)
     doubts = (*said.get("doubts", ()), *(reason for item in earlier for reason in item.doubts))
     mark = mark_in_words(plan)
+    if plan.has_price and not mark and (why := accountant.too_large(plan.delta, plan.num_users)):
+        # A plan is refused for this, but a record may hold one that was made in another way.
+        doubts = (*doubts, why)
     promised = not fixed_seed and not unfinished and not doubts and not mark
     marked = marked_price.epsilon_of(plan, steps, paid=paid, earlier=earlier)
     at_record_level = isinstance(plan.mark, RecordLevel)
@@ -84,7 +88,7 @@ def statement_of(plan: Plan, steps: int, **said: Unpack[Said]) -> Statement:
         others=tuple(said.get("others", ())),
         epsilon_of_all=said.get("epsilon_of_all"),
         cautions=(
-            *cautions_of(plan),
+            *(caution for caution in cautions_of(plan) if caution not in doubts),
             *of_the_record(fixed_seed, unfinished),
             *said.get("more_cautions", ()),
         ),

@@ -65,7 +65,8 @@ class Setting:
         if self.num_users < 2:
             raise InputError("num_users=1: hiding one user takes at least one other.")
         accountant.check_epsilon(self.epsilon)
-        accountant.check_delta(self.delta)
+        # More users than there are come with the delta of those who are.
+        accountant.check_delta(self.delta, num_users=None if self.hypothetical else self.num_users)
         if self.compute > self.num_users * max(self.largest_group, self.group_size_els):
             raise InputError(
                 f"compute={self.compute:,} gradients a step is more than all {self.num_users:,} "

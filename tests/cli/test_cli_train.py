@@ -321,10 +321,14 @@ def test_stores_under_other_keys_are_noted(
     assert "cannot be" in result.err
 
 
-def test_delta_above_one_over_n_is_cautioned_on_stderr_and_in_the_statement(
+def test_delta_above_one_over_n_is_refused_or_cautioned_where_nothing_is_promised(
     config_file: WriteConfig, tmp_path: Path
 ) -> None:
-    path = config_file(privacy="noise_multiplier = 2.0\ndelta = 0.1\nclip_norm = 1.0")
+    privacy = "noise_multiplier = 2.0\ndelta = 0.1\nclip_norm = 1.0"
+    refused(
+        userdp("train", config_file(privacy=privacy), "--out", tmp_path / "no"), "smaller delta"
+    )
+    path = config_file(privacy=f"{privacy}\nnon_private = true")
     result = userdp("train", path, "--out", tmp_path / "run", "--json")
     assert result.code == 0
     assert "caution: delta=0.1 is above 1/num_users" in result.err

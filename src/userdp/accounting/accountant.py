@@ -56,8 +56,25 @@ def certified_by() -> str:
     return f"{certificate.library()} and {certificate.own()}, the larger of two upper bounds"
 
 
-def check_delta(delta: float) -> None:
-    """Refuse a delta that is no probability, or too small to compute with."""
+def too_large(delta: float, num_users: int) -> str:
+    """Why so large a delta protects none of so many users; empty if it is at most 1 / `num_users`.
+
+    >>> too_large(1e-6, 1000)
+    ''
+    """
+    if delta <= 1 / num_users:
+        return ""
+    return (
+        f"delta={delta:g} is above 1/num_users={1 / num_users:.3g}: publishing one user's data "
+        "outright would meet it"
+    )
+
+
+def check_delta(delta: float, *, num_users: int | None = None) -> None:
+    """Refuse a delta that is no probability, too small to compute with, or too large for the users.
+
+    `num_users` is None where nobody says how many there are, or where nothing is promised to them.
+    """
     if not 0.0 < delta < 1.0:
         raise InputError(f"delta={delta} is not a probability strictly between 0 and 1.")
     if delta < SMALLEST_DELTA:
@@ -65,6 +82,8 @@ def check_delta(delta: float) -> None:
             f"delta={delta} is below {SMALLEST_DELTA}, the smallest that can be computed with. "
             "Use a larger delta: 1/num_users^1.1 is common."
         )
+    if num_users is not None and (why := too_large(delta, num_users)):
+        raise InputError(f"{why}. Choose a smaller delta: 1/num_users^1.1 is common.")
 
 
 def check_epsilon(target: float) -> None:
