@@ -48,6 +48,11 @@ class RunCheck:
         return None if self.ledger is None else self.ledger.steps
 
     @property
+    def earlier_steps(self) -> int:
+        """How many steps of earlier runs are composed with those of this record."""
+        return 0 if self.ledger is None else sum(item.steps for item in self.ledger.earlier)
+
+    @property
     def closed(self) -> bool:
         """Whether the closing row is there."""
         return self.ledger is not None and self.ledger.is_finished
@@ -58,6 +63,7 @@ class RunCheck:
             "run": str(self.run),
             "ok": self.ok,
             "steps": self.steps,
+            "earlier_steps": self.earlier_steps,
             "closed": self.closed,
             "problems": list(self.problems),
             "notes": list(self.notes),

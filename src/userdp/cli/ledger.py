@@ -9,6 +9,7 @@ import typer
 
 from userdp.cli import common
 from userdp.run_check import RunCheck, check_run
+from userdp.run_files import record_at
 
 app = typer.Typer(help="Check the records of runs.", no_args_is_help=True)
 
@@ -30,11 +31,18 @@ def verify(
     json: common.Json = False,
 ) -> None:
     """Check that records are whole, closed and of these weights."""
-    found = [check_run(run) for run in runs]
+    found = [check_run(_record_of(run)) for run in runs]
     common.emit(json, _payload(found), "\n".join(_lines(found)))
     if not all(check.ok for check in found):
         # The result says what is wrong, so there is no further message.
         raise typer.Exit(2)
+
+
+def _record_of(run: Path) -> Path:
+    found = record_at(run)
+    if found != run:
+        common.say(f"{run} is a merged export: its record is {found}")
+    return found
 
 
 def _payload(found: list[RunCheck]) -> dict[str, Any]:
@@ -47,6 +55,7 @@ def _payload(found: list[RunCheck]) -> dict[str, Any]:
     return {
         "ok": all(check.ok for check in found),
         "steps": sum(check.steps or 0 for check in found),
+        "earlier_steps": sum(check.earlier_steps for check in found),
         "closed": all(check.closed for check in found),
         "problems": [text for check in found for text in named(check, check.problems)],
         "notes": [text for check in found for text in named(check, check.notes)],
@@ -58,6 +67,8 @@ def _lines(found: list[RunCheck]) -> list[str]:
     lines: list[str] = []
     for check in found:
         steps = "" if check.steps is None else f", {check.steps:,} steps"
+        if check.earlier_steps:
+            steps += f" after {check.earlier_steps:,} of earlier runs"
         lines.append(f"{check.run}: {'whole and closed' if check.ok else 'NOT whole'}{steps}")
         lines += [f"  problem: {text}" for text in check.problems]
         lines += [f"  note: {text}" for text in check.notes]
