@@ -183,6 +183,11 @@ class Plan:
         """
         public.check(kind.unit)
         delta = defaults.delta(public.num_users) if delta is None else delta
+        if non_private and noise_multiplier is None:
+            raise InputError(
+                "non_private=True claims no epsilon: give noise_multiplier instead, which is 0 for "
+                "the baseline without noise."
+            )
         if (epsilon is None) == (noise_multiplier is None):
             raise InputError(
                 "give exactly one of epsilon and noise_multiplier: one follows from the other."
@@ -192,8 +197,6 @@ class Plan:
         if mark is None and sampler.as_if is not None and not non_private:
             mark = AsIfPoisson()
         noise = noise or Gaussian(noise_multiplier=0.0)
-        if non_private and epsilon is not None:
-            raise InputError("non_private=True claims no epsilon: give noise_multiplier instead.")
         ratio = 1.0 if mark is None else mark.noise_ratio(groups)
         # Before noise is looked for, the plan is checked with much noise; a noisy count leaves some
         # for the updates if the noise multiplier is as large as its own noise.

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from userdp import marked_price, marks
-from userdp.accounting import accountant
 from userdp.composition import earlier_in_words, paid_in_words
 from userdp.earlier import Earlier
 from userdp.marks import AsIfPoisson, Hypothetical, RecordLevel
@@ -15,7 +14,7 @@ from userdp.paid import Paid
 from userdp.parts import as_written
 from userdp.statement import Statement
 from userdp.streams import PHILOX
-from userdp.units import SamplingUnit
+from userdp.units import SamplingUnit, too_large
 from userdp.wording import (
     assumptions,
     cautions,
@@ -53,7 +52,7 @@ def statement_of(plan: Plan, steps: int, **said: Unpack[Said]) -> Statement:
     fixed_seed = said.get("fixed_seed", False) or any(item.fixed_seed for item in earlier)
     doubts = (*said.get("doubts", ()), *(reason for item in earlier for reason in item.doubts))
     mark = mark_in_words(plan)
-    if plan.has_price and not mark and (why := accountant.too_large(plan.delta, plan.num_users)):
+    if plan.has_price and not mark and (why := too_large(plan.delta, plan.num_users)):
         # A plan is refused for this, but a record may hold one that was made in another way.
         doubts = (*doubts, why)
     promised = not fixed_seed and not unfinished and not doubts and not mark

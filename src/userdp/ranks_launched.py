@@ -19,6 +19,11 @@ def launched_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE") or "1")
 
 
+def is_launched() -> bool:
+    """Whether a launcher started this process, be it the only one."""
+    return "RANK" in os.environ
+
+
 def launched_rank() -> int:
     """Which of them this one is; 0 if it is the only one."""
     return int(os.environ.get("RANK") or "0") if launched_ranks() > 1 else 0

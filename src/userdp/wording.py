@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from userdp.accounting.accountant import too_large
 from userdp.earlier import Earlier
 from userdp.parts import Part, is_our_own
-from userdp.units import Adjacency
+from userdp.units import Adjacency, too_large
 
 # Each row holds up to its epsilon. It says how well a user is protected, and what somebody who has
 # the model can learn. An attacker's odds change by a factor of at most 2.7 at epsilon 1, 55 at 4,

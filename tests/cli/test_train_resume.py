@@ -100,7 +100,7 @@ def test_a_changed_configuration_is_refused_and_a_fork_is_charged(
     assert "another configuration" in refused.err
     forked = userdp("train", changed, "--out", tmp_path / "run", "--fork", "--json").json
     # Six steps were planned, and the fork of the checkpoint after four takes two more.
-    assert forked["steps"] == 2
+    assert (forked["steps"], forked["new_steps"]) == (6, 2)
     as_planned = config(root, tmp_path, name="eight.toml", steps=8)
     alone = userdp("train", as_planned, "--out", tmp_path / "eight", "--json").json
     assert forked["epsilon"] == pytest.approx(alone["epsilon"], rel=1e-3)
@@ -126,7 +126,11 @@ def test_a_finished_run_says_so_again_or_goes_on(
         8,
         "--json",
     ).json
-    assert longer["steps"] == 2
+    assert (longer["steps"], longer["new_steps"]) == (8, 2)
+    check = userdp("ledger", "verify", tmp_path / "run", "--json").json
+    assert (check["steps"], check["earlier_steps"]) == (2, 6)
+    told = userdp("train", config(root, tmp_path), "--out", tmp_path / "run", "--resume").out
+    assert "8 steps in all: 6 of the run before it, and 2 of this" in told
     assert longer["epsilon"] > again.json["epsilon"]
 
 
@@ -226,3 +230,24 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     assert userdp("train", given, "--out", out, "--resume").code == 0
     for name in ("model/model.safetensors", "statement.json"):
         assert (out / name).read_bytes() == (finished / name).read_bytes()
+
+
+def test_resume_begins_a_run_where_a_launcher_or_an_empty_directory_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resumed() -> str:
+        # The configuration is read next, and is not there.
+        found = userdp("train", tmp_path / "none.toml", "--out", tmp_path / "new", "--resume")
+        assert found.code == 2
+        assert not (tmp_path / "new" / "ledger.jsonl").exists()
+        return found.err
+
+    assert "new is not there, so --resume has no run to go on with" in resumed()
+    monkeypatch.setenv("RANK", "0")
+    said = resumed()
+    assert "note: " in said
+    assert "begins a new run, at a charge" in said
+    assert "none.toml: no such file" in said
+    monkeypatch.delenv("RANK")
+    (tmp_path / "new").mkdir()
+    assert "is empty: --resume begins a new run there" in resumed()

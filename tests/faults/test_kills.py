@@ -164,6 +164,8 @@ def test_runs_end_as_if_nobody_had_killed_them(
             kill = {"place": place, "number": number, "half": index % 2 == 1}
         answer = server.run(run.parent, "train", config, "--out", "run", **kill)
         killed += answer["status"] == -9
+        # A kill may come before the run has a directory, which --resume asks for.
+        run.mkdir(exist_ok=True)
         assert answer["status"] in (-9, 0), answer["error"]
         if index % 3 == 2:
             # A second kill, while the run goes on.

@@ -28,7 +28,7 @@ from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.accounting.own_events import BallsInBinsBandedDpEvent
 from userdp.errors import InputError
-from userdp.units import Adjacency
+from userdp.units import Adjacency, too_large
 
 # Below this, a tail that may be cut off is smaller than any double.
 SMALLEST_DELTA = 1e-250
@@ -54,20 +54,6 @@ LEAST_EVALUATED_NOISE = 1e-3
 def certified_by() -> str:
     """Who vouches for the numbers of this module in general; `evaluate` says so for each one."""
     return f"{certificate.library()} and {certificate.own()}, the larger of two upper bounds"
-
-
-def too_large(delta: float, num_users: int) -> str:
-    """Why so large a delta protects none of so many users; empty if it is at most 1 / `num_users`.
-
-    >>> too_large(1e-6, 1000)
-    ''
-    """
-    if delta <= 1 / num_users:
-        return ""
-    return (
-        f"delta={delta:g} is above 1/num_users={1 / num_users:.3g}: publishing one user's data "
-        "outright would meet it"
-    )
 
 
 def check_delta(delta: float, *, num_users: int | None = None) -> None:

@@ -21,8 +21,9 @@ from userdp.history import read_history
 from userdp.interrupts import InterruptedRunError
 from userdp.paid import Paid
 from userdp.plan import Plan
-from userdp.ranks_launched import is_restarted, launched_rank
+from userdp.ranks_launched import is_launched, is_restarted, launched_rank
 from userdp.run_files import Overlap, overlap, shared_users
+from userdp.units import SamplingUnit
 from userdp.validation_curve import Point, released_curve
 
 OTHER_USERS = "Name a store of other users as [data] evaluation, or leave that setting out."
@@ -62,6 +63,8 @@ def train(
     if dry_run and (resume or fork):
         raise InputError("--dry-run begins a run of its own: leave out --resume and --fork.")
     # A launcher that restarts its processes starts them with the same command.
+    if resume and not fork:
+        _check_resumed(out)
     resume = resume or (is_restarted() and not fork and not dry_run)
     ready = by_first(lambda: _ready(config, out, steps, resume=resume, fork=fork))
     settings = _configured(config, steps)
@@ -109,7 +112,8 @@ def train(
         json,
         {
             **common.promised(statement),
-            "steps": statement.steps,
+            "steps": run.before + statement.steps,
+            "new_steps": statement.steps,
             "earlier": list(statement.earlier),
             "overlap_checked": None if held_out is None else not unchecked,
             "loss_before": None if before is None else before.loss,
@@ -117,7 +121,8 @@ def train(
             "loss_may_be_released": is_released if after is not None else None,
             "run": str(out),
         },
-        f"{statement}\n{_held_out_line(before, after, is_released)}run: {out}",
+        f"{statement}\n{_in_all(run.before, statement.steps)}"
+        f"{_held_out_line(before, after, is_released)}run: {out}",
     )
 
 
@@ -137,6 +142,25 @@ class _Ready:
         return None if place is None else UserStore.open(place)
 
 
+def _check_resumed(out: Path) -> None:
+    """Refuse to go on with nothing: a mistyped directory would begin another run at a new charge.
+
+    A launcher starts its processes with one command, whether or not the run has begun. Whoever has
+    none says by an empty directory that the run may begin there.
+    """
+    if out.exists():
+        if not any(out.iterdir() if out.is_dir() else ()) and not launched_rank():
+            common.say(f"note: {out} is empty: --resume begins a new run there, at a charge")
+        return
+    if not is_launched():
+        raise InputError(
+            f"{out} is not there, so --resume has no run to go on with. Leave --resume out to "
+            "begin one, or make that directory first."
+        )
+    if not launched_rank():
+        common.say(f"note: {out} is not there: --resume begins a new run, at a charge")
+
+
 def _configured(config: Path, steps: int | None) -> Config:
     settings = load_config(config)
     if steps is None:
@@ -150,6 +174,7 @@ def _ready(config: Path, out: Path, steps: int | None, *, resume: bool, fork: bo
     """Check everything that can be checked at once; several ranks do so on the first."""
     settings = _configured(config, steps)
     longer = _going_on(out, steps) if resume and not fork else None
+    _check_owners(settings)
     plan = longer or settings.plan()
     paid = settings.load_paid()
     earlier = settings.load_earlier()
@@ -173,8 +198,10 @@ def _ready(config: Path, out: Path, steps: int | None, *, resume: bool, fork: bo
     # Import torch only now, so that a wrong configuration is refused at once.
     common.quiet_transformers()
     from userdp.configured import configured_loss
+    from userdp.optimizers import check_options
     from userdp.trackers import check_trackers
 
+    check_options(settings.training)
     check_trackers(settings.training.trackers, out)
     # A loss that cannot be imported is refused now, before the model is read.
     configured_loss(settings)
@@ -188,6 +215,16 @@ def _ready(config: Path, out: Path, steps: int | None, *, resume: bool, fork: bo
         goes_on=longer is not None,
         unchecked=unchecked,
     )
+
+
+def _check_owners(settings: Config) -> None:
+    """Refuse records of several owners without a selection, before their numbers are asked for."""
+    if settings.data.selection is None and settings.privacy.unit is SamplingUnit.RECORD:
+        try:
+            store = UserStore.open(settings.data.store)
+        except InputError:
+            return  # A wrong store is refused where it is read.
+        store.sole_owners()
 
 
 def _check_held_out(settings: Config) -> bool:
@@ -219,6 +256,12 @@ def _check_held_out(settings: Config) -> bool:
 
 def _told(point: Point) -> str:
     return "held-out loss " + ("not finite" if point.loss is None else f"{point.loss:.4f}")
+
+
+def _in_all(before: int, new: int) -> str:
+    if not before:
+        return ""
+    return f"{before + new:,} steps in all: {before:,} of the run before it, and {new:,} of this\n"
 
 
 def _held_out_line(before: Point | None, after: Point | None, is_released: bool) -> str:
