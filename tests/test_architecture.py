@@ -76,7 +76,8 @@ ABOVE = {
     "finalize": GROUND | {"ledger", "rows_file", "run_check", "run_files", "statement"},
     "export": GROUND
     | {"ledger", "report", "run_check", "run_facts", "run_files", "statement", "validation_curve"},
-    "merging": GROUND | {"data", "digests", "export", "ledger", "models", "run_facts", "saved_run"},
+    "merging": GROUND
+    | {"data", "digests", "export", "ledger", "models", "run_facts", "run_files", "saved_run"},
     "early_end": GROUND | {"run_record"},
     "run_facts": GROUND | {"config", "data", "optimizer_names"},
     "validation_curve": GROUND,
@@ -94,8 +95,9 @@ ABOVE = {
     "debits": GROUND
     | {"data", "earlier", "ledger", "paid", "plan", "population", "rows_file", "run_facts"},
     "config_sections": GROUND | {"defaults", "optimizer_names"},
+    "config_checks": GROUND | {"optimizer_names", "sampling"},
     "config": GROUND
-    | {"config_problems", "config_sections", "defaults", "marks"}
+    | {"config_checks", "config_problems", "config_sections", "defaults", "marks"}
     | {"bounding", "clipping", "earlier", "noise", "own_keys", "paid", "plan", "sampling"}
     | {"updates"},
     "report": GROUND
@@ -224,6 +226,7 @@ TORCH_FREE = [
     "finalize",
     "export",
     "config",
+    "config_checks",
     "config_problems",
     "data",
     "ranks_launched",

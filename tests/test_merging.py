@@ -75,6 +75,9 @@ def test_adapter_and_merged_weights_load_from_another_folder_without_userdp(
     files = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
     assert files == set(done["files"])
     assert check_run(out / "record").ok
+    verified = command("ledger", "verify", out, "--json")
+    assert verified.json["ok"]
+    assert any("its record is" in note for note in verified.json["notes"])
     card = (out / "README.md").read_text()
     assert "library_name: transformers" in card
     assert file_digest(out / "model.safetensors") in card

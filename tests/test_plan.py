@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from userdp.clipping.rules import FlatClip, ScheduledClip
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.index import UserIndex
+from userdp.marks import Hypothetical
 from userdp.noise import Banded
 from userdp.noise.gaussian import Gaussian
 from userdp.plan import Plan
@@ -137,11 +138,27 @@ def test_delta_must_be_a_probability(delta: float) -> None:
         sample_users(delta=delta)
 
 
-def test_delta_above_one_over_n_is_cautioned() -> None:
-    (caution,) = sample_users(delta=2e-3).cautions()
-    assert "1/num_users=0.001" in caution
-    assert sample_users(delta=2e-3).statement().cautions == (caution,)
+def test_delta_above_one_over_n_is_refused_unless_nothing_is_promised() -> None:
+    with pytest.raises(InputError, match=r"delta=0.002 is above 1/num_users=0.001.*smaller delta"):
+        sample_users(delta=2e-3)
     assert sample_users(delta=1e-3).cautions() == []
+    mark = Hypothetical(num_users=10_000, expected_groups=50.0)
+    for promises_nothing in ({"non_private": True}, {"mark": mark}):
+        plan = sample_users(delta=2e-3, **promises_nothing)
+        (caution,) = plan.cautions()
+        assert "1/num_users=0.001" in caution
+        assert caution in plan.statement().cautions
+        assert not plan.statement().guarantee
+
+
+def test_a_record_with_a_delta_above_one_over_n_promises_nothing_and_says_why() -> None:
+    plan = replace(sample_users(noise_multiplier=1e-4), delta=0.5)
+    statement = plan.statement()
+    assert statement.epsilon < 1e9
+    assert not statement.guarantee
+    assert statement.promise == ""
+    assert "No privacy guarantee: delta=0.5 is above 1/num_users=0.001" in statement.sentence
+    assert statement.to_json()["epsilon"] is None
 
 
 def test_a_number_of_users_far_from_those_asked_for_is_a_caution() -> None:

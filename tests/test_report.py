@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import types
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from recorded_run import write_run
 from userdp.plan import Plan
 from userdp.report import pictures, svg
 from userdp.report.bars import bar, log2_histogram
-from userdp.report.write import Strength, strength
+from userdp.report.write import Strength, strength, write_report
 from userdp.units import Adjacency
 from userdp.validation_curve import Point
 from userdp.wording import promise_in_words
@@ -143,3 +145,30 @@ def test_best_attack_lies_between_guessing_and_certainty_and_rises() -> None:
         line = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
         assert y <= line + 0.11
         assert y >= y1 - 0.11
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.03, 1e-3, 1e7])
+def test_an_attack_on_a_run_with_hardly_any_noise_or_much_is_drawn(noise_multiplier: float) -> None:
+    plan = Plan.sample_users(
+        num_users=300, expected_cohort_size=20, steps=3, clip_norm=1.0,
+        noise_multiplier=noise_multiplier,
+    )  # fmt: skip
+    attack, _ = _points(pictures.best_attack(plan, 3))
+    assert len(attack) == 201
+    # Without noise, whoever took part is found, and nobody else is accused.
+    lowest, first = max(y for _, y in _points(pictures.best_attack(PLAN, 50))[0]), attack[0][1]
+    assert (first < lowest) == (noise_multiplier < 1)
+
+
+def test_a_report_is_written_though_a_picture_cannot_be_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run")
+
+    def overflows(*_: object, **__: object) -> str:
+        raise OverflowError("numbers of these sizes have no picture")
+
+    monkeypatch.setattr(pictures, "best_attack", overflows)
+    page = write_report(run).html.read_text()
+    assert "No picture: its numbers cannot be computed." in page
+    assert "epsilon spent" in page

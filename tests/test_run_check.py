@@ -31,6 +31,7 @@ def test_a_finished_run_is_whole(run: Path) -> None:
         "run": str(run),
         "ok": True,
         "steps": 2,
+        "earlier_steps": 0,
         "closed": True,
         "problems": [],
         "notes": [],

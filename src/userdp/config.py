@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 
 from userdp import defaults
 from userdp.clipping.rules import CLIP_RULES, ClipRule
+from userdp.config_checks import check_keys, check_steps
 from userdp.config_problems import first_problem, keys_of_sections
 from userdp.config_sections import (
     DataSettings,
@@ -52,11 +53,16 @@ class Config(Section):
 
         Epsilon is the target of everything together: the looks listed under `paid`, and the steps.
         """
+        check_keys(self)
+        check_steps(self.training, self.clip_rule().last_phase)
+        return self._plan()
+
+    def _plan(self) -> Plan:
         privacy = self.privacy
         if self.data.selection is not None:
             if privacy.record_level:
                 raise InputError("[privacy] record_level takes no [data] selection: leave it out.")
-            return self._bounded().plan()
+            return self._bounded()._plan()
         if privacy.adjacency.fixed_graph and privacy.group_size is None:
             raise InputError(
                 f"[privacy] adjacency = {privacy.adjacency.value!r} is for records with several "
@@ -70,7 +76,7 @@ class Config(Section):
                     "`userdp plan` helps to choose it."
                 )
             by_default = privacy.model_copy(update={"group_size": defaults.GROUP_SIZE})
-            return self.model_copy(update={"privacy": by_default}).plan()
+            return self.model_copy(update={"privacy": by_default})._plan()
         if group_size is None and num_records is None:
             raise InputError("[privacy] num_records is missing: without group_size it is needed.")
         expected = self._expected_groups()

@@ -91,7 +91,14 @@ class Hypothetical:
 
     def priced(self, sampler: Sampler, *, num_users: int, groups: float) -> Sampler:
         """The sampler with the rate of the hypothetical run; users keep as many records."""
-        found = sampler.at_rate(self.expected_groups / groups * (num_users / self.num_users))
+        try:
+            found = sampler.at_rate(self.expected_groups / groups * (num_users / self.num_users))
+        except InputError as error:
+            raise InputError(
+                f"hypothetical_cohort_size={self.expected_groups:g} of hypothetical_users="
+                f"{self.num_users:,} (by default num_users): {error} Give more "
+                "hypothetical_users, or a smaller hypothetical_cohort_size."
+            ) from None
         if found is None:
             raise UnaccountedPlanError(
                 f"hypothetical numbers of users are priced for Poisson sampling, and not for "

@@ -58,7 +58,7 @@ class MechanismSetting:
 
     def __post_init__(self) -> None:
         accountant.check_epsilon(self.epsilon)
-        accountant.check_delta(self.delta)
+        accountant.check_delta(self.delta, num_users=self.num_users)
         if not 1 <= self.cohort_size <= self.num_users:
             raise InputError(
                 f"cohort_size={self.cohort_size:g} of {self.num_users:,} users: give at least 1 "

@@ -23,9 +23,9 @@ from userdp.history import ANCESTRY_FILE
 from userdp.ledger import Ledger
 from userdp.models.load import forget_quantisation, load_adapter, load_model, load_tokenizer
 from userdp.run_facts import read_facts
+from userdp.run_files import RECORD
 from userdp.saved_run import check_base
 
-RECORD = "record"
 # What the merged model has in common with the export of the adapter.
 SHARED = ("statement.json", ANCESTRY_FILE)
 

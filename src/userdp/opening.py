@@ -20,7 +20,7 @@ from userdp.averaging import WeightAverage
 from userdp.bounding.selection import Selection
 from userdp.checkpoints import Moment, Saving, hardware_of
 from userdp.clipping.settings import StepSettings
-from userdp.continuing import Beginning, move_parent, start
+from userdp.continuing import Beginning, beginning_of, move_parent, start
 from userdp.data.choose import Choice
 from userdp.data.store import UserStore
 from userdp.data.tokens import rows_digest, tokenizer_digest
@@ -185,7 +185,7 @@ def open_run(given: Given) -> Opened:
         restore_finished(path, started.finished, model)
         validator = make_validator(started.finished.earlier, (path,), goes_on=True)
         validator.after_last(model, started.finished.steps)
-        return Opened(beginning=Beginning(), finished=started.finished, validator=validator)
+        return Opened(beginning=beginning_of(path), finished=started.finished, validator=validator)
 
     # The ledger will name this data, so make sure that the data has not changed.
     store.verify()

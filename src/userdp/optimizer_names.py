@@ -22,6 +22,8 @@ UNUSABLE: Mapping[str, str] = {
     "lbfgs": "it computes the loss several times in a step, and each would have to be paid for",
     "sparseadam": "it needs sparse gradients, and noise is added to every coordinate",
 }
+# Optimizers whose step has the size of the learning rate, whatever the size of gradients.
+LIKE_ADAMW = ("adamw", "adam", "muon")
 
 # The momentum of torch's optimizers where none is given; those not listed have none.
 MOMENTUM: Mapping[str, float] = {"muon": 0.95} | dict.fromkeys(

@@ -18,11 +18,9 @@ from userdp.config_sections import TrainingSettings
 from userdp.errors import InputError
 from userdp.models.checks import trainable_parameters
 from userdp.muon import MuonAndAdamW, is_hidden_matrix
-from userdp.optimizer_names import OPTIMIZERS, SCHEDULE_NAME, refuse_unusable
+from userdp.optimizer_names import LIKE_ADAMW, OPTIMIZERS, SCHEDULE_NAME, refuse_unusable
 from userdp.schedules import share_of_rate
 
-# Optimizers whose step has the size of the learning rate, whatever the size of gradients.
-LIKE_ADAMW = ("adamw", "adam", "muon")
 # Settings that have a key of their own, or that change how torch computes and not what.
 NOT_OPTIONS = {"self", "params", "lr", "weight_decay", "foreach", "fused"}
 NOT_OPTIONS |= {"maximize", "capturable", "differentiable"}
@@ -37,6 +35,12 @@ def optimizer_of(model: nn.Module, settings: TrainingSettings) -> torch.optim.Op
         weight_decay=settings.weight_decay,
         options=settings.optimizer_options,
     )
+
+
+def check_options(settings: TrainingSettings) -> None:
+    """Refuse options that the optimizer does not have. Needs no model."""
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, OPTIMIZERS[settings.optimizer])
+    _checked_options(settings.optimizer, kind, settings.weight_decay, settings.optimizer_options)
 
 
 def schedule_of(

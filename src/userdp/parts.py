@@ -80,7 +80,8 @@ class Registry(Generic[AnyPart]):
         if not matching():
             load_installed_parts()
         if not matching():
-            known = ", ".join(sorted({repr(part.name) for part in self}))
+            here = [p for p in self if all(getattr(p, n) == v for n, v in attributes.items())]
+            known = ", ".join(sorted({repr(part.name) for part in here}))
             with_ = "".join(f" with {n} = {str(v)!r}" for n, v in attributes.items())
             raise InputError(f"there is no {self.kind} {name!r}{with_}. Known: {known}.")
         return matching()[0]

@@ -187,6 +187,11 @@ class Plan:
         """
         public.check(kind.unit)
         delta = defaults.delta(public.num_users) if delta is None else delta
+        if non_private and noise_multiplier is None:
+            raise InputError(
+                "non_private=True claims no epsilon: give noise_multiplier instead, which is 0 for "
+                "the baseline without noise."
+            )
         if (epsilon is None) == (noise_multiplier is None):
             raise InputError(
                 "give exactly one of epsilon and noise_multiplier: one follows from the other."
@@ -196,13 +201,13 @@ class Plan:
         if mark is None and sampler.as_if is not None and not non_private:
             mark = AsIfPoisson()
         noise = noise or Gaussian(noise_multiplier=0.0)
-        if non_private and epsilon is not None:
-            raise InputError("non_private=True claims no epsilon: give noise_multiplier instead.")
         ratio = 1.0 if mark is None else mark.noise_ratio(groups)
         # Before noise is looked for, the plan is checked with much noise; a noisy count leaves some
         # for the updates if the noise multiplier is as large as its own noise.
         much = min(accountant.LARGEST_NOISE_MULTIPLIER, clip.count_stddev or math.inf)
         first = much if noise_multiplier is None else noise_multiplier
+        if mark is None and not non_private:
+            accountant.check_delta(delta, num_users=public.num_users)
         plan = Plan(
             sampler=sampler,
             clip=clip,

@@ -14,7 +14,7 @@ from userdp.paid import Paid
 from userdp.parts import as_written
 from userdp.statement import Statement
 from userdp.streams import PHILOX
-from userdp.units import SamplingUnit
+from userdp.units import SamplingUnit, too_large
 from userdp.wording import (
     assumptions,
     cautions,
@@ -52,6 +52,9 @@ def statement_of(plan: Plan, steps: int, **said: Unpack[Said]) -> Statement:
     fixed_seed = said.get("fixed_seed", False) or any(item.fixed_seed for item in earlier)
     doubts = (*said.get("doubts", ()), *(reason for item in earlier for reason in item.doubts))
     mark = mark_in_words(plan)
+    if plan.has_price and not mark and (why := too_large(plan.delta, plan.num_users)):
+        # A plan is refused for this, but a record may hold one that was made in another way.
+        doubts = (*doubts, why)
     promised = not fixed_seed and not unfinished and not doubts and not mark
     marked = marked_price.epsilon_of(plan, steps, paid=paid, earlier=earlier)
     at_record_level = isinstance(plan.mark, RecordLevel)
@@ -84,7 +87,7 @@ def statement_of(plan: Plan, steps: int, **said: Unpack[Said]) -> Statement:
         others=tuple(said.get("others", ())),
         epsilon_of_all=said.get("epsilon_of_all"),
         cautions=(
-            *cautions_of(plan),
+            *(caution for caution in cautions_of(plan) if caution not in doubts),
             *of_the_record(fixed_seed, unfinished),
             *said.get("more_cautions", ()),
         ),

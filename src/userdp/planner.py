@@ -61,7 +61,7 @@ class Setting:
 
     @property
     def kept_records(self) -> int:
-        """The records that example-level sampling draws from."""
+        """What example-level sampling draws from."""
         return self.num_records or self.group_size_els * self.num_users
 
     def __post_init__(self) -> None:
@@ -71,7 +71,8 @@ class Setting:
         if self.num_users < 2:
             raise InputError("num_users=1: hiding one user takes at least one other.")
         accountant.check_epsilon(self.epsilon)
-        accountant.check_delta(self.delta)
+        # More users than there are have the delta of those who are.
+        accountant.check_delta(self.delta, num_users=None if self.hypothetical else self.num_users)
         if self.compute > self.num_users * max(self.largest_group, self.group_size_els):
             raise InputError(
                 f"compute={self.compute:,} gradients a step is more than all {self.num_users:,} "
@@ -130,13 +131,10 @@ class Planner:
             noise = Gaussian(noise_multiplier=sigma)
             return event_of(sampler, noise, setting.adjacency, steps=steps)
 
-        found = accountant.search_noise(
-            event, target=setting.epsilon, delta=setting.delta, adjacency=setting.adjacency
-        )
+        goal = {"target": setting.epsilon, "delta": setting.delta}
+        found = accountant.search_noise(event, **goal, adjacency=setting.adjacency)
         if found is None:
-            return accountant.calibrate(
-                event, target=setting.epsilon, delta=setting.delta, adjacency=setting.adjacency
-            )
+            return accountant.calibrate(event, **goal, adjacency=setting.adjacency)
         return found
 
     def splits(self, compute: int | None = None) -> list[Split]:

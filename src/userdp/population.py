@@ -14,6 +14,7 @@ under another name.
 
 from __future__ import annotations
 
+import collections
 import math
 import secrets
 from collections.abc import Sequence
@@ -317,13 +318,14 @@ class Population:
         ]
         if not others:
             return (), 0.0
-        kinds: dict[str, list[Entry]] = {}
-        for entry in others:
-            kinds.setdefault(f"{entry.label} {_name(entry)}", []).append(entry)
         priced = _Alone(delta)
-        words = [priced.in_words(equal) for equal in list(kinds.values())[:MOST_NAMED]]
-        if len(kinds) > MOST_NAMED:
-            words.append(f"and {len(kinds) - MOST_NAMED:,} more kinds of releases")
+        told_as = collections.Counter(priced.in_words(entry) for entry in others)
+        words = [
+            text if count == 1 else f"{count:,} times: {text}"
+            for text, count in list(told_as.items())[:MOST_NAMED]
+        ]
+        if len(told_as) > MOST_NAMED:
+            words.append(f"and {len(told_as) - MOST_NAMED:,} more kinds of releases")
         total = spending.price(found.entries, delta)
         words += total.problems
         words += [f"of another release: {doubt}" for entry in others for doubt in entry.doubts]
@@ -378,11 +380,9 @@ class _Alone:
             self._known[name] = spending.alone_epsilon([entry], self._delta)
         return self._known[name]
 
-    def in_words(self, equal: Sequence[Entry]) -> str:
-        """Equal releases and the price of one, without the directory it is in."""
-        often = f"{len(equal):,} times: " if len(equal) > 1 else ""
-        first = equal[0]
-        return f"{often}{first.label}: alone epsilon={epsilon_text(self.epsilon(first))}"
+    def in_words(self, entry: Entry) -> str:
+        """A release and its price, without the directory it is in."""
+        return f"{entry.label}: alone epsilon={epsilon_text(self.epsilon(entry))}"
 
 
 def _name(entry: Entry) -> str:

@@ -21,6 +21,7 @@ from userdp.run_files import (
     is_statement_file,
     model_directory,
     problems_of,
+    record_at,
     rewritten_files,
     run_at,
 )
@@ -50,6 +51,11 @@ class RunCheck:
         return None if self.ledger is None else self.ledger.steps
 
     @property
+    def earlier_steps(self) -> int:
+        """How many steps of earlier runs are composed with those of this record."""
+        return 0 if self.ledger is None else sum(item.steps for item in self.ledger.earlier)
+
+    @property
     def closed(self) -> bool:
         """Whether the closing row is there."""
         return self.ledger is not None and self.ledger.is_finished
@@ -60,6 +66,7 @@ class RunCheck:
             "run": str(self.run),
             "ok": self.ok,
             "steps": self.steps,
+            "earlier_steps": self.earlier_steps,
             "closed": self.closed,
             "problems": list(self.problems),
             "notes": list(self.notes),
@@ -67,7 +74,12 @@ class RunCheck:
 
 
 def check_place(place: Path) -> RunCheck:
-    """The same of a run, or of a trainer's output_dir with the run and the weights in it."""
+    """The same of a run, a merged export, or a trainer's output_dir with its run and weights."""
+    record = record_at(place)
+    if record != place:
+        found = check_run(record)
+        note = f"{place} is a merged export: its record is {record}"
+        return replace(found, notes=(*found.notes, note))
     run = run_at(place)
     found = check_run(run)
     if run == place or found.ledger is None:

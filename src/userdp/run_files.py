@@ -56,6 +56,9 @@ def model_files(directory: Path) -> dict[str, str]:
     }
 
 
+# Where a merged export keeps the ordinary one.
+RECORD = "record"
+
 # Where `UserDPTrainer` keeps its run, below its output_dir.
 TRAINER_RUN = Path("userdp", "run")
 
@@ -64,6 +67,13 @@ def run_at(place: Path) -> Path:
     """The directory of a run: `place`, or the run of the trainer whose output_dir that is."""
     inside = place / TRAINER_RUN
     return inside if inside.is_dir() and not (place / "ledger.jsonl").exists() else place
+
+
+def record_at(place: Path) -> Path:
+    """Where the record of a run or an export is: in a merged export, beside the whole weights."""
+    inside = place / RECORD
+    is_merged = (inside / "ledger.jsonl").is_file() and not (place / "ledger.jsonl").exists()
+    return inside if is_merged else place
 
 
 @dataclass(frozen=True, kw_only=True)

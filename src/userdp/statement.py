@@ -47,7 +47,7 @@ class Statement:
     holds. `others` are further releases about the same people, known when the run ended, and
     `epsilon_of_all` is that of all of them together with this one: None if there are none, or if
     they have no price together. `promise` is empty where no reassuring words go with it. `doubts`
-    are what was seen to be wrong while the run went on.
+    are what was seen to be wrong while the run went on, and a delta that protects nobody.
 
     A `mark` is why nothing is promised, by choice (`marks.py`). It comes first in every text.
     `epsilon` is then still what all of a user's records cost, and `record_level_epsilon`,

@@ -71,6 +71,8 @@ class Run:
     ledger: Ledger
     path: Path | None
     validation: tuple[Point, ...] = ()
+    # How many steps the runs that it goes on from took on the way to its first weights.
+    before: int = 0
 
     @property
     def statement(self) -> Statement:
@@ -239,7 +241,13 @@ def train(
     opened = open_together(given)
     if opened.finished is not None:
         points = opened.validator.points
-        return Run(model=model, ledger=opened.finished, path=given.path, validation=points)
+        return Run(
+            model=model,
+            ledger=opened.finished,
+            path=given.path,
+            validation=points,
+            before=opened.beginning.before,
+        )
     assert opened.record is not None
     record = opened.record
     with (
@@ -337,7 +345,13 @@ def train(
                 people=lambda: early_end.told(opened.released(record.ledger)),
             )
     points = opened.validator.points
-    return Run(model=model, ledger=record.ledger, path=given.path, validation=points)
+    return Run(
+        model=model,
+        ledger=record.ledger,
+        path=given.path,
+        validation=points,
+        before=opened.beginning.before,
+    )
 
 
 def _call(make: Callable[[], object]) -> object:

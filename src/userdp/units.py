@@ -111,3 +111,17 @@ class Adjacency(StrEnum):
             f"{changed} before training. What others wrote about you is not protected by this "
             "promise."
         )
+
+
+def too_large(delta: float, num_users: int) -> str:
+    """Why so large a delta protects none of so many users; empty if it is at most 1 / `num_users`.
+
+    >>> too_large(1e-6, 1000)
+    ''
+    """
+    if delta <= 1 / num_users:
+        return ""
+    return (
+        f"delta={delta:g} is above 1/num_users={1 / num_users:.3g}: publishing one user's data "
+        "outright would meet it"
+    )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from userdp.earlier import Earlier
 from userdp.parts import Part, is_our_own
-from userdp.units import Adjacency
+from userdp.units import Adjacency, too_large
 
 # Each row holds up to its epsilon. It says how well a user is protected, and what somebody who has
 # the model can learn. An attacker's odds change by a factor of at most 2.7 at epsilon 1, 55 at 4,
@@ -83,11 +83,7 @@ def cautions(
             "together draw: hardly anybody takes part. If fewer people are in the data, steps have "
             "fewer users than asked for and are mostly noise"
         )
-    if delta > 1 / num_users:
-        found.append(
-            f"delta={delta:g} is above 1/num_users={1 / num_users:.3g}: releasing one user's data "
-            "outright would meet it. Choose a smaller delta."
-        )
+    found += [why] if (why := too_large(delta, num_users)) else []
     for kind in (type(part) for part in parts if not is_our_own(part)):
         found.append(
             f"{kind.__module__}.{kind.__name__} is no part of userdp: that it does what its price "

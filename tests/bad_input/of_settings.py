@@ -124,6 +124,100 @@ TABLE: list[Bad] = [
         )[1:],
         says="leaves nothing for the steps",
     ),
+    trained("a delta that protects nobody", "above 1/num_users=0.05", privacy="delta = 0.5"),
+    trained(
+        "not private, without noise or target",
+        "0 for the baseline",
+        privacy="epsilon =\nnon_private = true",
+    ),
+    trained(
+        "a hypothetical cohort of more users than there are",
+        "hypothetical_cohort_size=5000 of hypothetical_users=20",
+        privacy="hypothetical_cohort_size = 5000",
+    ),
+    trained(
+        "a sampler of another unit",
+        "with unit = 'record'. Known: 'cyclic-poisson', 'min-separated', 'poisson', 'shuffled'.",
+        privacy="unit = 'record'\nexpected_cohort_size =\nexpected_batch_size = 4\n"
+        "sampler = 'allocation'",
+    ),
+    trained(
+        "an order without a selection",
+        "[data] selection is missing: sampler = 'min-separated'",
+        privacy="unit = 'record'\nexpected_cohort_size =\nsampler = 'min-separated'",
+    ),
+    Bad(
+        name="records of several owners, one by one",
+        make=lambda place: (
+            "train",
+            place.config(
+                data=f"store = '{place.shared.owned_by_two}'",
+                privacy="unit = 'record'\nexpected_cohort_size =\ngroup_size =",
+            ),
+            *("--out", "run"),
+        ),
+        says="several owners",
+    ),
+    # Keys that would be ignored
+    trained(
+        "measured often on nobody",
+        "without [data] evaluation: remove it",
+        training="evaluate_every = 2",
+    ),
+    trained(
+        "a secret measurement of nobody",
+        "evaluation_private has no meaning without [data] evaluation",
+        data="evaluation_private = true",
+    ),
+    trained(
+        "adapters merged that are not there",
+        "merge_lora has no meaning without [model.lora]",
+        training="merge_lora = true",
+    ),
+    trained(
+        "records at a time in batches of many users",
+        "microbatch_records has no meaning with path = 'fast'",
+        training="microbatch_records = 2",
+    ),
+    trained(
+        "records joined for one user at a time",
+        "join_records has no meaning with path = 'plain'",
+        training="join_records = true\npath = 'plain'",
+    ),
+    trained(
+        "a phase after the last step",
+        "the phase from step 4 on begins after all 4 steps",
+        privacy="clip_norm =\nclipping = 'schedule'\nschedule = [[0, 1.0], [4, 0.5]]",
+    ),
+    trained(
+        "a weight of public records that are not there",
+        "public_weight has no meaning without [data] public",
+        data="public_weight = 0.3",
+    ),
+    trained(
+        "classes of running text", "without task = 'classification'", data="classes = ['a', 'b']"
+    ),
+    trained(
+        "a constant rate that is held",
+        "schedule_hold has no meaning",
+        training="schedule = 'constant'\nschedule_hold = 0.5",
+    ),
+    trained("a warm-up of all steps", "warmup_steps=4 of 4", training="warmup_steps = 4"),
+    trained(
+        "no rate for an optimizer of another size",
+        "[training] learning_rate is missing",
+        training="optimizer = 'sgd'",
+    ),
+    trained(
+        "an option of another optimizer",
+        "no option 'bettas'",
+        training="optimizer_options = { bettas = [0.9, 0.99] }",
+    ),
+    trained(
+        "a least weight that is missing",
+        "min_weight is missing: the estimator f_c",
+        training="update = 'fedavg'\nlocal_learning_rate = 0.1\nestimator = 'f_c'",
+    ),
     # Training
     trained("a learning rate of zero", "learning_rate", training="learning_rate = 0.0"),
     trained("an unknown optimizer", "optimizer", training="optimizer = 'guess'"),

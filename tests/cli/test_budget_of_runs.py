@@ -56,7 +56,7 @@ def test_the_budget_is_the_composition_of_everything(
     changed = config("changed", noise=3.0, steps=9, rate=0.05)
     forked = userdp("train", changed, "--out", "one", "--fork", "--json").json
     longer = userdp("train", second, "--out", "two", "--resume", "--steps", 7, "--json").json
-    assert (forked["steps"], longer["steps"]) == (3, 2)
+    assert (forked["new_steps"], longer["new_steps"]) == (3, 2)
     options = ("--quantile", 0.5, "--largest", 8, "--epsilon", 0.5, "--delta", DELTA)
     assert userdp("quantile", "store", *options, "--out", "paid.json").code == 0
     found = userdp("budget", "store", "--delta", DELTA, "--json").json

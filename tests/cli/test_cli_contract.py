@@ -328,6 +328,10 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "rate in words": ((*ACCOUNT, "--rate", "often"), "--rate"),
     "delta zero": ((*ACCOUNT, "--delta", "0"), "delta=0.0"),
     "delta one": ((*ACCOUNT, "--delta", "1"), "delta=1.0"),
+    "delta for so few users": (
+        (*ACCOUNT, "--delta", "0.1", "--sampler", "without-replacement", "--users", "100"),
+        "above 1/num_users=0.01",
+    ),
     "delta nan": ((*ACCOUNT, "--delta", "nan"), "delta=nan"),
     "delta too small to compute with": ((*ACCOUNT, "--delta", "1e-300"), "delta=1e-300"),
     "noise zero": ((*ACCOUNT, "--noise-multiplier", "0"), "protects nobody"),

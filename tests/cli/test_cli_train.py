@@ -326,7 +326,8 @@ def test_a_declared_number_far_from_the_stores_is_noted_to_the_owner_alone(
     config_file: WriteConfig, tmp_path: Path, declared: int, times: str | None
 ) -> None:
     path = config_file()
-    path.write_text(path.read_text().replace("num_users = 20", f"num_users = {declared}"))
+    declares = path.read_text().replace("num_users = 20", f"num_users = {declared}")
+    path.write_text(declares.replace("delta = 1e-2", "delta = 2e-3"))
     result = userdp("train", path, "--out", tmp_path / "run", "--dry-run")
     assert result.code == 0
     assert ("the store has 20 users" in result.err) == (times is not None)
@@ -337,10 +338,14 @@ def test_a_declared_number_far_from_the_stores_is_noted_to_the_owner_alone(
             assert b"20 users" not in released.read_bytes()
 
 
-def test_delta_above_one_over_n_is_cautioned_on_stderr_and_in_the_statement(
+def test_delta_above_one_over_n_is_refused_or_cautioned_where_nothing_is_promised(
     config_file: WriteConfig, tmp_path: Path
 ) -> None:
-    path = config_file(privacy="noise_multiplier = 2.0\ndelta = 0.1\nclip_norm = 1.0")
+    privacy = "noise_multiplier = 2.0\ndelta = 0.1\nclip_norm = 1.0"
+    refused(
+        userdp("train", config_file(privacy=privacy), "--out", tmp_path / "no"), "smaller delta"
+    )
+    path = config_file(privacy=f"{privacy}\nnon_private = true")
     result = userdp("train", path, "--out", tmp_path / "run", "--json")
     assert result.code == 0
     assert "caution: delta=0.1 is above 1/num_users" in result.err

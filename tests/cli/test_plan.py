@@ -83,10 +83,13 @@ def test_under_a_fixed_graph_what_has_no_price_is_left_out() -> None:
     assert any("give the store" in reason for reason in told["reasons"])
 
 
-def test_plan_cautions_as_train_does() -> None:
-    result = userdp("plan", *PUBLIC, "--delta", 0.1, "--json")
-    assert "caution: delta=0.1 is above 1/num_users=0.0025" in result.err
-    assert any("above 1/num_users" in caution for caution in result.json["cautions"])
+def test_plan_refuses_and_cautions_as_train_does() -> None:
+    refused = userdp("plan", *PUBLIC, "--delta", 0.1)
+    assert refused.code == 2
+    assert "delta=0.1 is above 1/num_users=0.0025" in refused.err
+    result = userdp("plan", *PUBLIC, "--steps", 1, "--compute", 8, "--json")
+    assert "caution: num_users=400 is far from" in result.err
+    assert any("hardly anybody takes part" in caution for caution in result.json["cautions"])
     assert answer("plan", *PUBLIC)["cautions"] == []
 
 

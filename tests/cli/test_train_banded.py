@@ -194,7 +194,7 @@ def test_a_longer_run_correlates_its_own_steps_and_is_composed(root: Path, tmp_p
     assert userdp("train", config, "--out", run).code == 0
     first = json.loads((run / "statement.json").read_text())["planned_epsilon"]
     told = userdp("train", config, "--out", run, "--resume", "--steps", STEPS + 4, "--json")
-    assert told.json["steps"] == 4
+    assert told.json["new_steps"] == 4
     assert (plan_of(run)["noise"]["steps"], plan_of(run)["noise"]["bands"]) == (4, 3)
     both = json.loads((run / "statement.json").read_text())["planned_epsilon"]
     assert both > max(first, correlated_oracle.of_run(run))

@@ -100,7 +100,7 @@ def test_a_changed_configuration_is_refused_and_a_fork_is_charged(
     assert "another configuration" in refused.err
     forked = userdp("train", changed, "--out", tmp_path / "run", "--fork", "--json").json
     # Six steps were planned, and the fork of the checkpoint after four takes two more.
-    assert forked["steps"] == 2
+    assert (forked["steps"], forked["new_steps"]) == (6, 2)
     as_planned = config(root, tmp_path, name="eight.toml", steps=8)
     alone = userdp("train", as_planned, "--out", tmp_path / "eight", "--json").json
     assert forked["epsilon"] == pytest.approx(alone["epsilon"], rel=1e-3)
@@ -126,7 +126,11 @@ def test_a_finished_run_says_so_again_or_goes_on(
         8,
         "--json",
     ).json
-    assert longer["steps"] == 2
+    assert (longer["steps"], longer["new_steps"]) == (8, 2)
+    check = userdp("ledger", "verify", tmp_path / "run", "--json").json
+    assert (check["steps"], check["earlier_steps"]) == (2, 6)
+    told = userdp("train", config(root, tmp_path), "--out", tmp_path / "run", "--resume").out
+    assert "8 steps in all: 6 of the run before it, and 2 of this" in told
     assert longer["epsilon"] > again.json["epsilon"]
 
 
@@ -226,3 +230,20 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     assert userdp("train", given, "--out", out, "--resume").code == 0
     for name in ("model/model.safetensors", "statement.json"):
         assert (out / name).read_bytes() == (finished / name).read_bytes()
+
+
+def test_resume_says_when_it_begins_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "new"
+
+    def resumed() -> str:
+        # The configuration is read next, and is not there.
+        found = userdp("train", tmp_path / "none.toml", "--out", out, "--resume")
+        assert found.code == 2
+        assert "none.toml: no such file" in found.err
+        return found.err
+
+    assert f"note: there is no run in {out}: --resume begins a new one, at a charge" in resumed()
+    out.mkdir()
+    assert "begins a new one" in resumed()
+    (out / "ledger.jsonl").touch()
+    assert "begins a new one" not in resumed()

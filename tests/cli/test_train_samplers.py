@@ -154,7 +154,7 @@ def test_a_longer_run_deals_users_afresh_and_is_composed(
     assert userdp("train", config, "--out", run).code == 0
     first = stated(run)
     longer = userdp("train", config, "--out", run, "--resume", "--steps", STEPS + 3, "--json").json
-    assert longer["steps"] == 3
+    assert (longer["steps"], longer["new_steps"]) == (STEPS + 3, 3)
     assert plan_of(run)["steps"] == 3
     if name == "allocation":
         assert plan_of(run)["sampler"]["steps"] == 3
@@ -226,7 +226,7 @@ REFUSED = {
         RECORDS + "sampler = 'min-separated'",
         "",
         "",
-        "separation is missing",
+        "[data] selection is missing",
     ),
     "shuffled at record level": (
         RECORDS + "sampler = 'shuffled'\nrecord_level = true",

@@ -28,7 +28,7 @@ from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.accounting.own_events import BallsInBinsBandedDpEvent
 from userdp.errors import InputError
-from userdp.units import Adjacency
+from userdp.units import Adjacency, too_large
 
 # Below this, a tail that may be cut off is smaller than any double.
 SMALLEST_DELTA = 1e-250
@@ -56,8 +56,11 @@ def certified_by() -> str:
     return f"{certificate.library()} and {certificate.own()}, the larger of two upper bounds"
 
 
-def check_delta(delta: float) -> None:
-    """Refuse a delta that is no probability, or too small to compute with."""
+def check_delta(delta: float, *, num_users: int | None = None) -> None:
+    """Refuse a delta that is no probability, too small to compute with, or too large for the users.
+
+    `num_users` is None where nobody says how many there are, or where nothing is promised to them.
+    """
     if not 0.0 < delta < 1.0:
         raise InputError(f"delta={delta} is not a probability strictly between 0 and 1.")
     if delta < SMALLEST_DELTA:
@@ -65,6 +68,8 @@ def check_delta(delta: float) -> None:
             f"delta={delta} is below {SMALLEST_DELTA}, the smallest that can be computed with. "
             "Use a larger delta: 1/num_users^1.1 is common."
         )
+    if num_users is not None and (why := too_large(delta, num_users)):
+        raise InputError(f"{why}. Choose a smaller delta: 1/num_users^1.1 is common.")
 
 
 def check_epsilon(target: float) -> None:

@@ -29,6 +29,12 @@ COARSE_TOLERANCE = 1e-3
 # Smaller epsilons are not worth telling from 0. They are reported as this.
 NOTHING = 1e-6
 
+# No grid is made for a smaller epsilon.
+_LEAST_FOCUS = 1e-12
+
+# Indices of a grid are whole numbers that a double holds exactly.
+_LARGEST_INDEX = 2.0**52
+
 # exp(-tilt epsilon) is about delta, and delta is above exp(-600).
 _LARGEST_EXPONENT = 600.0
 
@@ -125,10 +131,11 @@ def composed(
     # With a larger tilt this direction hardly reaches epsilon, and a coarse grid is enough.
     tilt = min(tilt, _LARGEST_EXPONENT / epsilon)
     allowed, resolution = tolerance * epsilon / 2, math.sqrt(tolerance / 2)
+    spacing = min(_spacing(shown, direction, tilt, allowed), resolution * epsilon)
     focus = Focus(
         epsilon=epsilon,
         tilt=tilt,
-        spacing=min(_spacing(shown, direction, tilt, allowed), resolution * epsilon),
+        spacing=max(spacing, _largest_size(shown) / _LARGEST_INDEX),
         allowed=allowed / len(prepared),
         resolution=resolution,
         cap=cap,
@@ -137,23 +144,38 @@ def composed(
     return compose.compose(parts, epsilon, start=tilt, delta=delta)
 
 
+def _largest_size(prepared: Sequence[Prepared]) -> float:
+    """How far from 0 a loss can be."""
+    return max(float(np.abs(one.losses[0]).max()) for one in prepared)
+
+
 def delta_bound(
     mechanism: Sequence[Step], epsilon: float, *, hint: float, tolerance: float = TOLERANCE
 ) -> float:
     """An upper bound on delta at `epsilon` in the worse direction; `hint` is roughly its size."""
+    exact = _gaussian_delta(mechanism, epsilon)
+    if exact is not None:
+        return exact
     prepared = prepare(mechanism, hint)
-    return max(
+    found = max(
         # The grid is in proportion to epsilon, so next to 0 it would have no end.
         composed(prepared, way, max(epsilon, _least_focus(prepared, way)), tolerance, hint).delta(
             epsilon
         )
         for way in directions(prepared)
     )
+    # With little noise the coins are all that is left to guess.
+    return float(min(found, chance_of_moving(mechanism)))
 
 
 def _least_focus(prepared: Sequence[Prepared], direction: Direction) -> float:
-    """An epsilon that is small beside the deviation of the whole loss."""
-    return 0.1 * math.sqrt(sum(one.moments(direction, 0.0)[2] for one in prepared))
+    """An epsilon that is small beside the deviation of the whole loss.
+
+    With little noise, a loss may be all but certain, and have no deviation that can be seen.
+    """
+    parts = [one.moments(direction, 0.0) for one in prepared]
+    _, mean, variance = (sum(column) for column in zip(*parts, strict=True))
+    return max(0.1 * math.sqrt(variance), 1e-3 * abs(mean), _LEAST_FOCUS)
 
 
 def epsilon_bound(
@@ -218,6 +240,15 @@ def interval_for(
 def _components(pair: Outputs) -> int:
     """How many Gaussians a pair mixes."""
     return len(pair.shifts) if isinstance(pair, MixturePair | Exchange) else 1
+
+
+def _gaussian_delta(mechanism: Sequence[Step], epsilon: float) -> float | None:
+    """The exact delta where no step samples."""
+    match joined(mechanism):
+        case [Mixture(is_gaussian=True, noise=noise)]:
+            return math.exp(gaussian.log_delta(1 / noise, epsilon))
+        case _:
+            return None
 
 
 def _gaussian_epsilon(mechanism: Sequence[Step], delta: float) -> float | None:

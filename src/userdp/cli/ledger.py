@@ -44,6 +44,7 @@ def _payload(found: list[RunCheck]) -> dict[str, Any]:
     return {
         "ok": all(check.ok for check in found),
         "steps": sum(check.steps or 0 for check in found),
+        "earlier_steps": sum(check.earlier_steps for check in found),
         "closed": all(check.closed for check in found),
         "problems": [text for check in found for text in named(check, check.problems)],
         "notes": [text for check in found for text in named(check, check.notes)],
@@ -55,6 +56,8 @@ def _lines(found: list[RunCheck]) -> list[str]:
     lines: list[str] = []
     for check in found:
         steps = "" if check.steps is None else f", {check.steps:,} steps"
+        if check.earlier_steps:
+            steps += f" after {check.earlier_steps:,} of earlier runs"
         lines.append(f"{check.run}: {'whole and closed' if check.ok else 'NOT whole'}{steps}")
         lines += [f"  problem: {text}" for text in check.problems]
         lines += [f"  note: {text}" for text in check.notes]

@@ -61,7 +61,7 @@ class Mechanism:
 
     def evaluate(self, noise_multiplier: float, delta: float) -> Evaluation:
         """Epsilon by the chosen accountant."""
-        accountant.check_delta(delta)
+        accountant.check_delta(delta, num_users=self.drawing.num_users)
         if self.accountant is AccountantName.PLD:
             event = self.event(noise_multiplier)
             return accountant.evaluate(event, delta=delta, adjacency=self.adjacency)

@@ -23,6 +23,7 @@ from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.ranks_launched import is_restarted, launched_rank
 from userdp.run_files import Overlap, overlap, shared_users
+from userdp.units import SamplingUnit
 from userdp.validation_curve import Point, released_curve
 
 # Declared numbers are rounded, and some users may have left; beyond this factor it is a mistake.
@@ -64,6 +65,8 @@ def train(
     if dry_run and (resume or fork):
         raise InputError("--dry-run begins a run of its own: leave out --resume and --fork.")
     # A launcher that restarts its processes starts them with the same command.
+    if resume and not fork:
+        _say_if_new(out)
     resume = resume or (is_restarted() and not fork and not dry_run)
     ready = by_first(lambda: _ready(config, out, steps, resume=resume, fork=fork))
     settings = _configured(config, steps)
@@ -111,7 +114,8 @@ def train(
         json,
         {
             **common.promised(statement),
-            "steps": statement.steps,
+            "steps": run.before + statement.steps,
+            "new_steps": statement.steps,
             "earlier": list(statement.earlier),
             "overlap_checked": None if held_out is None else not unchecked,
             "loss_before": None if before is None else before.loss,
@@ -119,7 +123,8 @@ def train(
             "loss_may_be_released": is_released if after is not None else None,
             "run": str(out),
         },
-        f"{statement}\n{_held_out_line(before, after, is_released)}run: {out}",
+        f"{statement}\n{_in_all(run.before, statement.steps)}"
+        f"{_held_out_line(before, after, is_released)}run: {out}",
     )
 
 
@@ -139,6 +144,17 @@ class _Ready:
         return None if place is None else UserStore.open(place)
 
 
+def _say_if_new(out: Path) -> None:
+    """Say that --resume finds nothing to go on with, so that a mistyped directory is noticed.
+
+    That is no error: the command of a job that is restarted is the same each time, and a run may be
+    killed before it has a directory.
+    """
+    is_there = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    if not is_there and not launched_rank():
+        common.say(f"note: there is no run in {out}: --resume begins a new one, at a charge")
+
+
 def _configured(config: Path, steps: int | None) -> Config:
     settings = load_config(config)
     if steps is None:
@@ -152,6 +168,9 @@ def _ready(config: Path, out: Path, steps: int | None, *, resume: bool, fork: bo
     """Check everything that can be checked at once; several ranks do so on the first."""
     settings = _configured(config, steps)
     longer = _going_on(out, steps) if resume and not fork else None
+    store = _store_of(settings)
+    if store is not None:
+        _check_owners(settings, store)
     plan = longer or settings.plan()
     paid = settings.load_paid()
     earlier = settings.load_earlier()
@@ -171,15 +190,17 @@ def _ready(config: Path, out: Path, steps: int | None, *, resume: bool, fork: bo
     advice = whether_it_pays(plan)
     if advice:
         common.say(f"note: {advice}")
-    far = _far_from_the_declared(UserStore.open(settings.data.store), plan)
+    far = "" if store is None else _far_from_the_declared(store, plan)
     if far:
         common.say(f"note: {far}")
 
     # Import torch only now, so that a wrong configuration is refused at once.
     common.quiet_transformers()
     from userdp.configured import configured_loss
+    from userdp.optimizers import check_options
     from userdp.trackers import check_trackers
 
+    check_options(settings.training)
     check_trackers(settings.training.trackers, out)
     # A loss that cannot be imported is refused now, before the model is read.
     configured_loss(settings)
@@ -211,6 +232,20 @@ def _far_from_the_declared(store: UserStore, plan: Plan) -> str:
     )
 
 
+def _store_of(settings: Config) -> UserStore | None:
+    """The store; None for a wrong one, which is refused where it is read."""
+    try:
+        return UserStore.open(settings.data.store)
+    except InputError:
+        return None
+
+
+def _check_owners(settings: Config, store: UserStore) -> None:
+    """Refuse records of several owners without a selection, before their numbers are asked for."""
+    if settings.data.selection is None and settings.privacy.unit is SamplingUnit.RECORD:
+        store.sole_owners()
+
+
 def _check_held_out(settings: Config) -> bool:
     """Refuse people to measure on who are trained on. True if that cannot be known."""
     from userdp.configured import configured_task, load_configured_tokenizer
@@ -240,6 +275,12 @@ def _check_held_out(settings: Config) -> bool:
 
 def _told(point: Point) -> str:
     return "held-out loss " + ("not finite" if point.loss is None else f"{point.loss:.4f}")
+
+
+def _in_all(before: int, new: int) -> str:
+    if not before:
+        return ""
+    return f"{before + new:,} steps in all: {before:,} of the run before it, and {new:,} of this\n"
 
 
 def _held_out_line(before: Point | None, after: Point | None, is_released: bool) -> str:

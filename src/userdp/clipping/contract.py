@@ -67,6 +67,11 @@ class ClipRule(Part):
         """Whether the clip norm can be another one at another step."""
         return self.count_stddev is not None
 
+    @property
+    def last_phase(self) -> int:
+        """The step that its last phase begins with: 0 where it has no phases."""
+        return 0
+
     def begun_at(self, step: int) -> dict[str, float]:
         """What the ledger's row of this step says, if a phase of the rule begins with it."""
         del step

@@ -354,6 +354,11 @@ class ScheduledClip(FlatClip):
         """At the steps of the schedule."""
         return len(self.phases) > 1
 
+    @property
+    def last_phase(self) -> int:
+        """The first step of the last one."""
+        return self.phases[-1][0]
+
     def begun_at(self, step: int) -> dict[str, float]:
         """The clip norm of the phase that begins with this step."""
         norms = dict(self.phases)

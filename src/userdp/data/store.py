@@ -353,8 +353,8 @@ class UserStore:
         if shared:
             raise InputError(
                 f"{self.path}: {shared:,} of {self.num_records:,} records have several owners, and "
-                "charging them to one leaves the others unprotected. Import with --owners first "
-                "only if one owner is the whole truth, or bound contributions first."
+                "charging them to one leaves the others unprotected. Bound contributions first "
+                "(`userdp bound`, [data] selection), or import with --owners first if that is true."
             )
         return np.asarray(self.record_users)
 

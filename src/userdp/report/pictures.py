@@ -13,6 +13,8 @@ from userdp.validation_curve import Point
 
 POINTS = 10
 PROFILE_POINTS = 40
+# A larger epsilon bounds nothing that can be seen, but for attacks that accuse nobody wrongly.
+LARGEST_DRAWN = 40.0
 
 
 def epsilon_spent(
@@ -84,7 +86,9 @@ def best_attack(
     al. 2015). The picture shows the least of these bounds over the whole curve delta(epsilon).
     """
     top = plan.epsilon(steps, paid=paid, earlier=earlier)
-    epsilons = [top * part / PROFILE_POINTS for part in range(PROFILE_POINTS + 1)]
+    within = min(top, LARGEST_DRAWN)
+    epsilons = [within * part / PROFILE_POINTS for part in range(PROFILE_POINTS + 1)]
+    epsilons += [top] * (top > within)
     profile = list(
         zip(epsilons, plan.deltas(epsilons, steps, paid=paid, earlier=earlier), strict=True)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,21 +92,19 @@ def write_report(
     spent: dict[str, Any] = {"paid": ledger.paid, "earlier": ledger.earlier}
     if statement.guarantee and ledger.steps:
         sections.append(
-            Section(
-                heading="What is left to an attacker",
-                paragraphs=[
-                    "No test for whether a given user's records were used, with this model or any "
-                    "of its intermediate versions in hand, can lie above the red line."
-                ],
-                picture=pictures.best_attack(ledger.plan, ledger.priced_steps, **spent),
+            _drawn(
+                "What is left to an attacker",
+                "No test for whether a given user's records were used, with this model or any of "
+                "its intermediate versions in hand, can lie above the red line.",
+                lambda: pictures.best_attack(ledger.plan, ledger.priced_steps, **spent),
             )
         )
     if statement.is_private and ledger.steps:
         sections.append(
-            Section(
-                heading="Epsilon as it was spent" if statement.guarantee else "Epsilon as planned",
-                paragraphs=["Each step adds to the cost; the ledger holds one row for each."],
-                picture=pictures.epsilon_spent(ledger.plan, ledger.priced_steps, **spent),
+            _drawn(
+                "Epsilon as it was spent" if statement.guarantee else "Epsilon as planned",
+                "Each step adds to the cost; the ledger holds one row for each.",
+                lambda: pictures.epsilon_spent(ledger.plan, ledger.priced_steps, **spent),
             )
         )
     values = {
@@ -150,6 +148,15 @@ def _about(facts: RunFacts, base: str, run: Path, ledger: Ledger) -> list[tuple[
         ("optimizer", f"{facts.optimizer}, learning rate {facts.rate}"),
     ]
     return [(name, value) for name, value in told if value]
+
+
+def _drawn(heading: str, words: str, draw: Callable[[], str]) -> Section:
+    """A section with a picture of prices; without it, where numbers are too extreme to draw."""
+    try:
+        return Section(heading=heading, paragraphs=[words], picture=draw())
+    except (ArithmeticError, ValueError):
+        # The statement is priced by itself, and must not be lost with a picture.
+        return Section(heading=heading, paragraphs=["No picture: its numbers cannot be computed."])
 
 
 def _learned(curve: Sequence[Point]) -> str:

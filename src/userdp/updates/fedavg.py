@@ -86,9 +86,14 @@ class FedAvg(UpdateRule):
             raise InputError(
                 f"estimator={self.estimator!r} is unknown: use {', '.join(EstimatorName)}."
             )
-        if (self.min_weight is None) == (self.estimator == EstimatorName.CLIPPED):
+        if self.min_weight is None and self.estimator == EstimatorName.CLIPPED:
             raise InputError(
-                "min_weight is W_min of the estimator f_c, which needs it; the others do not."
+                "min_weight is missing: the estimator f_c divides by at least this weight (W_min)."
+            )
+        if self.min_weight is not None and self.estimator != EstimatorName.CLIPPED:
+            raise InputError(
+                f"min_weight={self.min_weight:g} belongs to the estimator f_c, and this is "
+                f"{self.estimator}: remove it, or set estimator = 'f_c'."
             )
 
     @property
