@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from reproductions.finetuning.sets import Set
 from userdp.clipping.rules import AutomaticClip, FlatClip, NormalisedClip
 from userdp.index import UserIndex
+from userdp.marks import Hypothetical
 from userdp.plan import Plan
 from userdp.units import Adjacency
 
@@ -92,31 +93,27 @@ def plan_of(setting: Setting, found: Set, index: UserIndex) -> Plan:
             adjacency=Adjacency.FIXED_GRAPH_ZERO_OUT,
             **shared,
         )
-    users = round(index.num_users * setting.times_users)
     if setting.method == "uls":
         cohort = setting.cohort if setting.compute is None else setting.compute / given.mean()
         cohort = min(cohort, index.num_users)
-        plan = Plan.sample_users(
-            num_users=users, expected_cohort_size=cohort * setting.times_users, **shared
+        # What training on `times_users` as many users would be like, were all of them like these.
+        more = Hypothetical(
+            num_users=round(index.num_users * setting.times_users),
+            expected_groups=cohort * setting.times_users,
         )
-        return plan if setting.times_users == 1 else real_cohorts(plan, setting, cohort, index)
+        return Plan.sample_users(
+            num_users=index.num_users,
+            expected_cohort_size=cohort,
+            mark=None if setting.times_users == 1 else more,
+            **shared,
+        )
     assert setting.times_users == 1, "hypothetical multiples are for sampled users"
     return Plan.sample_records(
-        num_users=users,
+        num_users=index.num_users,
         num_records=int(given.sum()),
         expected_batch_size=min(setting.compute or setting.cohort, int(given.sum())),
         **shared,
     )
-
-
-def real_cohorts(plan: Plan, setting: Setting, cohort: float, index: UserIndex) -> Plan:
-    """A plan of the real users whose mean update has the noise that the larger one would have.
-
-    Hypothetical: it is what training on `times_users` as many users would be like, if all of them
-    were like these. Its epsilon is that of the larger population.
-    """
-    scaled = replace(plan.noise, noise_multiplier=plan.noise.noise_multiplier / setting.times_users)
-    return replace(plan, noise=scaled, divisor=cohort, num_users=index.num_users)
 
 
 def clip_of(setting: Setting) -> Any:

@@ -87,7 +87,8 @@ def test_plan_refuses_and_cautions_as_train_does() -> None:
     refused = userdp("plan", *PUBLIC, "--delta", 0.1)
     assert refused.code == 2
     assert "delta=0.1 is above 1/num_users=0.0025" in refused.err
-    result = userdp("plan", *PUBLIC, "--steps", 1, "--compute", 8, "--json")
+    few = ("--steps", 1, "--compute", 2)
+    result = userdp("plan", *PUBLIC, *few, "--json")
     assert "caution: num_users=400 is far from" in result.err
     assert any("hardly anybody takes part" in caution for caution in result.json["cautions"])
     assert answer("plan", *PUBLIC)["cautions"] == []
