@@ -103,8 +103,9 @@ ABOVE = {
     "report": GROUND
     | {"earlier", "ledger", "paid", "plan", "plan_words", "run_files", "statement", "accounting"}
     | {"run_facts", "validation_curve", "wording"},
-    "described": GROUND,
-    "digests": GROUND | {"described", "models"},
+    "described": GROUND | {"followed_code"},
+    "followed_code": GROUND,
+    "digests": GROUND | {"described", "followed_code", "models"},
     "lineage": GROUND | {"earlier", "ledger", "run_files"},
     "kept": GROUND | {"clipping", "losses", "models"},
     "seen": GROUND,

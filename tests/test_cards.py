@@ -77,8 +77,14 @@ def first_line(folder: Path) -> str:
     return text.splitlines()[0]
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize(
+    ("mark", "lora"),
+    [
+        pytest.param(mark, lora, marks=pytest.mark.slow if lora == bool(mark) else [])
+        for mark in MARKS
+        for lora in (True, False)
+    ],
+)
 def test_a_run_from_python_leaves_its_card(
     store: userdp.UserStore, tmp_path: Path, mark: str, lora: bool
 ) -> None:
@@ -98,7 +104,13 @@ def test_a_run_from_python_leaves_its_card(
     assert (model / "README.md").read_text() == card
 
 
-@pytest.mark.parametrize("lora", ["", "lora = { rank = 2 }\n"], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        pytest.param("", id="full", marks=pytest.mark.slow),
+        pytest.param("lora = { rank = 2 }\n", id="lora"),
+    ],
+)
 def test_a_run_from_a_configuration_leaves_its_card(tmp_path: Path, lora: str) -> None:
     make_model(tmp_path / "base")
     make_store(tmp_path / "store", [2] * 12)
@@ -174,7 +186,10 @@ def test_a_loop_of_ones_own_leaves_its_card(tmp_path: Path, mark: str) -> None:
     assert check_run(tmp_path / "run").ok
 
 
-@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize(
+    "mark",
+    [pytest.param(mark, marks=pytest.mark.slow if "HYP" in mark else []) for mark in MARKS],
+)
 def test_the_mark_of_an_earlier_run_stays_with_its_weights(
     store: userdp.UserStore, tmp_path: Path, mark: str
 ) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import enum
 import importlib
 import os
+import random
+import re
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -239,3 +246,77 @@ def test_functions_that_are_not_pythons_count_by_name() -> None:
     before = with_(table.get)
     table["a"] = 2
     assert with_(table.get) != before
+
+
+class Pair(NamedTuple):
+    weight: float
+
+
+class Kind(enum.StrEnum):
+    plain = "plain"
+
+
+class Listed(list[float]):
+    pass
+
+
+class Options:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class Held(torch.nn.Module):
+    def __init__(self, scale: float, table: float) -> None:
+        super().__init__()
+        self._options = Options(scale)
+        self.table = torch.tensor(table)
+        self.register_buffer("late", torch.tensor(table), persistent=False)
+
+
+def listed(scale: float) -> Listed:
+    found = Listed([1.0])
+    found.scale = scale  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Pair(1.0), (1.0,)),
+        (Kind.plain, "plain"),
+        (listed(1.0), listed(7.0)),
+        (Held(1.0, 1.0), Held(2.0, 1.0)),
+        (Held(1.0, 1.0), Held(1.0, 2.0)),
+        (random.Random(1), random.Random(2)),
+        (re.compile("a"), re.compile("b")),
+        (Fraction(1, 2), Fraction(1, 3)),
+        (deque([1.0]), deque([2.0])),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_loss_holds_counts_whatever_its_type(one: Any, other: Any) -> None:
+    def loss(held: Any) -> Any:
+        return lambda model, batch: held
+
+    assert code_digest(loss(one)) != code_digest(loss(other))
+    assert code_digest(loss(one)) == code_digest(loss(copy.deepcopy(one)))
+
+
+def test_methods_of_a_value_that_is_derived_from_a_plain_one_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for value in (Pair(1.0), Kind.plain):
+        before = code_digest(lambda model, batch, value=value: value)
+        monkeypatch.setattr(type(value), "apply", lambda self, x: 2.0 * x, raising=False)
+        assert code_digest(lambda model, batch, value=value: value) != before
+
+
+def test_a_script_counts_by_all_that_a_loss_reaches_in_it() -> None:
+    def named(body: str, beside: str = "") -> str:
+        script: dict[str, Any] = {"__name__": "__main__"}
+        helper = f"def helper(x):\n    return {body}\n"
+        exec(f"{helper}def loss(model, batch):\n    return helper(batch)\n{beside}", script)
+        return code_digest(script["loss"])
+
+    assert named("2.0 * x") != named("0.0 * x")
+    assert named("2.0 * x") == named("2.0 * x", "resume = True")

@@ -235,6 +235,6 @@ def test_plan_predicts(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="fits on none"):
         picture({"none": predictions(H200, FULL["llama-70b"], RUN, 2)}, "none")
     with pytest.raises(InputError, match="--gpus"):
-        answer(*arguments[:9], "--machine", tmp_path / "m.json")
+        answer(*arguments[:9], "--noise-memory", 0, "--machine", tmp_path / "m.json")
     with pytest.raises(InputError, match="--gpus 0: "):
         answer(*arguments[:9], "--compute", 512, "--noise-memory", 0, "--gpus", 0)

@@ -6,25 +6,35 @@ standard library and at the packages whose versions a run is bound to, of which 
 at large installed packages, of which all source counts.
 
 The data is the same in every process: no address, no order of a set and no line number is in it.
-Nothing is imported and nothing is called. What code looks up by a name that it computes is found
-only where it lies in a module that the code names, because of such modules the whole source counts.
+Nothing is imported, and nothing of one's own is called. What code looks up by a name that it
+computes is found only where it lies in a module that the code is in or names, because of such
+modules the whole source counts. A script (`__main__`) counts by what it defines alone.
 
 Public: all of this is code and settings.
 """
 
 from __future__ import annotations
 
+import array
+import collections
 import contextlib
+import datetime
+import decimal
 import dis
+import enum
+import fractions
 import functools
 import hashlib
-import importlib.util
 import json
 import logging
+import operator
 import os
+import pathlib
+import random
+import re
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,17 +42,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from userdp.followed_code import bound_by, files_of, is_known, source_of
+
 # Bytes that are hashed at a time, so that a tensor on a GPU need not fit into host memory.
 PIECE = 2**26
-# Other packages whose code decides what a model computes.
-COMPARED = ("torch", "transformers", "peft", "tokenizers")
-# Following the code of an installed package with more files would take seconds.
-FEW_FILES = 100
+# The flag of a class that was made while the program runs.
+_MADE_AT_RUN_TIME = 1 << 9
 # What Python itself puts into a class.
 _OF_PYTHON = frozenset(
-    {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__annotate__"}
-    | {"__annotate_func__", "__annotations_cache__", "__firstlineno__", "__static_attributes__"}
-    | {"__abstractmethods__", "_abc_impl", "__dataclass_fields__", "__dataclass_params__"}
+    """
+    __dict__ __weakref__ __doc__ __module__ __annotations__ __annotate__ __annotate_func__
+    __annotations_cache__ __firstlineno__ __static_attributes__ __abstractmethods__ _abc_impl
+    __slotnames__ __dataclass_fields__ __dataclass_params__
+    """.split()
 )
 
 
@@ -104,15 +116,17 @@ class _Walk:
 
     def of(self, value: Any) -> Any:
         """The value, or its number."""
-        if value is None or isinstance(value, bool | int | str):
+        # Of these types alone: a type that is derived from one of them may have code of its own.
+        kind: type = type(value)
+        if value is None or kind in (bool, int, str):
             return value
-        if isinstance(value, float):
+        if kind is float:
             return value.hex()
-        if isinstance(value, complex | bytes | range | torch.dtype | torch.device):
+        if kind in (complex, bytes, bytearray, range, slice, torch.dtype, torch.device):
             return repr(value)
-        if isinstance(value, tuple):
-            return [self.of(entry) for entry in cast("tuple[Any, ...]", value)]
-        if isinstance(value, set | frozenset):
+        if kind is tuple:
+            return [self.of(entry) for entry in value]
+        if kind in (set, frozenset):
             # The order differs from process to process.
             entries = sorted(cast("Iterable[Any]", value), key=_standing)
             return [kind_of(value), *map(self.of, entries)]
@@ -122,43 +136,54 @@ class _Walk:
         return {"number": self._numbers[id(value)]}
 
     def _inside(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return tensor_digest(value)
-        if isinstance(value, np.ndarray | np.generic):
-            array = np.ascontiguousarray(value)
-            content = hashlib.sha256(array.tobytes()).hexdigest()
-            return [str(array.dtype), list(array.shape), content]
-        if isinstance(value, Mapping):
-            entries = cast("Mapping[Any, Any]", value).items()
-            pairs = [[self.of(name), self.of(entry)] for name, entry in entries]
-            return [self.of(type(value)), pairs]
-        if isinstance(value, list):
-            entries = cast("list[Any]", value)
-            return [self.of(type(entries)), [self.of(entry) for entry in entries]]
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, types.ModuleType):
             return self._module(value)
         if isinstance(value, type):
             return self._class(value)
-        if isinstance(value, functools.partial):
-            return [self.of(part) for part in (value.func, value.args, value.keywords)]
         if isinstance(value, types.MethodType):
             return [self.of(value.__func__), self.of(value.__self__)]
+        if value is os.environ or isinstance(value, torch.optim.Optimizer | logging.Logger):
+            # An optimizer has a digest of its own. A logger knows all others of its process.
+            return kind_of(value)
+        return [self._content(value), self._object(value)]
+
+    def _content(self, value: Any) -> Any:
+        """What a value of a known type, or of one derived from it, holds beside its attributes."""
+        if isinstance(value, Tensor):
+            return tensor_digest(value)
+        if isinstance(value, np.ndarray | np.generic):
+            array = np.ascontiguousarray(value)
+            if array.dtype.hasobject:
+                return self.of(array.tolist())
+            content = hashlib.sha256(array.tobytes()).hexdigest()
+            return [str(array.dtype), list(array.shape), content]
+        if isinstance(value, Mapping):
+            entries = cast("Mapping[Any, Any]", value).items()
+            return [[self.of(name), self.of(entry)] for name, entry in entries]
+        if isinstance(value, list | collections.deque):
+            return [self.of(entry) for entry in cast("Iterable[Any]", value)]
+        if isinstance(value, functools.partial):
+            return [self.of(part) for part in (value.func, value.args, value.keywords)]
         if isinstance(value, property):
             return [self.of(part) for part in (value.fget, value.fset, value.fdel)]
         if isinstance(value, staticmethod | classmethod):
-            return [kind_of(value), self.of(cast(Any, value).__func__)]
+            return self.of(cast(Any, value).__func__)
         if isinstance(value, nn.Module):
-            return [self.model(value), self.of(dict(value.state_dict(keep_vars=True)))]
-        if isinstance(value, torch.optim.Optimizer | logging.Logger):
-            # An optimizer has a digest of its own. A logger knows all others of its process.
-            return kind_of(value)
-        return self._object(value)
+            tensors = dict(value.named_parameters()) | dict(value.named_buffers())
+            return [self.model(value), self.of(tensors)]
+        for plain, bare in _BARE.items():
+            if isinstance(value, plain):
+                return self.of(bare(value))
+        return repr(value) if type(value) in _SAID_BY_REPR else None
 
     def _object(self, value: Any) -> list[Any]:
         """An object: its class, and what it holds."""
-        if hasattr(value, "__dict__"):
+        is_tensor = isinstance(value, Tensor) and bound_by(str(type(value).__module__)) is not None
+        if is_tensor or isinstance(value, nn.Module):
+            held = []
+        elif hasattr(value, "__dict__"):
             held = [self.of(vars(value))]
         else:
             # What is not written in Python, such as torch.exp, has a name at most, and an owner.
@@ -166,7 +191,7 @@ class _Walk:
             owner = getattr(value, "__self__", None)
             held += [] if isinstance(owner, type | types.ModuleType) else [self.of(owner)]
         for base in type(value).__mro__:
-            if _bound_by(str(base.__module__)) is None:
+            if bound_by(str(base.__module__)) is None:
                 held += [self.of(entry) for entry in _slots_of(value, base)]
         return [self.of(type(value)), held]
 
@@ -178,7 +203,7 @@ class _Walk:
             [
                 name,
                 self.of(type(module)),
-                self.of(plain_attributes(module, but=("training",))),
+                self.of(_attributes(module)),
                 self.of(_hooks(module)),
             ]
             for name, module in model.named_modules()
@@ -189,12 +214,12 @@ class _Walk:
         if (original := vars(function).get("_torchdynamo_orig_callable")) is not None:
             # The rest of what torch.compile gives is about the process.
             return [function.__qualname__, self.of(original)]
-        cells = [_content(cell) for cell in function.__closure__ or ()]
+        cells = [_in_cell(cell) for cell in function.__closure__ or ()]
         around = [cells, function.__defaults__, function.__kwdefaults__, vars(function)]
         held = [self.of(part) for part in around]
         # A decorator that another package made still holds a function of one's own.
         home = str(function.__globals__.get("__name__"))
-        if (bound := _bound_by(home)) is not None:
+        if (bound := bound_by(home)) is not None:
             return [home, bound, function.__qualname__, held]
         names = list(dict.fromkeys(_names(function.__code__)))
         seen: set[int] = set()
@@ -207,12 +232,19 @@ class _Walk:
                 if isinstance(value, types.ModuleType):
                     used.append(self._in_module(value, names, seen))
         package = str(function.__globals__.get("__package__") or home).partition(".")[0]
-        imported = [[top, _source(_files(top))] for top in _imports(function.__code__, package)]
-        return [home, self._code(function.__code__), held, used, imported]
+        imported = [[top, source_of(files_of(top))] for top in _imports(function.__code__, package)]
+        return [home, self._code(function.__code__), held, used, imported, self._home(home)]
+
+    def _home(self, name: str) -> Any:
+        """The source of a module that something of one's own is written in.
+
+        A script counts by what it defines alone: it also says whether a run goes on.
+        """
+        return None if name == "__main__" else self.of(sys.modules.get(name))
 
     def _in_module(self, module: types.ModuleType, names: list[str], seen: set[int]) -> list[Any]:
         """What code with these names may take from a module, such as `scale` of `util.scale`."""
-        if _bound_by(module.__name__) is not None or id(module) in seen:
+        if bound_by(module.__name__) is not None or id(module) in seen:
             return []
         seen.add(id(module))
         found: list[Any] = [self.of(module)]
@@ -226,21 +258,22 @@ class _Walk:
 
     def _module(self, module: types.ModuleType) -> list[Any]:
         """A module's name and its file, in which code may look up names that it computes."""
-        bound, file = _bound_by(module.__name__), getattr(module, "__file__", None)
+        bound, file = bound_by(module.__name__), getattr(module, "__file__", None)
         if bound is not None or file is None or not Path(file).is_file():
             return [module.__name__, bound]
-        return [module.__name__, _source([(Path(file).parent, Path(file))])]
+        return [module.__name__, source_of([(Path(file).parent, Path(file))])]
 
     def _class(self, kind: type) -> list[Any]:
         name = f"{kind.__module__}.{kind.__qualname__}"
-        if (bound := _bound_by(str(kind.__module__))) is not None:
+        if (bound := bound_by(str(kind.__module__))) is not None and _is_where_it_says(kind):
             return [name, bound]
         members = [
             [name, self.of(member)]
             for name, member in sorted(vars(kind).items())
             if name not in _OF_PYTHON and not isinstance(member, types.MemberDescriptorType)
         ]
-        return [name, [self.of(base) for base in kind.__bases__], self.of(type(kind)), members]
+        bases = [self.of(base) for base in kind.__bases__]
+        return [name, bases, self.of(type(kind)), members, self._home(str(kind.__module__))]
 
     def _code(self, code: types.CodeType) -> list[Any]:
         constants = [
@@ -254,15 +287,62 @@ class _Walk:
 
 def _standing(entry: Any) -> str:
     """Where an entry of a set stands among the others: by what it says, or by its name."""
+    if isinstance(entry, enum.Enum):
+        return f"{kind_of(entry)} {entry._name_}"
     if isinstance(entry, tuple | frozenset):
         parts = map(_standing, cast("Iterable[Any]", entry))
         return json.dumps(sorted(parts) if isinstance(entry, frozenset) else list(parts))
-    if isinstance(entry, str | bytes | bool | int | float | complex):
+    if isinstance(entry, str | bytes | bool | int | float | complex | torch.dtype | torch.device):
         return f"{kind_of(entry)} {entry!r}"
     return f"{kind_of(entry)} {getattr(entry, '__qualname__', '')}"
 
 
-def _content(cell: types.CellType) -> Any:
+# The plain part of a value whose type is derived from a plain one, by no code of its own.
+_BARE: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__pos__,
+    str: str.__str__,
+    bytes: lambda value: bytes.__getitem__(value, slice(None)),
+    bytearray: lambda value: bytes(memoryview(value)),
+    tuple: lambda value: tuple.__getitem__(value, slice(None)),
+    frozenset: frozenset.union,
+    set: set.union,
+    array.array: lambda value: (value.typecode, value.tobytes()),
+    re.Pattern: lambda value: (value.pattern, value.flags),
+    random.Random: random.Random.getstate,
+    np.random.Generator: lambda value: value.bit_generator.state,
+    torch.Generator: torch.Generator.get_state,
+}
+# Their words say all that they hold.
+_SAID_BY_REPR = frozenset(
+    {fractions.Fraction, decimal.Decimal, pathlib.PosixPath, pathlib.WindowsPath}
+    | {datetime.timedelta, datetime.date, datetime.datetime, datetime.time}
+    | {operator.itemgetter, operator.attrgetter, operator.methodcaller}
+)
+# What every module of torch holds, which is described apart.
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds beside tensors and modules; of the libraries' own the plain values."""
+    if bound_by(str(type(module).__module__)) is not None:
+        return plain_attributes(module, but=("training",))
+    return {name: entry for name, entry in sorted(vars(module).items()) if name not in _OF_MODULES}
+
+
+def _is_where_it_says(kind: type) -> bool:
+    """Whether a class is found under its name in its module, or is not made by Python code."""
+    if not kind.__flags__ & _MADE_AT_RUN_TIME:
+        return True
+    home = sys.modules.get(kind.__module__)
+    found = functools.reduce(
+        lambda at, name: getattr(at, name, None), kind.__qualname__.split("."), home
+    )
+    return found is kind or not any(isinstance(m, types.FunctionType) for m in vars(kind).values())
+
+
+def _in_cell(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
@@ -288,7 +368,7 @@ def _imports(code: types.CodeType, package: str) -> list[str]:
     for entry in code.co_consts:
         if isinstance(entry, types.CodeType):
             found |= set(_imports(entry, package))
-    return sorted(top for top in found if not _is_known(top))
+    return sorted(top for top in found if not is_known(top))
 
 
 def _slots_of(value: Any, kind: type) -> Iterator[Any]:
@@ -307,60 +387,6 @@ def _hooks(module: nn.Module) -> list[Any]:
         module._backward_pre_hooks,
     )
     return [list(hooks.values()) for hooks in kinds]
-
-
-@functools.cache
-def _is_known(name: str) -> bool:
-    """Whether a module's code is in the version that a run is bound to, or is Python's own."""
-    top = name.partition(".")[0]
-    if top in (*COMPARED, __name__.partition(".")[0]):
-        return True
-    if top not in sys.stdlib_module_names:
-        return False
-    # A file of one's own may have the name of a module of Python.
-    file = getattr(sys.modules.get(top), "__file__", None)
-    return file is None or Path(file).is_relative_to(Path(os.__file__).parent)
-
-
-def _bound_by(name: str) -> str | None:
-    """What a module's code counts by, if it is not followed: nothing more than its name, or source.
-
-    None if it is followed.
-    """
-    if _is_known(name):
-        return ""
-    top = name.partition(".")[0]
-    file = str(getattr(sys.modules.get(top), "__file__", None))
-    return _large_package(top) if {"site-packages", "dist-packages"} & {*Path(file).parts} else None
-
-
-@functools.cache
-def _large_package(top: str) -> str | None:
-    """A digest of an installed package's source; None if it has few files."""
-    files = _files(top)
-    return _source(files) if len(files) > FEW_FILES else None
-
-
-def _files(top: str) -> list[tuple[Path, Path]]:
-    """The source of a package or a module: folders, and the files in them."""
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        return []
-    roots = [Path(root) for root in sorted(spec.submodule_search_locations or ())]
-    if not roots and spec.origin and Path(spec.origin).is_file():
-        return [(Path(spec.origin).parent, Path(spec.origin))]
-    return [(root, path) for root in roots for path in sorted(root.rglob("*.py"))]
-
-
-def _source(files: Iterable[tuple[Path, Path]]) -> str:
-    hashed = hashlib.sha256()
-    for root, path in files:
-        content = path.read_bytes()
-        hashed.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
-    return hashed.hexdigest()
 
 
 def _is_plain(value: Any) -> bool:

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 import userdp
 from userdp.described import (
-    COMPARED,
     described,
     described_model,
     plain_attributes,
     tensor_digest,
 )
+from userdp.followed_code import COMPARED
 from userdp.index import UserIndex
 from userdp.models.checks import extra_state_bytes
 from userdp.models.quantised import quantisation_of

@@ -211,7 +211,10 @@ def test_wrong_input_is_an_input_error(arguments: str):
         run(arguments)
 
 
-PLAN = "plan --users 1024 --records-per-user 8 --epsilon 4 --delta 1e-6 --steps 100 --compute 32"
+PLAN = (
+    "plan --users 1024 --records-per-user 8 --epsilon 4 --delta 1e-6 --steps 100 --compute 32"
+    " --noise-memory 0"
+)
 
 
 def test_plan_has_the_keys_of_the_contract_and_a_certified_number():
@@ -245,7 +248,7 @@ def test_plan_draws_and_takes_estimated_norms(tmp_path):
 
 
 def test_a_plan_without_norms_says_which_group_sizes_the_extremes_would_choose(tmp_path):
-    options = "plan --users 5000 --records-per-user 10 --epsilon 8"
+    options = "plan --users 5000 --records-per-user 10 --epsilon 8 --noise-memory 0"
     chosen = {
         assumed: run(f"{options} --assume {assumed}")["group_size"]
         for assumed in ("same", "orthogonal")

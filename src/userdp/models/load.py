@@ -79,8 +79,13 @@ def load_model(
     base = _base_of(Path(source))
     _refuse_missing_path(base)
     _refuse_pickle(Path(source))
-    if task == "classification" and base and lora is None:
-        # `transformers` would load the adapter alone, without its head for classes.
+    if base and lora is not None:
+        raise InputError(
+            f"{source} has a trained adapter already, and a new one would take its place: leave "
+            "LoRA out to train that one on, or name its base to begin again."
+        )
+    if base:
+        # `transformers` would load the adapter frozen, and without its head for classes.
         model, _ = load_model(
             base, task=task, classes=classes, dtype=dtype, quantize=quantize, device=device
         )
@@ -182,6 +187,7 @@ def load_adapter(model: nn.Module, adapter: Path) -> nn.Module:
         adapted = peft.PeftModel.from_pretrained(
             model,  # pyright: ignore[reportArgumentType]
             adapter,
+            is_trainable=True,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InputError(
