@@ -61,7 +61,10 @@ def test_a_finished_run_with_other_weights_gets_no_words_when_it_is_resumed(tmp_
     assert (run / "model" / "README.md").read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "extra.safetensors", "config.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "extra.safetensors", "config.json"],
+)
 def test_a_trainers_folder_with_other_weights_is_not_vouched_for(tmp_path: Path, name: str) -> None:
     out, run = trainers_folder(tmp_path / "out")
     assert userdp("account", out).code == 0
@@ -80,6 +83,15 @@ def test_a_trainers_folder_with_other_weights_is_not_vouched_for(tmp_path: Path,
     for file in out.glob("*.safetensors"):
         file.unlink()
     assert userdp("account", out).code == 0, "no weights lie there, so only the run is meant"
+
+
+def test_weights_that_lie_elsewhere_are_not_vouched_for(tmp_path: Path) -> None:
+    out, _ = trainers_folder(tmp_path / "out")
+    (out / "model.safetensors").unlink()
+    (out / "model.safetensors.index.json").write_text('{"weight_map": {"x": "w/x.safetensors"}}')
+    found = json.loads(userdp("ledger", "verify", out, "--json").out)
+    assert not found["ok"]
+    assert any("model.safetensors is missing" in problem for problem in found["problems"])
 
 
 def test_text_in_what_a_run_was_made_of_adds_no_row_to_the_card(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -75,9 +76,13 @@ def test_adapter_and_merged_weights_load_from_another_folder_without_userdp(
     files = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
     assert files == set(done["files"])
     assert check_run(out / "record").ok
+    # The ledger names the adapter: nothing here says that merged weights were not changed.
     verified = command("ledger", "verify", out, "--json")
-    assert verified.json["ok"]
-    assert any("its record is" in note for note in verified.json["notes"])
+    assert verified.code == 2
+    told = json.loads(verified.out)
+    assert not told["ok"]
+    assert f"Verify {out / 'record'}, and merge it" in told["problems"][0]
+    assert command("ledger", "verify", out / "record", "--json").json["ok"]
     card = (out / "README.md").read_text()
     assert "library_name: transformers" in card
     assert file_digest(out / "model.safetensors") in card

@@ -15,6 +15,7 @@ import transformers
 import models_zoo
 from tiny import make_model
 from userdp.errors import InputError
+from userdp.models.checks import trainable_parameters
 from userdp.models.load import (
     Lora,
     add_lora,
@@ -268,6 +269,13 @@ def test_adapter_survives_the_round_trip_and_still_generates(
     again = load_adapter(base, tmp_path / "saved")
     assert torch.equal(logits(model), logits(again))
     assert not torch.equal(logits(again), untouched)
+    # By its folder it is loaded to be trained on, and not to be replaced.
+    trained, _ = load_model(tmp_path / "saved")
+    assert torch.equal(logits(model), logits(trained))
+    assert all("lora_" in name for name in trainable_parameters(trained))
+    assert trainable_parameters(trained)
+    with pytest.raises(InputError, match="has a trained adapter already"):
+        load_model(tmp_path / "saved", lora=Lora(rank=2))
     again.generate(input_ids=PROMPT, max_new_tokens=4, do_sample=False, pad_token_id=0)
 
 

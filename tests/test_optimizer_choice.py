@@ -17,7 +17,7 @@ from userdp.config import load_config
 from userdp.digests import code_digest, optimizer_digest
 from userdp.errors import InputError
 from userdp.optimizer_choice import optimizer_and_schedule
-from userdp.optimizers import optimizer_of, schedule_of
+from userdp.optimizers import check_optimizer, check_schedule, optimizer_of, schedule_of
 
 
 def test_words_in_python_make_what_they_make_in_a_configuration(
@@ -116,3 +116,16 @@ def test_contradictions_and_unknown_names_are_refused_in_one_line(
         )
     assert "\n" not in str(caught.value)
     assert "Value error" not in str(caught.value)
+
+
+def test_what_cannot_take_a_private_step_is_refused() -> None:
+    model = torch.nn.Linear(2, 1)
+    own, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    for wrong in (torch.optim.LBFGS(model.parameters()), torch.optim.SGD):
+        with pytest.raises(InputError, match=r"computes the loss again|is no optimizer"):
+            check_optimizer(wrong)
+    check_optimizer(own)
+    schedule = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 1.0)
+    with pytest.raises(InputError, match="schedule of another optimizer"):
+        check_schedule(schedule, own)
+    check_schedule(schedule, other)

@@ -208,10 +208,16 @@ class TrainingSettings(WithParts):
         description="The optimizer's own arguments, such as betas, eps or momentum.",
     )
     weight_decay: float | None = Field(
-        None, ge=0, description="Default: the optimizer's own, which for adamw is 0.01."
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Default: the optimizer's own, which for adamw is 0.01.",
     )
     learning_rate: float | None = Field(
-        None, gt=0, description="Default for adam, adamw and muon: by the model's width."
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Default for adam, adamw and muon: by the model's width.",
     )
     schedule: Literal["constant", "linear", "cosine"] = defaults.SCHEDULE
     warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises.")

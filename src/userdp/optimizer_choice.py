@@ -14,7 +14,7 @@ from torch import nn
 from userdp.config_problems import first_problem
 from userdp.config_sections import TrainingSettings
 from userdp.errors import InputError
-from userdp.optimizers import check_schedule, optimizer_of, schedule_of
+from userdp.optimizers import check_optimizer, check_schedule, optimizer_of, schedule_of
 
 # Words that describe an optimizer, and words that describe a schedule, beside their names.
 OF_OPTIMIZER = ("learning_rate", "weight_decay", "optimizer_options")
@@ -39,10 +39,11 @@ def optimizer_and_schedule(
         raise InputError(f"scheduler={scheduler!r}: name it as schedule={scheduler!r}.")
     own = None if isinstance(optimizer, str) else optimizer
     if own is not None:
+        check_optimizer(own)
         _refuse_beside(own, "optimizer", given, OF_OPTIMIZER)
-    check_schedule(scheduler)
     if scheduler is not None:
         _refuse_beside(scheduler, "scheduler", given, OF_SCHEDULE)
+        check_schedule(scheduler, own)
         if own is None:
             raise InputError(
                 f"scheduler is a {type(scheduler).__name__} of an optimizer that is not given: "

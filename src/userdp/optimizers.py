@@ -106,12 +106,34 @@ def default_rate(model: nn.Module, name: str) -> float:
     return defaults.learning_rate(adapters=has_adapters, width=width)
 
 
-def check_schedule(scheduler: Any) -> None:
-    """Refuse a schedule that wants a metric after each step, as `ReduceLROnPlateau` does."""
-    if scheduler is not None and "metrics" in inspect.signature(scheduler.step).parameters:
+def check_schedule(scheduler: Any, optimizer: Any = None) -> None:
+    """Refuse a schedule of another optimizer, or one that wants a metric after each step."""
+    if scheduler is None:
+        return
+    if "metrics" in inspect.signature(scheduler.step).parameters:
         raise InputError(
             f"{type(scheduler).__name__} wants a metric after every step, and a private run has "
             "none to give: take a schedule that follows from the number of the step."
+        )
+    if optimizer is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise InputError(
+            f"the {type(scheduler).__name__} is the schedule of another optimizer, whose rate it "
+            "changes: make it with the optimizer that is given."
+        )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse what is no optimizer, and one that computes losses again in a step, as LBFGS does."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"optimizer={optimizer!r} is no optimizer: give an object, such as "
+            "torch.optim.AdamW(model.parameters()), or a name."
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise InputError(
+            f"{type(optimizer).__name__} computes the loss again within a step, and a step has one "
+            "noised gradient: use another, such as 'adamw'."
         )
 
 

@@ -75,12 +75,14 @@ class RunCheck:
 
 def check_place(place: Path) -> RunCheck:
     """The same of a run, a merged export, or a trainer's output_dir with its run and weights."""
-    record = record_at(place)
-    if record != place:
-        found = check_run(record)
-        note = f"{place} is a merged export: its record is {record}"
-        return replace(found, notes=(*found.notes, note))
     run = run_at(place)
+    record = record_at(place)
+    if run == place and record != place:
+        problem = (
+            f"{place} is a merged export: the ledger in {record} names the adapter and not these "
+            f"weights. Verify {record}, and merge it with its base again to compare them."
+        )
+        return RunCheck(run=place, ledger=None, problems=(problem,))
     found = check_run(run)
     if run == place or found.ledger is None:
         return found

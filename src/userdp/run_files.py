@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 FREE_FILES = frozenset({"README.md"})
 
 # How weights are called, by this package and by others.
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin", "*.gguf")
+WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin", "adapter_model*.bin", "*.gguf")
 
 # What an export has beside the model, and the settings in which it may name another base.
 EXPORTED_RECORD = frozenset({"ledger.jsonl", "statement.json"})
@@ -183,10 +183,15 @@ def copy_problems(place: Path, ledger: Ledger) -> list[str]:
         for name in names
         if name in weights or name in written
     }
-    return [
+    others = [
         f"{place / name} is not the file that its run closed with."
         for name in found
         if found[name] != written.get(name)
+    ]
+    return others + [
+        f"{place / name} is missing, which its run closed with."
+        for name in sorted(written.keys() - found.keys())
+        if any(fnmatch.fnmatchcase(name, p) for p in WEIGHTS)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -29,7 +30,10 @@ def with_labels(*given: Any) -> list[dict[str, Any]]:
     return [row | {"label": label} for row, label in zip(texts(9), given, strict=False)]
 
 
-@pytest.mark.parametrize("odd", [-1, 9, True, 0.5, float("nan"), None, "9"])
+@pytest.mark.parametrize(
+    "odd",
+    [-1, 9, True, 0.5, math.nan, None, "9", "\ud800", pytest.param(10**5000, id="many digits")],
+)
 def test_one_unknown_label_ends_no_import(odd: Any, tmp_path: Any) -> None:
     found = labels(with_labels(0, 1, odd, 1), tmp_path)
     assert [*found[:2], *found[3:]] == ["good", "bad", "bad"]

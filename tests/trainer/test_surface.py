@@ -77,6 +77,13 @@ def test_what_a_trainer_is_made_from_is_not_replaced(make: Callable[..., UserDPT
     trainer.own = 1
 
 
+def test_methods_of_a_trainer_are_not_replaced(make: Callable[..., UserDPTrainer]) -> None:
+    trainer = make()
+    for name in ("evaluate", "log", "save_model"):
+        with pytest.raises(InputError, match="the loop does not call it"):
+            setattr(trainer, name, lambda *_: None)
+
+
 def test_metrics_may_hold_words(
     make: Callable[..., UserDPTrainer], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ public numbers, and the log says so.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from userdp import defaults
 from userdp.earlier import Earlier
 from userdp.errors import InputError
 from userdp.models.checks import trainable_parameters
-from userdp.optimizers import check_schedule, default_rate
+from userdp.optimizers import check_optimizer, check_schedule, default_rate
 from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.ranks import Ranks
@@ -98,7 +99,6 @@ def optimizer_and_schedule(
 ) -> tuple[torch.optim.Optimizer, Any]:
     """Those that are given, or those that the arguments name."""
     optimizer, schedule = pair
-    check_schedule(schedule)
     if kind_and_options is not None:
         if optimizer is not None:
             raise InputError(
@@ -108,11 +108,15 @@ def optimizer_and_schedule(
         optimizer = kind(trainable_parameters(model).values(), **options)
     if optimizer is None:
         optimizer = optimizer_of(args, model, rate_of(args, given, model))
+    check_optimizer(optimizer)
+    check_schedule(schedule, optimizer)
     return optimizer, schedule or schedule_of(args, optimizer, steps)
 
 
 def rate_of(args: Any, given: Mapping[str, Any], model: nn.Module) -> float:
     """The learning rate that is given, or the default for this model."""
+    if not 0 <= args.learning_rate < math.inf:
+        raise InputError(f"learning_rate={args.learning_rate}: give a finite rate.")
     name = str(getattr(args.optim, "value", args.optim))
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     if "learning_rate" in given or name not in WITH_USUAL_RATE or width is None:

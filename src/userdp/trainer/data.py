@@ -103,7 +103,11 @@ class Reading:
         is_number = isinstance(label, numbers.Real) and not isinstance(label, bool)
         if is_number and label in range(len(self.classes)):
             return self.classes[int(float(label))]
-        return None if label is None else str(label)
+        try:
+            return None if label is None else str(label).encode(errors="replace").decode()
+        except ValueError:
+            # A number of thousands of digits is not written out.
+            return ""
 
 
 def learned_columns(columns: list[str], args: Any) -> Learned:

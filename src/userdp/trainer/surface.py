@@ -123,6 +123,8 @@ class Surface:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in REFUSED_NAMES:
             raise NotOfferedError(f"UserDPTrainer.{name}: {REFUSED_NAMES[name]}.")
+        if name not in FREE and callable(getattr(type(self), name, None)):
+            raise NotOfferedError(f"{type(self).__name__}.{name}: {_NOT_CALLED}.")
         if name in FIXED and (name in vars(self) or hasattr(type(self), name)):
             raise NotOfferedError(
                 f"UserDPTrainer.{name} cannot be replaced: the plan, its price and the "
