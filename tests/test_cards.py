@@ -163,7 +163,10 @@ def test_weights_of_a_run_that_never_ended_promise_nothing(
     assert "epsilon" not in card
 
 
-@pytest.mark.parametrize("mark", MARKS)
+@pytest.mark.parametrize(
+    "mark",
+    [pytest.param(mark, marks=pytest.mark.slow if "HYP" in mark else []) for mark in MARKS],
+)
 def test_a_loop_of_ones_own_leaves_its_card(tmp_path: Path, mark: str) -> None:
     from userdp.clipping.settings import StepSettings
     from userdp.index import UserIndex

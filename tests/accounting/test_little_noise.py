@@ -50,7 +50,11 @@ def bounded(noise: float, steps: int, epsilons: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("noise", "steps"), [(0.03, 1), (0.03, 2), (0.01, 2), (1e-3, 1), (1e-3, 2), (1e-4, 2)]
+    ("noise", "steps"),
+    [
+        *((0.01, 2), (1e-3, 1), (1e-3, 2), (1e-4, 2)),
+        *(pytest.param(0.03, steps, marks=pytest.mark.slow) for steps in (1, 2)),
+    ],
 )
 def test_delta_of_little_noise_is_that_of_an_integral_from_epsilon_0_on(
     noise: float, steps: int

@@ -247,6 +247,7 @@ def test_plan_draws_and_takes_estimated_norms(tmp_path):
     assert found["not_covered"]
 
 
+@pytest.mark.slow
 def test_a_plan_without_norms_says_which_group_sizes_the_extremes_would_choose(tmp_path):
     options = "plan --users 5000 --records-per-user 10 --epsilon 8 --noise-memory 0"
     found = {assumed: run(f"{options} --assume {assumed}") for assumed in ("same", "orthogonal")}

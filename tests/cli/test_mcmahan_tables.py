@@ -79,7 +79,9 @@ def test_a_run_has_no_price_by_group_privacy(config_file: WriteConfig, tmp_path:
     assert "by rdp or moments" in told.err
 
 
-@pytest.mark.parametrize("noise", ["1e-7", "1e-160", "1e-200"])
+@pytest.mark.parametrize(
+    "noise", ["1e-160", *(pytest.param(n, marks=pytest.mark.slow) for n in ("1e-7", "1e-200"))]
+)
 @pytest.mark.parametrize("by", ["moments", "rdp"])
 def test_next_to_no_noise_has_no_epsilon_by_any_accountant(
     config_file: WriteConfig, tmp_path: Path, by: str, noise: str

@@ -154,7 +154,13 @@ def test_user_of_a_hundred_long_records_is_clipped_once(name: str) -> None:
 
 @pytest.mark.parametrize("forms", FORMS)
 @pytest.mark.parametrize("mix", [False, True])
-@pytest.mark.parametrize("name", ["gpt2 tied", "llama tied + lora", "lstm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2 tied",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama tied + lora", "lstm")),
+    ],
+)
 def test_what_an_earlier_cohort_left_in_the_sum_does_not_count(
     name: str, mix: bool, forms: str
 ) -> None:

@@ -56,7 +56,12 @@ def trained(base: Path, name: str, privacy: str, *options: object, steps: int = 
     return command("train", place / "run.toml", "--out", place / "run", "--json", *options)
 
 
-@pytest.fixture(scope="module", params=list(MARKS))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.slow if name == "capped" else []) for name in MARKS
+    ],
+)
 def marked(request: pytest.FixtureRequest, base: Path) -> tuple[str, Path, dict[str, Any]]:
     name = request.param
     result = trained(base, name, MARKS[name] + "noise_multiplier = 8.0\n")
