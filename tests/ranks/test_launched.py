@@ -149,7 +149,7 @@ def test_a_signal_to_the_launcher_saves_the_run(place: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert "stopped after step" in err
-    assert err.count("It is saved: go on with the same command and --resume.") == 1
+    assert err.count("It is saved: go on with the same command and --resume") == 1
     steps = len(rows(place / "run")) - 1
     assert (place / "run" / "checkpoints" / f"step-{steps:09d}").is_dir()
 
