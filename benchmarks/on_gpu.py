@@ -8,7 +8,7 @@ those alone (`--only`).
 A process is cold that finds nothing compiled on disk. Those called `warm` come after it and find
 what it left.
 
-Run: python benchmarks/on_gpu.py --out FOLDER [--seconds 580] [--only NAME ...]
+Run: python benchmarks/on_gpu.py --out FOLDER [--seconds 580] [--only NAME ...] [--rows FILE ...]
      FOLDER then has results.json and log.txt.
 """
 
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+AGAINST_SMALL_USERS = "--bare-group-size 4 --warm 60 --steps 105 --stretch 35".split()
 TRAINING = [str(HERE / "training_run.py"), "--short"]
 LARGE = [str(HERE / "large.py")]
 # How long a process has to end by itself before it is killed with all that it started.
@@ -52,17 +53,18 @@ def first_steps(name: str, finetune: str) -> Measurement:
     return Measurement(f"{name}-{finetune}", arguments, 120, cache=finetune)
 
 
+def whole_run(rows: Path) -> Measurement:
+    """A run on the records of a file that `reproductions.finetuning.prepare` made."""
+    arguments = [*TRAINING[:1], "--rows", str(rows), *AGAINST_SMALL_USERS]
+    return Measurement(rows.stem, arguments, 150, cache="full")
+
+
 MEASUREMENTS = [
     Measurement("tests", ["-m", "pytest", "-q", "-m", "gpu", "tests"], 240, writes_json=False),
     first_steps("cold", "full"),
     first_steps("warm", "full"),
     first_steps("warm-again", "full"),
-    Measurement(
-        "short",
-        [*TRAINING, "--bare-group-size", "4", "--warm", "60", "--steps", "105", "--stretch", "35"],
-        150,
-        cache="full",
-    ),
+    Measurement("short", [*TRAINING, *AGAINST_SMALL_USERS], 150, cache="full"),
     Measurement("3b", [*LARGE, "full-3b", "--only", "private", "ordinary_eager"], 150),
     Measurement("8b", [*LARGE, "lora-8b", "--only", "private", "ordinary_eager"], 150),
     first_steps("cold", "lora"),
@@ -77,10 +79,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The figures that need a GPU, one by one.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=580, help="begin nothing that needs more")
-    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--only", nargs="*", choices=names, default=names)
+    parser.add_argument("--rows", nargs="+", type=Path, default=[], help="whole runs on real text")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     chosen = [each for each in MEASUREMENTS if each.name in options.only]
+    chosen += [whole_run(rows) for rows in options.rows]
     until = time.perf_counter() + options.seconds
     with tempfile.TemporaryDirectory() as caches:
         failed = measure(chosen, options.out, until=until, caches=Path(caches))
