@@ -111,7 +111,8 @@ ABOVE = {
     "seen": GROUND,
     "tried_users": GROUND | {"clipping", "losses"},
     "neighbours": GROUND | {"clipping", "losses", "models", "seen", "tried_users", "updates"},
-    "checked_model": GROUND | {"clipping", "losses", "models", "plan", "probe", "sampling"},
+    "checked_model": GROUND
+    | {"clipping", "losses", "models", "plan", "probe", "sampling", "updates"},
     "probe": GROUND | {"kept"} | {"clipping", "losses", "models", "neighbours", "seen", "updates"},
     "checkpoints": GROUND | {"chain", "data"},
     "same_run": GROUND | {"checkpoints", "digests", "ledger", "plan"},
@@ -128,7 +129,8 @@ ABOVE = {
     | {"chain", "checkpoints", "report", "same_run"},
     "step": GROUND
     | {"checked_model", "clipping", "ledger", "losses", "models", "noise", "plan", "run_record"}
-    | {"holding", "ranks", "sampling", "sharding", "shared_record", "statement"},
+    | {"holding", "ranks", "sampling", "scaled_momentum", "sharding", "shared_record"}
+    | {"statement"},
     "continuing": GROUND
     | {"chain", "checkpoints", "ledger", "paid", "plan", "rows_file", "run_files", "run_record"}
     | {"same_run"},
@@ -139,11 +141,14 @@ ABOVE = {
     "training_choice": GROUND | {"data", "digests", "evaluation", "plan"},
     "optimizer_names": GROUND,
     "muon": GROUND,
-    "optimizers": GROUND | {"config_sections", "defaults", "models", "muon", "optimizer_names"},
+    "scaled_momentum": GROUND | {"optimizer_names", "updates"},
+    "optimizers": GROUND
+    | {"config_sections", "defaults", "models", "muon", "optimizer_names", "scaled_momentum"},
     "optimizer_choice": GROUND | {"config_problems", "config_sections", "optimizers"},
     "averaging": GROUND | {"models"},
     "public_gradient": GROUND
-    | {"config_sections", "data", "earlier", "models", "run_files", "step", "tasks"},
+    | {"config_sections", "data", "earlier", "losses", "models", "optimizer_names", "run_files"}
+    | {"scaled_momentum", "step", "tasks"},
     "shared_moment": GROUND | {"checkpoints", "ranks"},
     "opening": GROUND
     | {"averaging", "bounding", "checkpoints", "clipping", "continuing", "data", "debits"}

@@ -10,6 +10,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -38,6 +39,7 @@ from userdp.models.proven import is_proven, ways_of
 from userdp.plan import Plan
 from userdp.probe import check_model, is_language_modelling, usual_length, vocabulary_of
 from userdp.sampling import Cohort
+from userdp.updates.contract import UpdateRule
 
 # Raise an error once the model has failed on rows like those of this many users.
 _MOST_UNTRIED = 8
@@ -61,6 +63,7 @@ class CheckedModel:
         parameters: Sequence[nn.Parameter],
         plan: Plan,
         *,
+        update: UpdateRule,
         record_loss: RecordLoss,
         settings: StepSettings,
         sequence_length: int | None,
@@ -68,12 +71,13 @@ class CheckedModel:
     ) -> None:
         self._model = model
         self._num_users = plan.num_users
+        self._scales = update.scales
         self._settings = settings
         self._summation = partial(
             summation,
             model,
             parameters,
-            plan.update,
+            update,
             plan.clip,
             record_loss=record_loss,
             sequence_length=sequence_length,
@@ -92,14 +96,14 @@ class CheckedModel:
             model,
             group_size=plan.sampler.rows_in_a_group,
             record_loss=record_loss,
-            update=plan.update,
+            update=update,
             rule=plan.clip,
             settings=settings,
         )
         # The losses of this package keep nothing. A loss of one's own may keep records for later
         # steps, and begin to use them when the probe is long over.
         self._witness = (
-            PlainClipping(model, parameters, record_loss=record_loss, update=plan.update)
+            PlainClipping(model, parameters, record_loss=record_loss, update=update)
             if self._is_own_loss
             else None
         )
@@ -199,7 +203,8 @@ class CheckedModel:
     def _probe(self, example: Batch | None) -> None:
         self._example, self._ways = example, ways_of(self._model)
         try:
-            self.is_checked = self._check(example, sequence_length=self._longest)
+            with nullcontext() if self._scales is None else self._scales.tried():
+                self.is_checked = self._check(example, sequence_length=self._longest)
         except NothingSeenError as error:
             # Alone, users cannot affect each other in a batch. What a model keeps in its modules is
             # put back after every user, and a loss of one's own is watched at every step.

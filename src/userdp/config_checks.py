@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from userdp.errors import InputError
-from userdp.optimizer_names import LIKE_ADAMW
+from userdp.optimizer_names import LIKE_ADAMW, NOTHING_USES_PUBLIC, SCALES
 from userdp.sampling import SAMPLERS
 from userdp.schedules import share_of_rate
 
@@ -25,7 +25,8 @@ def check_keys(config: Config) -> None:
          data.evaluation is not None),
         ("training", "evaluate_every", training.evaluate_every, "[data] evaluation",
          data.evaluation is not None),
-        ("data", "public_weight", data.public_weight, "[data] public", data.public is not None),
+        ("data", "public_weight", data.public_weight is not None, "[data] public",
+         data.public is not None),
         ("data", "public_batch_size", data.public_batch_size, "[data] public",
          data.public is not None),
         ("training", "merge_lora", training.merge_lora, "[model.lora]",
@@ -55,6 +56,7 @@ def check_keys(config: Config) -> None:
             "[training] schedule_hold has no meaning with schedule = 'constant': remove it, or set "
             "schedule = 'linear'."
         )
+    _check_scaled(config)
     if training.learning_rate is None and training.optimizer not in LIKE_ADAMW:
         raise InputError(
             f"[training] learning_rate is missing: there is a default for {', '.join(LIKE_ADAMW)}, "
@@ -66,6 +68,28 @@ def check_keys(config: Config) -> None:
             f"[data] selection is missing: sampler = {sampler.name!r} takes its batches from it. "
             "Make one by `userdp bound --method min-separation`, or use sampler = 'poisson'."
         )
+
+
+def _check_scaled(config: Config) -> None:
+    """Refuse a `ScaledMomentum` that cannot be had here, and public records that nothing uses."""
+    training = config.training
+    is_scaled = training.optimizer == "scaled"
+    scales = training.optimizer_options.get("scales", SCALES[0]) if is_scaled else ""
+    is_public = scales == "public"
+    if is_scaled and scales not in SCALES:
+        raise InputError(f"scales={scales!r}: use {' or '.join(map(repr, SCALES))}.")
+    if config.data.public_weight == 0 and not is_public:
+        raise InputError(NOTHING_USES_PUBLIC)
+    for key, clashes, remedy in (
+        ("scales = 'public' without [data] public", is_public and config.data.public is None,
+         "name a store of public records, or leave out scales"),
+        (f"update = {training.update!r}", training.update != "gradient", "leave out update"),
+        ("shard = true", training.shard, "leave out shard"),
+    ):  # fmt: skip
+        if is_scaled and clashes:
+            raise InputError(
+                f"[training] optimizer = 'scaled' with {key}: {remedy}, or use another optimizer."
+            )
 
 
 def check_steps(training: TrainingSettings, last_phase: int) -> None:

@@ -46,7 +46,7 @@ class DataSettings(Section):
         None, description="Store of public records, NOT protected: gradients without noise."
     )
     public_weight: float | None = Field(
-        None, gt=0, lt=1, description="Share of the public gradient in a step; 0.5."
+        None, ge=0, lt=1, description="Share of the public gradient in a step; 0.5."
     )
     public_batch_size: int | None = Field(None, ge=1, description="Public records in a step; 32.")
     sequence_length: int = Field(128, ge=2, description="Longer records are cut into rows.")
@@ -202,7 +202,7 @@ class TrainingSettings(WithParts):
     """How the noised gradients are used. This is post-processing, so every choice is free."""
 
     steps: int = defaults.STEPS
-    optimizer: str = Field("adamw", description="One of torch's by name; muon, adafactor.")
+    optimizer: str = Field("adamw", description="One of torch's by name; muon, adafactor, scaled.")
     optimizer_options: dict[str, bool | int | float | str | list[float]] = Field(
         default_factory=dict[str, bool | int | float | str | list[float]],
         description="The optimizer's own arguments, such as betas, eps or momentum.",

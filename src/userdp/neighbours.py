@@ -231,6 +231,7 @@ class Trial:
             settings=settings,
             sequence_length=self._longest,
             most_stored_users=_FEW_USERS if self._is_large else None,
+            update=self._update_rule,
         )
 
     def _sum(self, clipping: Summation, groups: Sequence[Group]) -> Update:
@@ -345,7 +346,13 @@ class Trial:
         self._clip_in_place(update, group)
         device = self._parameters[0].device
         own = {name: tensor.to(device) for name, tensor in group.items()}
-        wide = wide_gradient(self._model, self._parameters, own, record_loss=self._record_loss)
+        wide = wide_gradient(
+            self._model,
+            self._parameters,
+            own,
+            record_loss=self._record_loss,
+            scales=self._update_rule.scales,
+        )
         self._clip_in_place(wide, group)
         return distance(wide, update)
 

@@ -18,16 +18,25 @@ OPTIMIZERS: Mapping[str, str] = {
         *("Adagrad", "Adadelta", "ASGD", "Rprop"),
     )
 }
+# The names of those that are made here.
+OWN = ("scaled",)
+# Where a `ScaledMomentum` takes its scales from.
+SCALES = ("private", "public")
 UNUSABLE: Mapping[str, str] = {
     "lbfgs": "it computes the loss several times in a step, and each would have to be paid for",
     "sparseadam": "it needs sparse gradients, and noise is added to every coordinate",
 }
 # Optimizers whose step has the size of the learning rate, whatever the size of gradients.
-LIKE_ADAMW = ("adamw", "adam", "muon")
+LIKE_ADAMW = ("adamw", "adam", "muon", "scaled")
 
 # The momentum of torch's optimizers where none is given; those not listed have none.
 MOMENTUM: Mapping[str, float] = {"muon": 0.95} | dict.fromkeys(
-    ("adamw", "adam", "nadam", "radam", "adamax"), 0.9
+    ("adamw", "adam", "nadam", "radam", "adamax", "scaled"), 0.9
+)
+
+NOTHING_USES_PUBLIC = (
+    "public_weight = 0: nothing uses the public records. Give them a share, or take scales from "
+    "them (optimizer = 'scaled', optimizer_options = { scales = 'public' })."
 )
 
 
@@ -60,7 +69,8 @@ def refuse_unusable(name: str) -> None:
         raise InputError(
             f"optimizer = {name!r} cannot be used: {UNUSABLE[name]}. Use another, such as 'adamw'."
         )
-    if name not in OPTIMIZERS:
-        close = difflib.get_close_matches(name, OPTIMIZERS, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(OPTIMIZERS)}."
+    known = (*OPTIMIZERS, *OWN)
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}."
         raise InputError(f"optimizer = {name!r} is not known; {hint}")

@@ -19,6 +19,7 @@ from userdp.errors import InputError
 from userdp.models.checks import trainable_parameters
 from userdp.muon import MuonAndAdamW, is_hidden_matrix
 from userdp.optimizer_names import LIKE_ADAMW, OPTIMIZERS, SCHEDULE_NAME, refuse_unusable
+from userdp.scaled_momentum import ScaledMomentum
 from userdp.schedules import share_of_rate
 
 # Settings that have a key of their own, or that change how torch computes and not what.
@@ -39,7 +40,7 @@ def optimizer_of(model: nn.Module, settings: TrainingSettings) -> torch.optim.Op
 
 def check_options(settings: TrainingSettings) -> None:
     """Refuse options that the optimizer does not have. Needs no model."""
-    kind: type[torch.optim.Optimizer] = getattr(torch.optim, OPTIMIZERS[settings.optimizer])
+    kind = _kind(settings.optimizer)
     _checked_options(settings.optimizer, kind, settings.weight_decay, settings.optimizer_options)
 
 
@@ -69,10 +70,10 @@ def make_optimizer(
     The learning rate is by default that of `defaults.learning_rate`, for AdamW and its kin.
     `weight_decay` is by default the optimizer's own. `options` are further arguments of the
     optimizer, such as `betas` or `momentum`. `muon` is Muon for the matrices of hidden layers and
-    AdamW for all other parameters; its options are those of Muon.
+    AdamW for all other parameters; its options are those of Muon. `scaled` is `ScaledMomentum`.
     """
     refuse_unusable(name)
-    kind: type[torch.optim.Optimizer] = getattr(torch.optim, OPTIMIZERS[name])
+    kind = _kind(name)
     arguments = _checked_options(name, kind, weight_decay, options or {})
     parameters = trainable_parameters(model)
     if learning_rate is None:
@@ -135,6 +136,10 @@ def check_optimizer(optimizer: Any) -> None:
             f"{type(optimizer).__name__} computes the loss again within a step, and a step has one "
             "noised gradient: use another, such as 'adamw'."
         )
+
+
+def _kind(name: str) -> type[torch.optim.Optimizer]:
+    return getattr(torch.optim, OPTIMIZERS[name]) if name in OPTIMIZERS else ScaledMomentum
 
 
 def _accepted(kind: type) -> set[str]:

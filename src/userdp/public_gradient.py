@@ -1,5 +1,8 @@
 """Public records beside the private ones: their gradient is mixed in after the noise.
 
+An optimizer that scales gradients before they are clipped can take its scales from them, too
+(`scaled_momentum`).
+
 The noised gradient is released as it is priced. What follows is post-processing: a gradient of
 public records, at weights that were released before, costs nothing. It has no noise, so it steadies
 the direction of a noisy step (Amid et al. 2022; Nasr et al. 2023).
@@ -17,14 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from userdp.config_sections import DataSettings
 from userdp.data.store import UserStore
-from userdp.data.tokens import TokenRows, tokenise
+from userdp.data.tokens import tokenise
 from userdp.earlier import Earlier
 from userdp.errors import InputError
+from userdp.losses import Batch
 from userdp.models.checks import trainable_parameters
+from userdp.optimizer_names import NOTHING_USES_PUBLIC
 from userdp.run_files import overlap
+from userdp.scaled_momentum import ScaledMomentum, refuse_unlearnt
 from userdp.step import PrivateStep
 from userdp.tasks import Task
 
@@ -38,17 +45,24 @@ UNCHECKED = (
 )
 
 
+# So many batches of public records tell how large gradients usually are.
+BATCHES_FOR_SCALES = 100
+
+
 @dataclass(frozen=True, kw_only=True)
 class PublicData:
-    """Which public records are mixed in: `batch_size` of them a step, with a share of `weight`."""
+    """Which public records are mixed in: `batch_size` of them a step, with a share of `weight`.
+
+    With a weight of 0 they give a `ScaledMomentum` its scales, and nothing else.
+    """
 
     store: UserStore
     weight: float = 0.5
     batch_size: int = 32
 
     def __post_init__(self) -> None:
-        if not 0 < self.weight < 1:
-            raise InputError(f"public_weight={self.weight:g}: a share between 0 and 1.")
+        if not 0 <= self.weight < 1:
+            raise InputError(f"public_weight={self.weight:g}: a share from 0 to below 1.")
         if self.batch_size < 1:
             raise InputError(f"public_batch_size={self.batch_size}: give at least 1.")
 
@@ -106,29 +120,56 @@ def mixed_in(
     if not len(rows):
         raise InputError(f"{public.store.path} has no record that can be trained on.")
 
-    def mix(*_: Any) -> None:
-        _mix(public, step, rows, task)
+    def gradient(of_step: int, number: int = 0) -> list[Tensor | None]:
+        rng = step.record.streams("public").rng(of_step, number)
+        size = min(public.batch_size, len(rows))
+        return _gradient(step, task, task.batch(rows, rng.choice(len(rows), size, False), rng))
 
-    handle = step.optimizer.register_step_pre_hook(mix)
+    def mix(*_: Any) -> None:
+        # The row of the step is written by now, and counted: steps begin with 1 here.
+        _mix(public.weight, step, gradient(step.record.steps))
+
+    optimizer = step.optimizer
+    if isinstance(optimizer, ScaledMomentum) and optimizer.lacks_public:
+        optimizer.learn(gradient(0, number) for number in range(BATCHES_FOR_SCALES))
+    if not public.weight:
+        yield
+        return
+    handle = optimizer.register_step_pre_hook(mix)
     try:
         yield
     finally:
         handle.remove()
 
 
-def _mix(public: PublicData, step: PrivateStep, rows: TokenRows, task: Task) -> None:
-    """p.grad <- (1 - weight) p.grad + weight g, where g is the public gradient, clipped alike."""
+def check_use(public: PublicData | None, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse public records that nothing uses, and scales from public records that are missing."""
+    is_scaled = isinstance(optimizer, ScaledMomentum) and optimizer.source == "public"
+    if public is None:
+        refuse_unlearnt(optimizer)
+    elif not public.weight and not is_scaled:
+        raise InputError(NOTHING_USES_PUBLIC)
+
+
+def _gradient(step: PrivateStep, task: Task, batch: Batch) -> list[Tensor | None]:
+    """The mean gradient of a batch of public records at the present weights."""
     parameters = list(trainable_parameters(step.model).values())
-    # The row of the step is written by now, and counted: steps begin with 1 here.
-    rng = step.record.streams("public").rng(step.record.steps, 0)
-    size = min(public.batch_size, len(rows))
-    chosen = rng.choice(len(rows), size=size, replace=False)
-    batch = task.batch(rows, chosen, rng)
     device = parameters[0].device
     batch = {name: values.to(device) for name, values in batch.items()}
     with torch.enable_grad():
         loss = task.record_loss(step.model, batch).mean()
-        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        return list(torch.autograd.grad(loss, parameters, allow_unused=True))
+
+
+def _mix(weight: float, step: PrivateStep, found: list[Tensor | None]) -> None:
+    """p.grad <- (1 - weight) p.grad + weight g, where g is the public gradient, clipped alike.
+
+    Where gradients are scaled before they are clipped, so is this one.
+    """
+    parameters = list(trainable_parameters(step.model).values())
+    if isinstance(step.optimizer, ScaledMomentum):
+        scales = step.optimizer.scales_for(parameters).scales
+        found = [g if g is None else s.times(g) for s, g in zip(scales, found, strict=True)]
     gradients = [g for g in found if g is not None]
     norm = torch.stack([g.float().norm() for g in gradients]).norm()
     # The same rule as for a user's update: else the larger of the two would decide.
@@ -136,6 +177,6 @@ def _mix(public: PublicData, step: PrivateStep, rows: TokenRows, task: Task) -> 
     factor = rule.factor(norm.clamp(min=1e-12), rule.clip_norm, 1.0)
     for parameter, gradient in zip(parameters, found, strict=True):
         assert parameter.grad is not None
-        parameter.grad.mul_(1 - public.weight)
+        parameter.grad.mul_(1 - weight)
         if gradient is not None:
-            parameter.grad.add_((public.weight * factor * gradient).to(parameter.grad.dtype))
+            parameter.grad.add_((weight * factor * gradient).to(parameter.grad.dtype))

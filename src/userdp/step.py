@@ -37,6 +37,7 @@ from userdp.ranks.shares import dealt_by, places_of, taken
 from userdp.ranks.states import of_all_ranks, of_this_rank
 from userdp.run_record import RunRecord
 from userdp.sampling import Cohort
+from userdp.scaled_momentum import refuse_unlearnt, update_of_run
 from userdp.sharding.shard import computing, ending, passes_of, prepare_step
 from userdp.sharding.whole import as_one_process
 from userdp.shared_record import begin_together, check_owner, finish_together, shared
@@ -48,8 +49,7 @@ class PrivateStep:
     """Draws cohorts and turns their batches into noised gradients, one charged step at a time.
 
     >>> from userdp import Plan, PrivateStep, UserIndex
-    >>> model = torch.nn.Linear(2, 1)
-    >>> x, y = torch.randn(6, 2), torch.randn(6)
+    >>> model, x, y = torch.nn.Linear(2, 1), torch.randn(6, 2), torch.randn(6)
     >>> plan = Plan.sample_users(num_users=3, expected_cohort_size=2, group_size=2, steps=5,
     ...                          clip_norm=1.0, epsilon=8.0, delta=1e-2)
     >>> step = PrivateStep(
@@ -122,6 +122,7 @@ class PrivateStep:
             model,
             computing(self._model_passes, self._parameters),
             plan,
+            update=update_of_run(plan.update, optimizer, self._parameters),
             record_loss=record_loss,
             settings=settings,
             sequence_length=sequence_length,
@@ -196,6 +197,7 @@ class PrivateStep:
                 "the plan allows. Plan more steps before training."
             )
         self.record.check_current(self.model)
+        refuse_unlearnt(self.optimizer)
         if self._drawn is not None:
             raise InputError(
                 "a cohort was drawn and not applied: leaving steps out makes the sampling other "
@@ -203,9 +205,8 @@ class PrivateStep:
             )
         self._drawn_at = self.record.steps
         whole = self.plan.sampler.draw(self._index, self._drawn_at, self.record.streams("cohort"))
-        ranks = self._ranks
-        self._places = places_of(whole, ranks.rank, ranks.count, self._row_lengths)
-        self._dealt = dealt_by(whole, self._row_lengths) if ranks.count > 1 else 0
+        self._places = places_of(whole, self._ranks.rank, self._ranks.count, self._row_lengths)
+        self._dealt = dealt_by(whole, self._row_lengths) if self._ranks.count > 1 else 0
         self._drawn = taken(whole, self._places)
         return self._drawn
 
@@ -259,9 +260,8 @@ class PrivateStep:
         after = self._checked.update_of_one(groups, self._clip)
         keeps = not (is_same_update(before, after) and self._checked.is_explained(total, after))
         # Reading the count waits for the device, so that is left out where nobody needs it.
-        counts = self._clip.count_stddev is not None
         return total, Counted(
-            num_within=int(total.num_within) if counts else 0,
+            num_within=0 if self._clip.count_stddev is None else int(total.num_within),
             num_updates=total.num_updates,
             weight=total.total_weight,
             keeps=keeps,

@@ -41,7 +41,7 @@ from userdp.opening_together import made_alike, open_together
 from userdp.optimizer_choice import optimizer_and_schedule
 from userdp.paid import Paid
 from userdp.plan import Plan
-from userdp.public_gradient import PublicData, mixed_in
+from userdp.public_gradient import PublicData, check_use, mixed_in
 from userdp.ranks import Ranks
 from userdp.ranks.wishes import Wishes
 from userdp.ranks_launched import is_restarted
@@ -202,6 +202,7 @@ def train(
             warmup_steps=warmup_steps,
             schedule_hold=schedule_hold,
         )
+    check_use(public, optimizer)
     check_trackers(trackers, None if out is None else Path(out))
     if dry_run and (resume or fork):
         raise InputError("dry_run begins a run of its own: leave out resume and fork.")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from userdp.clipping.execute.capture import Graph, put_back
 from userdp.clipping.execute.checkpoint import blocks_of
 from userdp.clipping.execute.execution import CompiledCalls, Execution
 from userdp.clipping.execute.models import has_aligned_head, most_positions, padded_rows
-from userdp.clipping.execute.record_attention import KERNEL_DTYPES
+from userdp.clipping.execute.record_attention import KERNEL_DTYPES, refuse_capture
 from userdp.clipping.flat import ClippedSum, FlatBuffer, HalfAddedError
 from userdp.clipping.gradients.chunk_choice import chunks_logits, keeps_logits
 from userdp.clipping.gradients.many_users import ManyUsers, look_at
@@ -44,9 +45,11 @@ from userdp.clipping.module_state import ModuleState
 from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
-from userdp.errors import InputError, MixedExamplesError
+from userdp.errors import MixedExamplesError
 from userdp.losses import Batch, RecordLoss, Update, joined_lm_loss
 from userdp.sharded_tensors import at_rest, is_shard
+from userdp.updates.contract import UpdateRule
+from userdp.updates.mean_gradient import MEAN_GRADIENT
 
 # Adds what one batch of users contributes.
 AddBatch = Callable[[Users], Any]
@@ -61,10 +64,10 @@ EAGER_SHAPES = 64
 class FastClipping:
     """Clipped sums of cohorts, as the plain loop would give them.
 
-    `sequence_length` is how long records may be and `group_size` how many rows a group may have,
-    public numbers. `skip_failing` is as in `PlainClipping`. `every_shape` compares every new shape
-    of batch with the plain loop. `differs` says that the two were seen to differ. At most
-    `most_stored_users` users have stored gradients at a time.
+    `sequence_length` and `group_size` bound a record's tokens and a group's rows; they are public.
+    `skip_failing` is as in `PlainClipping`. `every_shape` compares every new shape of batch with
+    the plain loop. `differs` says that the two were seen to differ. At most `most_stored_users`
+    users have stored gradients at a time. `update` is the mean gradient or a scaled one.
     """
 
     def __init__(
@@ -79,12 +82,12 @@ class FastClipping:
         group_size: int | None = None,
         every_shape: bool = True,
         most_stored_users: int | None = None,
+        update: UpdateRule = MEAN_GRADIENT,
     ) -> None:
         settings = settings or StepSettings()
         refuse_computed_weights(model)
         self.skip_failing = False
-        # Set when the paths are seen to differ: from then on the plain loop does the work.
-        self.differs = False
+        self.differs = False  # From then on the plain loop does the work.
         self._model = model
         self._state = ModuleState(model)
         self._parameters = list(parameters)
@@ -93,7 +96,7 @@ class FastClipping:
         self._device = self._parameters[0].device
         on_cuda = self._device.type == "cuda"
         # Weights of a sharded model are gathered while it runs, which cannot be captured.
-        may_compile = on_cuda and not any(is_shard(parameter) for parameter in model.parameters())
+        may_compile = on_cuda and not any(map(is_shard, model.parameters()))
         self._compile = may_compile if settings.compile_blocks is None else settings.compile_blocks
         self._graphs = self._compile and on_cuda
         self._settings, self._dtype = settings, settings.compute_dtype
@@ -102,7 +105,8 @@ class FastClipping:
         self._compared = ComparedShapes(every_shape=every_shape, compiles=self._compile)
         if settings.join_records is True:
             refuse_dropout(model)
-            self._refuse_if_attention_cannot_be_captured()
+            if not self._can_follow_records:
+                refuse_capture()
         self._batch_tokens = settings.microbatch_tokens or usual_tokens(
             model, self._device, captured=self._graphs, words=dictionary_size(model)
         )
@@ -122,7 +126,9 @@ class FastClipping:
         self._num_within = torch.zeros((), dtype=torch.int64, device=self._device)
         # Made when the first user larger than a batch comes.
         self._large_total: FlatBuffer | None = None
-        self._large = OneUser(model, parameters, rule)
+        self._update = update
+        self._one_user = partial(OneUser, model, parameters, rule, scales=update.scales)
+        self._large = self._one_user()
         self._surveys: dict[Any, Survey] = {}
         self._compiled_calls: CompiledCalls = {}
         self._add_by_shape: dict[Any, AddBatch] = {}
@@ -164,13 +170,6 @@ class FastClipping:
     def _can_follow_records(self) -> bool:
         """Whether attention across rows can run: outside of its kernel it cannot be captured."""
         return not self._graphs or self._product_dtype in KERNEL_DTYPES
-
-    def _refuse_if_attention_cannot_be_captured(self) -> None:
-        if not self._can_follow_records:
-            raise InputError(
-                "join_records: on CUDA it needs products in half precision. Give compute_dtype "
-                "bfloat16, or compile_blocks=False."
-            )
 
     def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
         """The sum over the groups; overwritten by the next call. Secret.
@@ -258,6 +257,7 @@ class FastClipping:
             self._model,
             self._parameters,
             record_loss=self._record_loss,
+            update=self._update,
             compute_dtype=self._dtype,
         )
         plain.skip_failing = self.skip_failing
@@ -300,6 +300,7 @@ class FastClipping:
             example,
             execution=execution,
             survey=self._surveys[rows],
+            scales=self._update.scales,
         )
 
         def add(users: Users) -> None:
@@ -310,7 +311,7 @@ class FastClipping:
 
     def _alone(self, example: Users) -> AddBatch:
         execution = self._execution(example)
-        one_user = OneUser(self._model, self._parameters, self._rule)
+        one_user = self._one_user()
 
         def add(rows: Users) -> None:
             gradient = one_user.gradient(rows, execution)
@@ -389,6 +390,7 @@ class FastClipping:
                         fast,
                         record_loss=self._record_loss,
                         compute_dtype=self._dtype,
+                        update=self._update,
                     )
                     break
                 except NothingFiniteError:

@@ -73,6 +73,7 @@ def summation(
             sequence_length=sequence_length,
             group_size=group_size,
             every_shape=every_shape,
+            update=update,
         )
     plain = PlainClipping(
         model,

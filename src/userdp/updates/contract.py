@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from userdp.losses import Batch, RecordLoss
+    from userdp.updates.scaled_gradient import Scales
 
     ClipFunction = Callable[[Sequence[Tensor]], list[Tensor]]
 
@@ -89,6 +90,19 @@ class UpdateRule(Part):
         `clip` is the step's ClipFn, for a rule that clips on the way. What is returned is clipped
         again, whatever it is.
         """
+
+    def scaled_by(self, scales: Scales) -> UpdateRule:
+        """The rule whose updates are multiplied by these scales."""
+        del scales
+        raise InputError(
+            f"a ScaledMomentum scales gradients, and the update is {self.name!r}: use another "
+            "optimizer, or update = 'gradient'."
+        )
+
+    @property
+    def scales(self) -> Scales | None:
+        """What each coordinate of a mean gradient is multiplied by; None if it stays as it is."""
+        return None
 
     @property
     def local_training(self) -> LocalTraining | None:

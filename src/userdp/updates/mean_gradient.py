@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from userdp.losses import Batch, RecordLoss
     from userdp.updates.contract import ClipFunction
+    from userdp.updates.scaled_gradient import Scales
 
 
 @UPDATE_RULES.register
@@ -46,6 +47,12 @@ class MeanGradient(UpdateRule):
             record_loss=record_loss,
             microbatch_records=microbatch_records,
         )
+
+    def scaled_by(self, scales: Scales) -> UpdateRule:
+        """The scaled gradient."""
+        from userdp.updates.scaled_gradient import ScaledGradient
+
+        return ScaledGradient(by=scales)
 
     @property
     def words(self) -> str:

@@ -27,6 +27,8 @@ from userdp.clipping.plain import PlainClipping, clipped_sum
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.errors import PLAIN, InputError, MixedExamplesError
 from userdp.losses import Batch, RecordLoss, Update, coarsest_dtype
+from userdp.updates.contract import UpdateRule
+from userdp.updates.mean_gradient import MEAN_GRADIENT
 
 # How many users are compared: enough to notice that one is counted as another.
 _COMPARED = 4
@@ -116,6 +118,7 @@ def compare_with_plain(
     record_loss: RecordLoss,
     compute_dtype: torch.dtype | None,
     compared: int = _COMPARED,
+    update: UpdateRule = MEAN_GRADIENT,
 ) -> Verification:
     """Run some users through both paths, the others with weight zero; raise if they differ.
 
@@ -132,7 +135,13 @@ def compare_with_plain(
         start, stop = users.rows_of(user)
         weights[start:stop] = factor * users.weights[start:stop]
     oracle = _Oracle(
-        model, parameters, groups, times, record_loss=record_loss, compute_dtype=compute_dtype
+        model,
+        parameters,
+        groups,
+        times,
+        record_loss=record_loss,
+        compute_dtype=compute_dtype,
+        update=update,
     )
     few = replace(users, weights=weights)
     shares = _CLIP_SHARES if oracle.is_half else _CLIP_SHARES[:1]
@@ -181,8 +190,10 @@ class _Oracle:
         *,
         record_loss: RecordLoss,
         compute_dtype: torch.dtype | None,
+        update: UpdateRule,
     ) -> None:
         self._model, self._parameters = model, parameters
+        self._update = update
         # A pass of the oracle keeps more of every token than a pass of the fast path. It must not
         # be what decides how much memory a large model needs.
         self._records = _records_at_a_time(model, groups)
@@ -190,6 +201,7 @@ class _Oracle:
             model,
             parameters,
             record_loss=record_loss,
+            update=update,
             microbatch_records=self._records,
             compute_dtype=compute_dtype,
         )
@@ -255,7 +267,12 @@ class _Oracle:
     def _wide(self) -> list[Update] | None:
         """The updates in float32; None where the device has no room for them."""
         return _wide_updates(
-            self._model, self._parameters, self._taking_part, self._record_loss, self._records
+            self._model,
+            self._parameters,
+            self._taking_part,
+            self._record_loss,
+            self._records,
+            self._update,
         )
 
     def _sum(self, updates: Iterable[Update], rule: ClipRule) -> Update:
@@ -276,6 +293,7 @@ def _wide_updates(
     groups: Sequence[tuple[Batch, float]],
     record_loss: RecordLoss,
     records: int | None,
+    update: UpdateRule,
 ) -> list[Update] | None:
     """The updates in float32; None where the device has no room for them."""
     try:
@@ -288,6 +306,7 @@ def _wide_updates(
                     group,
                     record_loss=record_loss,
                     microbatch_records=records,
+                    scales=update.scales,
                 )
             ]
             for group, factor in groups

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from userdp.losses import Batch, RecordLoss, Update, wide_dtype
 from userdp.sharded_tensors import is_shard, leaf_of
+from userdp.updates.scaled_gradient import Scales
 
 
 def wide_gradient(
@@ -27,8 +28,12 @@ def wide_gradient(
     *,
     record_loss: RecordLoss,
     microbatch_records: int | None = None,
+    scales: Scales | None = None,
 ) -> Update:
-    """The gradient of the mean of the records' losses, every product in float32 or wider."""
+    """The gradient of the mean of the records' losses, every product in float32 or wider.
+
+    With `scales`, it is scaled.
+    """
     rows = len(next(iter(group.values())))
     size = microbatch_records or max(1, rows)
     total: Update = []
@@ -36,6 +41,8 @@ def wide_gradient(
         part = {name: tensor[start : start + size] for name, tensor in group.items()}
         share = len(next(iter(part.values()))) / max(1, rows)
         found = _gradient_of_part(model, parameters, part, record_loss)
+        if scales is not None:
+            found = scales.times(found)
         if not total and share in (0, 1):
             return found
         total = total or [torch.zeros_like(tensor) for tensor in found]

@@ -20,6 +20,7 @@ from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors, largest_norm
 from userdp.clipping.flat import adding
 from userdp.clipping.gradients.forms import EmbeddingRows, Form, Stored
 from userdp.clipping.gradients.probes import Probes
+from userdp.clipping.gradients.scaled import scaled
 from userdp.clipping.gradients.sums import Sums
 from userdp.clipping.gradients.survey import Survey
 from userdp.clipping.gradients.survey import survey as survey_of
@@ -28,6 +29,7 @@ from userdp.clipping.layer_groups import Layers
 from userdp.clipping.rules import ClipRule
 from userdp.errors import PLAIN, InputError
 from userdp.losses import Batch, wide_dtype
+from userdp.updates.scaled_gradient import Scales
 
 
 def look_at(model: nn.Module, batch: Batch, execution: Execution) -> Survey:
@@ -44,7 +46,10 @@ def look_at(model: nn.Module, batch: Batch, execution: Execution) -> Survey:
 
 
 class ManyUsers:
-    """Clipped sums for batches of one shape; `survey` is what `look_at` gave for such rows."""
+    """Clipped sums for batches of one shape; `survey` is what `look_at` gave for such rows.
+
+    `scales` are those that gradients are multiplied by before they are clipped.
+    """
 
     def __init__(
         self,
@@ -55,6 +60,7 @@ class ManyUsers:
         *,
         execution: Execution,
         survey: Survey | None = None,
+        scales: Scales | None = None,
     ) -> None:
         self._model = model
         self._parameters = list(parameters)
@@ -66,7 +72,8 @@ class ManyUsers:
         found = survey or look_at(model, example.batch, execution)
         numbers = Layers(model, self._parameters).by(rule)
         self._group = {id(p): n for p, n in zip(self._parameters, numbers, strict=True)}
-        self._probes = Probes(model, found, example, execution)
+        self._scales = scales
+        self._probes = Probes(model, found, example, execution, scales=scales)
         self._sums = Sums(max(numbers) + 1)
         self.margin = ROUNDING_MARGIN * torch.finfo(wide_dtype(self._parameters[0].dtype)).eps
 
@@ -109,7 +116,12 @@ class ManyUsers:
         with self._execution.prepared(self._model, layers, self._probes.tapes):
             losses = self._execution.losses(self._model, users.batch)
             loss = (losses * users.weights.to(losses.dtype)).sum()
-            return self._forms(self._hand_out(loss))
+            forms = self._forms(self._hand_out(loss))
+        if self._scales is not None:
+            for place, (parameter, form) in enumerate(forms):
+                # One after the other, so that each makes room for the next.
+                forms[place] = (parameter, scaled(form, self._scales.of(parameter)))
+        return forms
 
     def _squared_norms(self, forms: list[tuple[nn.Parameter, Form]]) -> Tensor:
         """(layers, users), or (1, users) where all layers are clipped together."""

@@ -22,17 +22,24 @@ from userdp.clipping.layer_groups import Layers
 from userdp.clipping.rules import ClipRule
 from userdp.losses import Update, at_least_float32
 from userdp.sharded_tensors import leaf_of
+from userdp.updates.scaled_gradient import Scales
 
 
 class OneUser:
     """Ordinary gradients of one user's rows, added up until they are clipped."""
 
     def __init__(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter], rule: ClipRule
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        rule: ClipRule,
+        *,
+        scales: Scales | None = None,
     ) -> None:
         self._model = model
         self._parameters = list(parameters)
         self._rule = rule
+        self._scales = scales
         self._groups = Layers(model, parameters).by(rule)
         self._sums = Sums(max(self._groups) + 1)
 
@@ -54,10 +61,12 @@ class OneUser:
         into: Sequence[Tensor],
         clip_norm: Tensor | float | None = None,
     ) -> Tensor:
-        """into += the user's whole update, clipped once; returns its norm. Secret.
+        """into += the user's whole update, scaled and clipped once; returns its norm. Secret.
 
         Does not wait for the device; an update that is not finite adds nothing.
         """
+        if self._scales is not None:
+            update = self._scales.times(update)
         forms = [
             (group, Stored(gradients_U=at_least_float32(tensor).contiguous()[None]))
             for group, tensor in zip(self._groups, update, strict=True)

@@ -32,6 +32,7 @@ from userdp.clipping.gradients.survey import (
 from userdp.clipping.kernels.products import can_square, num_tiles
 from userdp.clipping.kernels.running import any_size
 from userdp.losses import wide_dtype
+from userdp.updates.scaled_gradient import Scales
 
 # The costs of the two forms for a user with L tokens, in multiplications of a Gram norm, measured
 # on an H200. A pair costs L (L + GRAM_TILE) (I + O), computed in tiles, and this many for each
@@ -54,9 +55,16 @@ class Probes:
     """
 
     def __init__(
-        self, model: nn.Module, survey: Survey, example: Users, execution: Execution
+        self,
+        model: nn.Module,
+        survey: Survey,
+        example: Users,
+        execution: Execution,
+        *,
+        scales: Scales | None = None,
     ) -> None:
         self._model = model
+        self._scales = scales
         self._execution = execution
         self._users = example.count
         self._rows = len(example.weights)
@@ -183,6 +191,9 @@ class Probes:
         # The rounding errors of a scaled side may be too small for float16.
         if self._product_dtype(weight) == torch.float16:
             return False
+        # A side of a pair cannot take a number of each weight.
+        if self._scales is not None and not self._scales.of(weight).is_by_row_and_column:
+            return False
         tokens = self._typical_tokens(self._called[layer.module])
         inputs, _ = _widths(layer.module, weight)
         outputs = self._outputs_of_input(layer)
@@ -194,7 +205,8 @@ class Probes:
         # The norm of a sum is not the sum of norms: neither for several uses of a weight, nor for
         # the rows of a user.
         by_user = self._ranges is None or self.is_stored_by_user(weight)
-        if not self._used_once(layer) or not by_user:
+        # Nor are those of a product norms any more once it is scaled.
+        if not self._used_once(layer) or not by_user or self._scales is not None:
             return False
         rows, columns = weight.shape
         return can_square(
