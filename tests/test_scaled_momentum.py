@@ -210,6 +210,25 @@ def test_both_paths_train_alike_and_cost_what_gradients_cost(source: Any) -> Non
     assert fast.plan.to_json() == adam.plan.to_json()
 
 
+def test_the_model_is_probed_with_made_up_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step those of a run are all 1, with which a fault would not be seen."""
+    from userdp import checked_model
+
+    seen: list[float] = []
+
+    def watched(*_: Any, **__: Any) -> bool:
+        scales = step.optimizer.scales_for(list(step.model.parameters()))  # type: ignore[attr-defined]
+        seen.extend(float(scale.factors[0].std()) for scale in scales.scales)
+        return True
+
+    monkeypatch.setattr(checked_model, "check_model", watched)
+    step = private_step(lambda model: ScaledMomentum(model.parameters()))
+    step.check_model()
+    assert min(seen) > 0.5
+    scales = step.optimizer.scales_for(list(step.model.parameters()))  # type: ignore[attr-defined]
+    assert all(bool((scale.factors[0] == 1).all()) for scale in scales.scales)
+
+
 def test_noise_is_added_in_the_scaled_geometry() -> None:
     """With nobody in the cohort a step is noise alone, of one size for every coordinate."""
     seen: list[Tensor] = []

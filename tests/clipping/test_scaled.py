@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import RAGGED, cohort, difference, norms, pairs_wherever_possible, shake, trainable
+from comparing import (
+    RAGGED,
+    cohort,
+    difference,
+    norms,
+    pairs_wherever_possible,
+    shake,
+    squares_wherever_possible,
+    trainable,
+)
 from torch import Tensor, nn
 
 import models_zoo
@@ -81,6 +90,14 @@ def test_fast_and_plain_give_the_same_sum(name: str, kind: str, pairs: bool) -> 
         for mix in (False, True):
             fast, plain = sums(model, update, FlatClip(clip_norm=3.0), name, mix_sizes=mix)
             assert difference(fast, plain) <= 1e-9
+
+
+def test_norms_that_come_with_products_are_not_those_of_scaled_gradients() -> None:
+    model = shake(models_zoo.build("gpt2 untied"))
+    update = made_up(trainable(model), "by row and column")
+    with squares_wherever_possible():
+        fast, plain = sums(model, update, FlatClip(clip_norm=3.0))
+    assert difference(fast, plain) <= 1e-9
 
 
 def test_scales_of_each_coordinate_never_use_pairs() -> None:
