@@ -275,6 +275,7 @@ def test_a_class_that_the_model_does_not_have_counts_as_zero() -> None:
         model,
         list(model.parameters()),
         plan,
+        update=plan.update,
         record_loss=classification_loss,
         settings=StepSettings(),
         sequence_length=LENGTH,

@@ -54,6 +54,8 @@ WORDS, WIDTH, HEADS, LENGTH = 1000, 32, 2, 24
 GROUP, COHORT, STEPS, HELD_OUT = 4, 32, 80, 150
 PRICED_USERS, PRICED_COHORT = 20_000, 1_000
 PUBLIC_STEPS, DELAY = 800, 10
+PUBLIC_BATCHES = 100
+ADAPTED = ("attend", "gather", "widen", "narrow")
 TUNING_SEED, SEEDS = 0, (1, 2, 3)
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 FLOORS = (0.1, 1.0)
@@ -193,6 +195,8 @@ def by_rows_and_columns(squares: Tensor, floor: float, shapes: list[torch.Size])
         if len(shape) != 2:
             found.append(1 / (part.sqrt() + floor * usual))
             continue
+        # A factor without any gradient yet counts as a usual one.
+        part = part if bool(part.any()) else usual.square().expand(part.shape)
         matrix, whole = part.reshape(shape), part.mean().sqrt()
         rows = 1 / (matrix.mean(1, keepdim=True).sqrt() / whole + floor)
         columns = 1 / (matrix.mean(0, keepdim=True).sqrt() / whole + floor)
@@ -201,24 +205,75 @@ def by_rows_and_columns(squares: Tensor, floor: float, shapes: list[torch.Size])
     return together / together.square().mean().sqrt()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What is trained: all weights, or adapters of a rank beside those of linear layers."""
+
+    base: Words
+    rank: int = 0
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of every trained tensor."""
+        own = dict(self.base.named_parameters())
+        if not self.rank:
+            return {name: p.shape for name, p in own.items()}
+        found: dict[str, torch.Size] = {}
+        for name in ADAPTED:
+            rows, columns = own[f"{name}.weight"].shape
+            found[f"{name} A"] = torch.Size((self.rank, columns))
+            found[f"{name} B"] = torch.Size((rows, self.rank))
+        return found
+
+    @functools.cached_property
+    def start(self) -> Tensor:
+        """All of it in one vector: the weights, or random factors A and zeros for B."""
+        if not self.rank:
+            return torch.cat([p.detach().flatten() for p in self.base.parameters()])
+        generator = torch.Generator().manual_seed(3)
+        parts = [
+            torch.randn(shape, generator=generator) / shape[1] ** 0.5
+            if name.endswith("A")
+            else torch.zeros(shape)
+            for name, shape in self.shapes.items()
+        ]
+        return torch.cat([part.flatten() for part in parts])
+
+    def weights(self, values: Tensor) -> dict[str, Tensor]:
+        """The model's weights where the trained vector is this one."""
+        parts = values.split([shape.numel() for shape in self.shapes.values()])
+        own = {n: p.reshape(s) for (n, s), p in zip(self.shapes.items(), parts, strict=True)}
+        if not self.rank:
+            return own
+        found = {name: p.detach() for name, p in self.base.named_parameters()}
+        for name in ADAPTED:
+            found[f"{name}.weight"] = (
+                found[f"{name}.weight"] + 2 * own[f"{name} B"] @ own[f"{name} A"]
+            )
+        return found
+
+
+def public_squares(trained: Trained, books: Tensor) -> Tensor:
+    """The mean of squares of gradients of public text, at the weights that training begins with."""
+    rng, squares = torch.Generator().manual_seed(9), torch.zeros_like(trained.start)
+    for _ in range(PUBLIC_BATCHES):
+        chosen = books[torch.randint(len(books), (32,), generator=rng)]
+        values = trained.start.clone().requires_grad_()
+        loss = row_losses(trained.base, trained.weights(values), chosen).mean()
+        squares += torch.autograd.grad(loss, values)[0].square() / PUBLIC_BATCHES
+    return squares
+
+
 def fine_tuned(
-    base: Words, squares: Tensor, users: list[Tensor], others: Tensor, arm: Arm
+    trained: Trained, squares: Tensor, users: list[Tensor], others: Tensor, arm: Arm
 ) -> float:
     """The loss on other people after private training."""
-    shapes = {name: p.shape for name, p in base.named_parameters()}
-    flat = torch.cat([p.detach().flatten() for p in base.parameters()])
+    base, flat = trained.base, trained.start
     rng = torch.Generator().manual_seed(1000 + arm.seed)
     noise = noise_of_mean(arm.epsilon)
 
-    def named(values: Tensor) -> dict[str, Tensor]:
-        parts = values.split([shape.numel() for shape in shapes.values()])
-        return {
-            name: part.reshape(shape)
-            for (name, shape), part in zip(shapes.items(), parts, strict=True)
-        }
-
     def user_loss(values: Tensor, rows: Tensor) -> Tensor:
-        losses, there = row_losses(base, named(values), rows), (rows[:, 1] >= 0).float()
+        losses, there = row_losses(base, trained.weights(values), rows), (rows[:, 1] >= 0).float()
         return (losses * there).sum() / there.sum().clamp(min=1)
 
     gradients = vmap(grad(user_loss), in_dims=(None, 0))
@@ -226,7 +281,7 @@ def fine_tuned(
     if arm.how == "public":
         scale = scales(squares, arm.floor)
     elif arm.how == "rows":
-        scale = by_rows_and_columns(squares, arm.floor, list(shapes.values()))
+        scale = by_rows_and_columns(squares, arm.floor, list(trained.shapes.values()))
     moment, second, recent = (torch.zeros_like(flat) for _ in range(3))
     for step in range(1, STEPS + 1):
         coins = torch.rand(len(users), generator=rng) < COHORT / len(users)
@@ -258,7 +313,7 @@ def fine_tuned(
         elif arm.how == "delayed" and step % DELAY == 0:
             scale, recent = scales(recent.square(), arm.floor), torch.zeros_like(flat)
     with torch.no_grad():
-        return float(row_losses(base, named(flat), others).mean())
+        return float(row_losses(base, trained.weights(flat), others).mean())
 
 
 def tried(how: str, epsilon: float) -> list[Arm]:
@@ -270,18 +325,24 @@ def tried(how: str, epsilon: float) -> list[Arm]:
     ]
 
 
-def study(public: Path, people: Path, out: Path, epsilons: list[float], arms: list[str]) -> None:
+def study(
+    public: Path, people: Path, out: Path, epsilons: list[float], arms: list[str], rank: int
+) -> None:
     """Tune each arm with one seed, then run it with the others; one line a run."""
     books, users, others = prepared(public, people)
     base, squares = public_model(books)
+    trained = Trained(base=base, rank=rank)
+    if rank:
+        squares = public_squares(trained, books)
     with torch.no_grad():
         before = float(row_losses(base, dict(base.named_parameters()), others).mean())
     with out.open("a", encoding="utf-8") as file:
 
         def run(arm: Arm) -> float:
-            loss = fine_tuned(base, squares, users, others, arm)
+            loss = fine_tuned(trained, squares, users, others, arm)
             file.write(
-                json.dumps(dataclasses.asdict(arm) | {"loss": loss, "before": before}) + "\n"
+                json.dumps(dataclasses.asdict(arm) | {"loss": loss, "before": before, "rank": rank})
+                + "\n"
             )
             file.flush()
             return loss
@@ -318,11 +379,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("scaled.jsonl"))
     parser.add_argument("--epsilon", type=float, nargs="+", default=[8.0])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    parser.add_argument("--rank", type=int, default=0, help="train adapters instead of weights")
     given = parser.parse_args()
     if given.public == "table":
         print(table(given.people))
     else:
-        study(Path(given.public), given.people, given.out, given.epsilon, given.arms)
+        study(Path(given.public), given.people, given.out, given.epsilon, given.arms, given.rank)
 
 
 if __name__ == "__main__":

@@ -157,8 +157,13 @@ class ScaledMomentum(torch.optim.Optimizer):
         parameters = list(self._parameters())
         squares = [self.state[p]["squares"] for p in parameters]
         # The mean square of a matrix is the mean of those of its rows.
+        usual = _of_all(parameters, [own[0].mean() for own in squares]).clamp(min=_LEAST)
+        # A parameter without any gradient so far, such as the first factor of a fresh adapter,
+        # counts as a usual one: its gradients may come.
+        squares = [
+            [torch.where(own[0].any(), square, usual.square()) for square in own] for own in squares
+        ]
         means = [own[0].mean() for own in squares]
-        usual = _of_all(parameters, means).clamp(min=_LEAST)
         sizes: list[Tensor] = []
         for parameter, own, mean in zip(parameters, squares, means, strict=True):
             factors = self._scale_of[parameter].factors
@@ -168,8 +173,7 @@ class ScaledMomentum(torch.optim.Optimizer):
                 # The scale of the whole matrix, times one for each row and one for each column.
                 whole = mean.sqrt()
                 for factor, square in zip(factors, own, strict=True):
-                    relative = square.sqrt() / whole.clamp(min=_LEAST)
-                    factor.copy_(1 / (relative + self._floor))
+                    factor.copy_(1 / (square.sqrt() / whole + self._floor))
                 factors[0].div_(whole + self._floor * usual)
             sizes.append(torch.stack([factor.square().mean() for factor in factors]).prod())
         size = _of_all(parameters, sizes)

@@ -114,6 +114,7 @@ def test_batches_and_the_example_can_be_read(name: TaskName, tmp_path: Path) -> 
         model,
         list(trainable_parameters(model).values()),
         plan,
+        update=plan.update,
         record_loss=task.record_loss,
         settings=StepSettings(),
         sequence_length=len(tokenizer_of(name)),
