@@ -17,19 +17,20 @@ def test_scales_fall_with_the_size_of_gradients_and_have_size_one() -> None:
     assert found[0] > found[1] > found[2]
 
 
+@pytest.mark.parametrize("rank", [0, 2])
 def test_every_arm_trains_and_scales_change_what_is_learned(
-    monkeypatch: pytest.MonkeyPatch,
+    rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study, "STEPS", 3)
     monkeypatch.setattr(study, "DELAY", 1)
     monkeypatch.setattr(study, "COHORT", 4)
     torch.manual_seed(0)
-    base = study.Words()
+    trained = study.Trained(base=study.Words(), rank=rank)
     rows = torch.randint(0, 20, (6, 2, study.LENGTH + 1))
-    squares = torch.rand(sum(p.numel() for p in base.parameters()))
+    squares = torch.rand(len(trained.start))
     losses = [
         study.fine_tuned(
-            base,
+            trained,
             squares,
             list(rows),
             rows[0],
