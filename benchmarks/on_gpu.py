@@ -34,6 +34,8 @@ GPU_TESTS = [
     for path in sorted((HERE.parent / "tests").rglob("test_*.py"))
     if "mark.gpu" in path.read_text(encoding="utf-8")
 ]
+# Warnings of a library's other version are no failures.
+PYTEST = "-q -m gpu -W default".split()
 AGAINST_SMALL_USERS = "--bare-group-size 4 --warm 60 --steps 105 --stretch 35".split()
 TRAINING = [str(HERE / "training_run.py"), "--short"]
 LARGE = [str(HERE / "large.py")]
@@ -66,7 +68,7 @@ def whole_run(rows: Path) -> Measurement:
 
 
 MEASUREMENTS = [
-    Measurement("tests", ["-m", "pytest", "-q", "-m", "gpu", *GPU_TESTS], 240, writes_json=False),
+    Measurement("tests", ["-m", "pytest", *PYTEST, *GPU_TESTS], 240, writes_json=False),
     first_steps("cold", "full"),
     first_steps("warm", "full"),
     first_steps("warm-again", "full"),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import models_zoo
+from userdp import evaluation
 from userdp.data.record import Record
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows
@@ -196,6 +199,24 @@ def test_a_batch_that_does_not_fit_into_memory_is_halved() -> None:
     assert halved.loss == pytest.approx(whole.loss, rel=1e-12)
     assert halved.tokens == whole.tokens
     assert halved.user_losses == pytest.approx(whole.user_losses, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("gib", "words", "tokens"), [(139, 50_257, 16_384), (139, 64, 32_768), (24, 50_257, 4_096)]
+)
+def test_logits_of_a_batch_take_at_most_a_tenth_of_a_gpu(
+    gib: int, words: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = SimpleNamespace(out_features=words)
+    model: Any = SimpleNamespace(get_output_embeddings=lambda: head)
+    memory = gib * 2**30
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory)
+    )
+    found = evaluation._usual_tokens(model, torch.device("cuda"))
+    assert found == tokens
+    # Once in bfloat16 and twice in float32.
+    assert found * words * 10 <= memory / 10
 
 
 def test_a_loss_that_is_not_finite_is_null_in_json() -> None:

@@ -22,11 +22,18 @@ from userdp.data.tokens import TokenRows, tokenise_by_record, tokenise_with_reco
 from userdp.errors import InputError
 from userdp.history import history_of
 from userdp.index import IGNORED_LABEL
+from userdp.losses import sent
 from userdp.tasks import CausalTask, Task, task_named, usual_task
 
 if TYPE_CHECKING:
     from userdp.data.store import UserStore
 
+# Tokens in a batch on the CPU, where larger batches are no faster.
+_CPU_TOKENS = 8192
+# On a GPU, which a small batch does not fill: at most this many, whose logits take at most a tenth
+# of its memory. A logit is held once in the dtype of products, and twice in float32.
+_CUDA_TOKENS = 32_768
+_BYTES_OF_LOGIT = 10
 # Tokens in a row when records are scored, as `train` and `evaluate` cut them by default.
 ROW_TOKENS = 128
 # The seed of what a task draws in an evaluation. It is public: nothing here is private.
@@ -124,13 +131,14 @@ def evaluate(
     *,
     pad_token: int,
     task: Task | None = None,
-    batch_tokens: int = 8192,
+    batch_tokens: int | None = None,
     compute_dtype: torch.dtype | None = None,
     unknown: int | None = None,
 ) -> Evaluation:
     """Measure the model on all rows, in batches of rows of similar length.
 
     `task` says what is predicted: by default the next token, where it carries loss.
+    `batch_tokens` are a batch's, by default as many as suit the device.
     `compute_dtype` is the dtype of products, by autocast; None leaves that of the weights.
     `unknown` is the token of words outside a dictionary: where it is the next one, no prediction
     is right, so that dictionaries can be compared (McMahan et al. 2018, App. B).
@@ -147,7 +155,7 @@ def evaluate_store(
     *,
     sequence_length: int = ROW_TOKENS,
     task: Task | None = None,
-    batch_tokens: int = 8192,
+    batch_tokens: int | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Evaluation:
     """Measure the model on all records of a store, also where records have several owners."""
@@ -179,12 +187,13 @@ def _row_sums(
     model: nn.Module,
     rows: TokenRows,
     task: Task,
-    batch_tokens: int,
+    batch_tokens: int | None,
     compute_dtype: torch.dtype | None,
     unknown: int | None,
 ) -> _RowSums:
     device = next(model.parameters()).device
-    waiting = _batches(np.diff(rows.indptr), batch_tokens)[::-1]
+    most = _usual_tokens(model, device) if batch_tokens is None else batch_tokens
+    waiting = _batches(np.diff(rows.indptr), most)[::-1]
     order: list[np.ndarray] = []
     found: list[torch.Tensor] = []
     with measuring(model), _products_in(compute_dtype, device):
@@ -204,6 +213,25 @@ def _row_sums(
     if found:
         sums[:, np.concatenate(order)] = torch.cat(found, dim=1).cpu().numpy()
     return _RowSums(loss=sums[0], correct=sums[1].astype(np.int64), tokens=sums[2].astype(np.int64))
+
+
+def _usual_tokens(model: nn.Module, device: torch.device) -> int:
+    """The tokens of a batch: the same whenever a model is measured on a machine."""
+    if device.type != "cuda":
+        return _CPU_TOKENS
+    memory = torch.cuda.get_device_properties(device).total_memory
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    words = getattr(head, "out_features", 1)
+    return _power_of_two_within(memory // (10 * _BYTES_OF_LOGIT * words), most=_CUDA_TOKENS)
+
+
+def _power_of_two_within(number: int, *, most: int) -> int:
+    """The largest power of two up to the number and up to `most`; 1 if there is none.
+
+    >>> _power_of_two_within(37_000, most=32_768), _power_of_two_within(5_100, most=32_768)
+    (32768, 4096)
+    """
+    return 1 << (max(1, min(number, most)).bit_length() - 1)
 
 
 def _batch_sums(logits: torch.Tensor, targets: torch.Tensor, unknown: int | None) -> torch.Tensor:
@@ -345,7 +373,7 @@ def _predict(
     """Return the logits and what they should predict, one line for each row."""
     # What is hidden in a row is the same in every evaluation, so that numbers can be compared.
     rng = np.random.default_rng([_SEED, int(chosen[0])])
-    batch = {name: tensor.to(device) for name, tensor in task.batch(rows, chosen, rng).items()}
+    batch = {name: sent(tensor, device) for name, tensor in task.batch(rows, chosen, rng).items()}
     return task.predictions(model, batch)
 
 

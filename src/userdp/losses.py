@@ -28,6 +28,13 @@ JOINED_LEFT = "userdp_left"
 JOINED_WEIGHT = "userdp_weight"
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. A GPU goes on with what it does while it is copied."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def causal_lm_loss(
     model: nn.Module, batch: Batch, *, token_mean: TokenMean | None = None
 ) -> Tensor:

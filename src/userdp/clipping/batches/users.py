@@ -21,6 +21,7 @@ from userdp.losses import (
     JOINED_POSITION,
     JOINED_WEIGHT,
     Batch,
+    sent,
 )
 
 # What is put behind the end of a record. Tensors of other names are not padded: groups share a
@@ -133,13 +134,7 @@ class Users:
 
     def sent_to(self, device: torch.device) -> Users:
         """The same users on a device. Nobody waits for copies to a GPU."""
-
-        def send(tensor: Tensor) -> Tensor:
-            if device.type == "cuda" and not tensor.is_cuda:
-                return tensor.pin_memory().to(device, non_blocking=True)
-            return tensor.to(device)
-
-        return self.with_tensors([send(tensor) for tensor in self.tensors])
+        return self.with_tensors([sent(tensor, device) for tensor in self.tensors])
 
 
 # Names and shapes of the tensors that cannot be padded.
