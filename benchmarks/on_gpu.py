@@ -36,7 +36,7 @@ GPU_TESTS = [
 ]
 # Warnings of a library's other version are no failures.
 PYTEST = "-q -m gpu -W default".split()
-AGAINST_SMALL_USERS = "--bare-group-size 4 --warm 60 --steps 105 --stretch 35".split()
+AGAINST_SMALL_USERS = "--bare-group-sizes 4 8 --warm 60 --steps 105 --stretch 35".split()
 TRAINING = [str(HERE / "training_run.py"), "--short"]
 LARGE = [str(HERE / "large.py")]
 # How long a process has to end by itself before it is killed with all that it started.
@@ -122,8 +122,11 @@ def result_of(each: Measurement, out: Path, *, seconds: float, caches: Path) -> 
         "TORCHINDUCTOR_CACHE_DIR": str(own / "inductor"),
         "TRITON_CACHE_DIR": str(own / "triton"),
         "XDG_CACHE_HOME": str(own / "home"),
+        # The libraries' bytecode, which an installation keeps beside them. Not all machines let it.
+        "PYTHONPYCACHEPREFIX": str(own / "bytecode"),
         "PYTHONUNBUFFERED": "1",
     }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     file = caches / f"{each.name}.json"
     given = ["--json", str(file)] if each.writes_json else []
     began = time.perf_counter()

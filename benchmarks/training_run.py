@@ -11,8 +11,8 @@ short as posts and chat messages are. `--rows` takes real records, from a file o
 held-out users, and `useful_share_with_evaluation` is what is left in a run of 500 steps that does
 so before the first one and after every 100th.
 
-Clipping costs more where users are small. `--bare-group-size 4` compares with a second bare step
-too, whose users have 4 rows.
+Clipping costs more where users are small. `--bare-group-sizes 4 8` compares with further bare steps
+too, whose users have 4 and 8 rows.
 
 With `--cold` only the first `--warm` steps run, and some more at full speed. What is measured is
 how long it takes until no step brings a new batch shape any more, and how much longer the first
@@ -96,15 +96,15 @@ def main() -> None:
     records = parser.add_mutually_exclusive_group()
     records.add_argument("--short", action="store_true")
     records.add_argument("--rows", type=Path, help="real records, as `prepare` writes them")
-    parser.add_argument("--bare-group-size", type=count, help="rows of a second bare step's users")
+    parser.add_argument(
+        "--bare-group-sizes", type=count, nargs="+", default=[], help="of further bare steps' users"
+    )
     parser.add_argument("--join", choices=["yes", "no"], help="as the device prefers if not given")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--json", type=new_file)
     options = parser.parse_args()
     tokens = 16_384 if gpu else 2_048
-    sizes = [options.group_size]
-    if options.bare_group_size:
-        sizes.append(options.bare_group_size)
+    sizes = [options.group_size, *options.bare_group_sizes]
     for size in sizes:
         refuse_uneven(parser, tokens, options.length, size)
     setting = Setting(options.model, options.finetune, options.length, tokens)

@@ -20,6 +20,8 @@ GROUND |= {"budget_file", "interrupts", "lock", "remembered", "rows_file", "task
 GROUND |= {"chacha", "compiled", "quantisation_names", "schedules", "stacked_lora"}
 # The way to the others of a launched process, without torch.
 GROUND |= {"ranks_launched", "shard_files", "sharded_tensors"}
+# How a model runs while it is measured.
+GROUND |= {"measuring"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses", "tasks"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the

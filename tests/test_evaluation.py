@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import models_zoo
-from userdp import evaluation
 from userdp.data.record import Record
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows
 from userdp.errors import InputError
-from userdp.evaluation import evaluate, evaluate_store, mean_losses, measuring
+from userdp.evaluation import evaluate, evaluate_store, mean_losses
+from userdp.measuring import aligned_head, measuring, usual_tokens
 from userdp.tasks import ClassificationTask, MaskedTask
 
 
@@ -213,10 +213,31 @@ def test_logits_of_a_batch_take_at_most_a_tenth_of_a_gpu(
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory)
     )
-    found = evaluation._usual_tokens(model, torch.device("cuda"))
+    found = usual_tokens(model, torch.device("cuda"))
     assert found == tokens
     # Once in bfloat16 and twice in float32.
     assert found * words * 10 <= memory / 10
+
+
+def test_an_aligned_head_gives_the_same_logits_and_leaves_the_model_as_it_was() -> None:
+    model = models_zoo.build("gpt2 tied", torch.float32)
+    head, ids = model.get_output_embeddings(), torch.arange(6)[None]
+    widths: list[int] = []
+    with torch.no_grad():
+        usual = model(input_ids=ids).logits
+        with aligned_head(model):
+            assert "forward" in vars(head)
+            found = model(input_ids=ids).logits
+        # A head that is aligned already is left alone.
+        head.weight = torch.nn.Parameter(torch.ones(64, head.in_features))
+        head.out_features = 64
+        with aligned_head(model):
+            widths.append(model(input_ids=ids).logits.shape[-1])
+            assert "forward" not in vars(head)
+    assert usual.shape[-1] % 64
+    torch.testing.assert_close(found, usual)
+    assert widths == [64]
+    assert "forward" not in vars(head)
 
 
 def test_a_loss_that_is_not_finite_is_null_in_json() -> None:

@@ -7,8 +7,7 @@ users, they would reveal more than the run's guarantee allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +22,12 @@ from userdp.errors import InputError
 from userdp.history import history_of
 from userdp.index import IGNORED_LABEL
 from userdp.losses import sent
+from userdp.measuring import aligned_head, measuring, usual_tokens
 from userdp.tasks import CausalTask, Task, task_named, usual_task
 
 if TYPE_CHECKING:
     from userdp.data.store import UserStore
 
-# Tokens in a batch on the CPU, where larger batches are no faster.
-_CPU_TOKENS = 8192
-# On a GPU, which a small batch does not fill: at most this many, whose logits take at most a tenth
-# of its memory. A logit is held once in the dtype of products, and twice in float32.
-_CUDA_TOKENS = 32_768
-_BYTES_OF_LOGIT = 10
 # Tokens in a row when records are scored, as `train` and `evaluate` cut them by default.
 ROW_TOKENS = 128
 # The seed of what a task draws in an evaluation. It is public: nothing here is private.
@@ -105,26 +99,6 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-@contextmanager
-def measuring(model: nn.Module) -> Iterator[None]:
-    """Forward passes inside leave nothing behind: no gradient, no other mode, no random number.
-
-    The mode of every module is put back by itself, because parts of a model may differ in it.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    device = next(model.parameters()).device
-    try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        ):
-            model.eval()
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def evaluate(
     model: nn.Module,
     rows: TokenRows,
@@ -192,11 +166,13 @@ def _row_sums(
     unknown: int | None,
 ) -> _RowSums:
     device = next(model.parameters()).device
-    most = _usual_tokens(model, device) if batch_tokens is None else batch_tokens
+    most = usual_tokens(model, device) if batch_tokens is None else batch_tokens
     waiting = _batches(np.diff(rows.indptr), most)[::-1]
     order: list[np.ndarray] = []
     found: list[torch.Tensor] = []
-    with measuring(model), _products_in(compute_dtype, device):
+    on_gpu = device.type == "cuda"
+    head = aligned_head(model) if on_gpu else nullcontext()
+    with measuring(model), _products_in(compute_dtype, device), head:
         while waiting:
             chosen = waiting.pop()
             try:
@@ -213,25 +189,6 @@ def _row_sums(
     if found:
         sums[:, np.concatenate(order)] = torch.cat(found, dim=1).cpu().numpy()
     return _RowSums(loss=sums[0], correct=sums[1].astype(np.int64), tokens=sums[2].astype(np.int64))
-
-
-def _usual_tokens(model: nn.Module, device: torch.device) -> int:
-    """The tokens of a batch: the same whenever a model is measured on a machine."""
-    if device.type != "cuda":
-        return _CPU_TOKENS
-    memory = torch.cuda.get_device_properties(device).total_memory
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    words = getattr(head, "out_features", 1)
-    return _power_of_two_within(memory // (10 * _BYTES_OF_LOGIT * words), most=_CUDA_TOKENS)
-
-
-def _power_of_two_within(number: int, *, most: int) -> int:
-    """The largest power of two up to the number and up to `most`; 1 if there is none.
-
-    >>> _power_of_two_within(37_000, most=32_768), _power_of_two_within(5_100, most=32_768)
-    (32768, 4096)
-    """
-    return 1 << (max(1, min(number, most)).bit_length() - 1)
 
 
 def _batch_sums(logits: torch.Tensor, targets: torch.Tensor, unknown: int | None) -> torch.Tensor:

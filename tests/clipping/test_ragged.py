@@ -318,6 +318,22 @@ def test_small_batches_have_places_for_small_users_and_few_empty_rows() -> None:
     assert all(sizes.shape(20, 32, share).users <= most for share in sizes.shares)
 
 
+def test_the_last_users_of_a_cohort_stay_with_the_kind_before() -> None:
+    sizes = Sizes(max_tokens=4_096)
+    sizes.see_length(128)
+    # Rows of 128 tokens. Users of up to 4 rows would be a kind of their own.
+    few = [15, 15, 3, 3, 2]
+    many = few + [1] * 60
+    for rows, kinds in ((few, {5}), (many, {5, 1})):
+        groups = [
+            {name: torch.ones(n, 128, dtype=torch.long) for name in ("input_ids", "labels")}
+            for n in rows
+        ]
+        batches = list(pack_ragged(groups, sizes))
+        assert {b.ranges.fewest_rows for b in batches if b.ranges is not None} == kinds
+        assert sum(int((b.weights > 0).sum()) for b in batches) == sum(rows)
+
+
 def test_parts_of_a_batch_are_twice_as_fine_up_to_its_half() -> None:
     few, many = (Sizes(max_tokens=tokens).shares for tokens in (16_384, 40_960))
     assert few == [*(i / 16 for i in range(1, 8)), *(i / 8 for i in range(4, 8))]

@@ -9,7 +9,8 @@ than the others.
 
 Users are sorted into kinds by their tokens: up to 512, up to 2,048, and so on. Each kind has its
 own batches, because the number of places and the cheapest form of a gradient (`forms`) depend on
-the size of the users. If a kind has too few users to fill a batch, smaller users fill it up. A full
+the size of the users. If a kind has too few users to fill a batch, smaller users fill it up, and
+the last few users of a cohort stay with the kind before. A full
 batch has places for twice as many users as the smallest ones of the kind would need, and a large
 one for one and a half times as many. Smaller batches have a place for every third of the rows that
 the smallest users have, but no more places than the full batch, for which there is memory.
@@ -166,12 +167,16 @@ def _pack(groups: Sequence[Batch], sizes: Sizes) -> Iterator[Users]:
     if not is_joined(groups[0]):
         for alike, size in waiting.take_alike(sizes):
             yield padded_together([groups[i] for i in alike], size, len(alike))
+    shape: Shape | None = None
     while (largest := waiting.largest()) is not None:
         length, rows = largest
-        shape = sizes.shape(rows, length)
+        # The last batch of a cohort stays with the kind before, if that holds all who are left. A
+        # kind that only they have would have to be compiled for them.
+        if shape is None or shape.length != length or not waiting.all_fit(shape):
+            shape = sizes.shape(rows, length)
         chosen, used = waiting.fitting(shape)
         waiting.remove(chosen)
-        smaller = (sizes.shape(rows, length, share) for share in sizes.shares)
+        smaller = (sizes.shape(shape.most_rows, length, share) for share in sizes.shares)
         holding = (s for s in smaller if s.rows >= used and _has_places(s, len(chosen), used))
         yield _filled([groups[i] for i in sorted(chosen)], next(holding, shape))
 
@@ -221,6 +226,10 @@ class _Waiting:
                 chosen.append(place)
                 used += rows
         return chosen, used
+
+    def all_fit(self, shape: Shape) -> bool:
+        """Whether one batch of this shape holds all groups."""
+        return len(self.fitting(shape)[0]) == sum(map(len, self._places.values()))
 
     def remove(self, chosen: Sequence[int]) -> None:
         """Forget these groups: they have a batch."""

@@ -1,0 +1,81 @@
+"""How a model runs while it is measured: nothing is left behind, and a GPU is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from userdp.sharded_tensors import is_shard
+
+# Tokens in a batch on the CPU, where larger batches are no faster.
+_CPU_TOKENS = 8192
+# On a GPU, which a small batch does not fill: at most this many, whose logits take at most a tenth
+# of its memory. A logit is held once in the dtype of products, and twice in float32.
+_CUDA_TOKENS = 32_768
+_BYTES_OF_LOGIT = 10
+# Tensor cores want widths that are multiples of this.
+_ALIGNMENT = 64
+
+
+@contextmanager
+def measuring(model: nn.Module) -> Iterator[None]:
+    """Forward passes inside leave nothing behind: no gradient, no other mode, no random number.
+
+    The mode of every module is put back by itself, because parts of a model may differ in it.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    device = next(model.parameters()).device
+    try:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        ):
+            model.eval()
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def aligned_head(model: nn.Module) -> Iterator[None]:
+    """Inside the `with` block the output layer's product has an aligned width.
+
+    A GPU's product with 50,257 columns takes several times as long as with 50,304. The columns that
+    are added are cut off again.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    is_plain = type(head) is nn.Linear and head.bias is None and "forward" not in vars(head)
+    if not is_plain or head.out_features % _ALIGNMENT == 0 or is_shard(head.weight):
+        yield
+        return
+    words = head.out_features
+    weight = F.pad(head.weight.detach(), (0, 0, 0, -words % _ALIGNMENT))
+    head.forward = lambda input: F.linear(input, weight)[..., :words]
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def usual_tokens(model: nn.Module, device: torch.device) -> int:
+    """The tokens of a batch: the same whenever a model is measured on a machine."""
+    if device.type != "cuda":
+        return _CPU_TOKENS
+    memory = torch.cuda.get_device_properties(device).total_memory
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    words = getattr(head, "out_features", 1)
+    return _power_of_two_within(memory // (10 * _BYTES_OF_LOGIT * words), most=_CUDA_TOKENS)
+
+
+def _power_of_two_within(number: int, *, most: int) -> int:
+    """The largest power of two up to the number and up to `most`; 1 if there is none.
+
+    >>> _power_of_two_within(37_000, most=32_768), _power_of_two_within(5_100, most=32_768)
+    (32768, 4096)
+    """
+    return 1 << (max(1, min(number, most)).bit_length() - 1)
