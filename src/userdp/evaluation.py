@@ -22,7 +22,7 @@ from userdp.errors import InputError
 from userdp.history import history_of
 from userdp.index import IGNORED_LABEL
 from userdp.losses import sent
-from userdp.measuring import aligned_head, measuring, usual_tokens
+from userdp.measuring import measuring, on_gpu, usual_tokens
 from userdp.tasks import CausalTask, Task, task_named, usual_task
 
 if TYPE_CHECKING:
@@ -170,9 +170,8 @@ def _row_sums(
     waiting = _batches(np.diff(rows.indptr), most)[::-1]
     order: list[np.ndarray] = []
     found: list[torch.Tensor] = []
-    on_gpu = device.type == "cuda"
-    head = aligned_head(model) if on_gpu else nullcontext()
-    with measuring(model), _products_in(compute_dtype, device), head:
+    kernels = on_gpu(model) if device.type == "cuda" else nullcontext()
+    with measuring(model), _products_in(compute_dtype, device), kernels:
         while waiting:
             chosen = waiting.pop()
             try:
