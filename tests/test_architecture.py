@@ -105,9 +105,11 @@ ABOVE = {
     "report": GROUND
     | {"earlier", "ledger", "paid", "plan", "plan_words", "run_files", "statement", "accounting"}
     | {"run_facts", "validation_curve", "wording"},
-    "described": GROUND | {"followed_code"},
+    "described": GROUND | {"followed_code", "module_parts", "plain_values"},
     "followed_code": GROUND,
-    "digests": GROUND | {"described", "followed_code", "models"},
+    "plain_values": GROUND,
+    "module_parts": GROUND | {"followed_code", "plain_values"},
+    "digests": GROUND | {"described", "followed_code", "models", "plain_values"},
     "lineage": GROUND | {"earlier", "ledger", "run_files"},
     "kept": GROUND | {"clipping", "losses", "models"},
     "seen": GROUND,

@@ -10,16 +10,25 @@ import random
 import re
 import subprocess
 import sys
+import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import tokenizers
 import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.gpt2 import modeling_gpt2
 
-from userdp.digests import code_digest, model_digest, parts_version
+import models_zoo
+from userdp.digests import code_digest, model_digest, optimizer_digest, parts_version
 from userdp.updates import MeanGradient
 
 FILES = {
@@ -279,6 +288,26 @@ def listed(scale: float) -> Listed:
     return found
 
 
+class Doubled(torch.nn.Module):
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.by * x
+
+
+def scripted(by: float) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(Doubled(by))
+
+
+def words(first: int) -> tokenizers.Tokenizer:
+    table = {"a": first, "b": 1 - first}
+    return tokenizers.Tokenizer(tokenizers.models.WordLevel(table, unk_token="a"))
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -291,6 +320,10 @@ def listed(scale: float) -> Listed:
         (re.compile("a"), re.compile("b")),
         (Fraction(1, 2), Fraction(1, 3)),
         (deque([1.0]), deque([2.0])),
+        (words(0), words(1)),
+        (np.random.RandomState(1), np.random.RandomState(2)),
+        (torch.ones(2).to_sparse(), (2 * torch.ones(2)).to_sparse()),
+        (torch.tensor([1j]).conj(), torch.tensor([1j])),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -320,3 +353,128 @@ def test_a_script_counts_by_all_that_a_loss_reaches_in_it() -> None:
 
     assert named("2.0 * x") != named("0.0 * x")
     assert named("2.0 * x") == named("2.0 * x", "resume = True")
+
+
+def test_scripts_and_views_count_by_what_they_hold() -> None:
+    pairs = [(scripted(2.0), scripted(3.0)), ({1: 1.0}.values(), {1: 2.0}.values())]
+    for one, other in pairs:
+        assert code_digest([one]) == code_digest([one]) != code_digest([other])
+
+
+Patch = pytest.MonkeyPatch
+
+
+def seven_times(self: nn.Module, *given: Any, **named: Any) -> Any:
+    return 7 * type(self).forward(self, *given, **named)
+
+
+class Wrapped:
+    def __init__(self, old: Callable[..., Any]) -> None:
+        self.old = old
+
+    def __call__(self, *given: Any) -> Any:
+        return 7 * self.old(*given)
+
+
+def of_its_block(model: nn.Module) -> Any:
+    return model.get_submodule("transformer.h.0.mlp")
+
+
+def a_method(model: nn.Module, _: Patch) -> None:
+    of_its_block(model).forward = types.MethodType(seven_times, of_its_block(model))
+
+
+def a_callable(model: nn.Module, _: Patch) -> None:
+    of_its_block(model).forward = Wrapped(of_its_block(model).forward)
+
+
+def a_class(model: nn.Module, patch: Patch) -> None:
+    patch.setattr(type(of_its_block(model).act), "forward", lambda self, x: 7 * x)
+
+
+def a_function_of_the_library(model: nn.Module, patch: Patch) -> None:
+    patch.setattr(modeling_gpt2, "eager_attention_forward", lambda *given: given)
+
+
+def a_function_of_torch(model: nn.Module, patch: Patch) -> None:
+    patch.setattr(nn.functional, "gelu", lambda x: 7 * x)
+
+
+def attention(model: Any, patch: Patch) -> None:
+    model.set_attn_implementation("eager")
+
+
+def a_loss_function(model: Any, _: Patch) -> None:
+    model.loss_function = lambda logits, labels: 7 * logits
+
+
+def a_tensor(model: nn.Module, _: Patch) -> None:
+    of_its_block(model).shift = torch.ones(1)
+
+
+def a_global_hook(model: nn.Module, patch: Patch) -> None:
+    hooks = torch.nn.modules.module._global_forward_hooks
+    patch.setitem(hooks, 10**6, lambda module, given, out: 7 * out)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        a_method,
+        a_callable,
+        a_class,
+        a_function_of_the_library,
+        a_function_of_torch,
+        attention,
+        a_loss_function,
+        a_tensor,
+        a_global_hook,
+    ],
+    ids=lambda edit: edit.__name__,
+)
+def test_whatever_is_replaced_in_a_librarys_model_is_noticed(
+    edit: Callable[[nn.Module, Patch], None], monkeypatch: Patch
+) -> None:
+    model = models_zoo.build("gpt2 tied")
+    before = model_digest(model)
+    assert model_digest(models_zoo.build("gpt2 tied", seed=1)) == before
+    edit(model, monkeypatch)
+    assert model_digest(model) != before
+
+
+def test_an_edit_of_a_registered_attention_is_noticed(monkeypatch: Patch) -> None:
+    model: Any = models_zoo.build("gpt2 tied")
+    found: list[str] = []
+    for factor in (1, 7):
+
+        def attend(*given: Any, factor: int = factor, **named: Any) -> Any:
+            return factor * sdpa_attention_forward(*given, **named)[0], None
+
+        monkeypatch.setitem(AttentionInterface._global_mapping, "mine", attend)
+        model.set_attn_implementation("mine")
+        found.append(model_digest(model))
+    assert found[0] != found[1]
+
+
+class OwnOptimizer(torch.optim.SGD):
+    def __init__(self, weight: nn.Parameter, factor: float, inner: Any = None) -> None:
+        super().__init__([weight], lr=0.1)
+        self._factor, self.inner = factor, inner
+        self.watched = [weight]
+
+
+def test_all_that_an_optimizer_holds_counts_but_the_weights() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    plain = optimizer_digest(OwnOptimizer(weight, 1.0))
+    assert optimizer_digest(OwnOptimizer(nn.Parameter(torch.ones(3)), 1.0)) == plain
+    others = [
+        OwnOptimizer(weight, 2.0),
+        OwnOptimizer(weight, 1.0, Options(1.0)),
+        OwnOptimizer(weight, 1.0, Options(2.0)),
+        OwnOptimizer(weight, 1.0, torch.optim.SGD([weight], lr=0.1)),
+        OwnOptimizer(weight, 1.0, torch.optim.SGD([weight], lr=0.2)),
+        OwnOptimizer(weight, 1.0, [torch.optim.SGD([weight], lr=0.3)]),
+    ]
+    patched = OwnOptimizer(weight, 1.0)
+    patched.step = types.MethodType(lambda self, closure=None: None, patched)  # type: ignore[method-assign]
+    assert len({plain, *map(optimizer_digest, [*others, patched])}) == len(others) + 2

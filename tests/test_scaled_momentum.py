@@ -19,8 +19,9 @@ from cli_runner import userdp as command
 from stores import KEY, sentences
 from userdp import Plan, PrivateStep, StepSettings, UserIndex
 from userdp.data.store import UserStore, write_store
+from userdp.digests import optimizer_digest
 from userdp.errors import InputError
-from userdp.public_gradient import DECLARED, PublicData
+from userdp.public_gradient import DECLARED, PublicData, learnt_before
 from userdp.scaled_momentum import ScaledMomentum
 from userdp.streams import RunSecret
 from userdp.updates.fedavg import FedAvg
@@ -269,12 +270,46 @@ def test_what_cannot_be_scaled_is_refused() -> None:
         private_step(
             lambda m: ScaledMomentum(m.parameters()), update=FedAvg(local_learning_rate=0.1)
         )
+    with pytest.raises(InputError, match="floor=1e-30: give a finite number, 1e-06 or more"):
+        ScaledMomentum(small().parameters(), floor=1e-30)
     optimizer = ScaledMomentum(small().parameters(), scales="public")
     with pytest.raises(InputError, match="no public gradients to learn from"):
         optimizer.learn([])
     optimizer.learn(public_gradients(small()))
     with pytest.raises(InputError, match="once, at most"):
         optimizer.learn(public_gradients(small()))
+
+
+def test_gradients_of_zero_are_learnt_from_once_and_a_loaded_state_says_so() -> None:
+    optimizer = ScaledMomentum(small().parameters(), scales="public")
+    optimizer.learn([[torch.zeros_like(p) for p in small().parameters()]])
+    loaded = ScaledMomentum(small().parameters(), scales="public")
+    assert loaded.lacks_public
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert not loaded.lacks_public
+    assert learnt_before(loaded)
+
+
+def test_every_setting_counts_where_a_run_goes_on() -> None:
+    model = small()
+    given: list[dict[str, Any]] = [
+        {},
+        {"scales": "public"},
+        {"floor": 0.5},
+        {"decay": 0.5},
+        {"momentum": 0.5},
+        {"weight_decay": 0.5},
+        {"lr": 0.5},
+    ]
+    found = {optimizer_digest(ScaledMomentum(model.parameters(), **own)) for own in given}
+    assert len(found) == len(given)
+
+
+def test_a_step_without_gradients_moves_nothing() -> None:
+    model = small()
+    before = flat(model.parameters())
+    ScaledMomentum(model.parameters()).step()
+    assert np.array_equal(flat(model.parameters()), before)
 
 
 @pytest.fixture(scope="module")

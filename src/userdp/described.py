@@ -15,37 +15,35 @@ Public: all of this is code and settings.
 
 from __future__ import annotations
 
-import array
 import collections
 import contextlib
-import datetime
-import decimal
 import dis
-import enum
-import fractions
 import functools
 import hashlib
-import json
 import logging
-import operator
 import os
-import pathlib
-import random
-import re
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import (
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    ValuesView,
+)
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from userdp.followed_code import bound_by, files_of, is_known, source_of
+from userdp.followed_code import bound_by, files_of, is_installed, is_known, source_of
+from userdp.module_parts import model_parts, optimizer_parts, script_of
+from userdp.plain_values import BARE, SAID_BY_REPR, kind_of, standing, tensor_digest
 
-# Bytes that are hashed at a time, so that a tensor on a GPU need not fit into host memory.
-PIECE = 2**26
 # The flag of a class that was made while the program runs.
 _MADE_AT_RUN_TIME = 1 << 9
 # What Python itself puts into a class.
@@ -69,42 +67,37 @@ def described(value: Any) -> list[Any]:
 
 
 def described_model(model: nn.Module) -> list[Any]:
-    """Plain data that changes with how a model computes, but not with where it was read from."""
-    walk = _Walk()
-    return [walk.model(model), *walk.rest()]
+    """Plain data that changes with how a model computes, but not with where it was read from.
+
+    Weights do not count here, wherever a module refers to them.
+    """
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    walk = _Walk(known=dict(model.named_modules()) | tensors)
+    return [walk.of(model_parts(model)), walk.patched(vars(F), F.__name__), *walk.rest()]
 
 
-def plain_attributes(value: Any, *, but: Collection[str] = ()) -> dict[str, Any]:
-    """The public attributes that hold plain values or functions; paths may differ."""
-    return {
-        name: entry
-        for name, entry in sorted(vars(value).items())
-        if name not in but and not name.startswith("_") and not name.endswith("path")
-        if _is_plain(entry) or isinstance(entry, types.FunctionType | functools.partial)
-    }
+def described_optimizer(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Plain data that changes with an optimizer: class, settings, state, hooks, all attributes.
 
-
-def kind_of(value: Any) -> str:
-    """The name of a value's type."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """A digest of a tensor's type, shape and bytes."""
-    hashed = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    raw = tensor.detach().reshape(-1).view(torch.uint8)
-    for start in range(0, len(raw), PIECE):
-        hashed.update(raw[start : start + PIECE].cpu().numpy().data)
-    return hashed.hexdigest()
+    The values of the parameters do not count here, wherever the optimizer refers to them.
+    """
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    known = {str(i): p for i, p in enumerate(parameters)} | {"itself": optimizer}
+    walk = _Walk(known=known, optimizers=True)
+    return [walk.of(optimizer_parts(optimizer)), *walk.rest()]
 
 
 class _Walk:
     """Describes values. What may be met again is described once, and has a number.
 
     Numbers are given in the order in which things are met, which is the same in every process.
+    What is `known` is described elsewhere, and counts by its name. So are optimizers, unless the
+    walk is about them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Mapping[str, Any] | None = None, *, optimizers: bool = False) -> None:
+        self._optimizers = optimizers
+        self._known = {id(value): name for name, value in (known or {}).items()}
         self._numbers: dict[int, int] = {}
         # Kept, so that no address is used twice.
         self._met: list[Any] = []
@@ -128,8 +121,10 @@ class _Walk:
             return [self.of(entry) for entry in value]
         if kind in (set, frozenset):
             # The order differs from process to process.
-            entries = sorted(cast("Iterable[Any]", value), key=_standing)
+            entries = sorted(cast("Iterable[Any]", value), key=standing)
             return [kind_of(value), *map(self.of, entries)]
+        if id(value) in self._known:
+            return {"known": self._known[id(value)]}
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._met)
             self._met.append(value)
@@ -144,10 +139,14 @@ class _Walk:
             return self._class(value)
         if isinstance(value, types.MethodType):
             return [self.of(value.__func__), self.of(value.__self__)]
-        if value is os.environ or isinstance(value, torch.optim.Optimizer | logging.Logger):
-            # An optimizer has a digest of its own. A logger knows all others of its process.
+        if isinstance(value, torch.optim.Optimizer):
+            # The run's own optimizer has a digest of its own.
+            return self.of(optimizer_parts(value)) if self._optimizers else kind_of(value)
+        if value is os.environ or isinstance(value, logging.Logger):
+            # A logger knows all others of its process.
             return kind_of(value)
-        return [self._content(value), self._object(value)]
+        content = self._content(value)
+        return [self._pickled(value) if content is None else content, self._object(value)]
 
     def _content(self, value: Any) -> Any:
         """What a value of a known type, or of one derived from it, holds beside its attributes."""
@@ -172,11 +171,25 @@ class _Walk:
             return self.of(cast(Any, value).__func__)
         if isinstance(value, nn.Module):
             tensors = dict(value.named_parameters()) | dict(value.named_buffers())
-            return [self.model(value), self.of(tensors)]
-        for plain, bare in _BARE.items():
+            return [self.of(model_parts(value)), self.of(tensors)]
+        if isinstance(value, torch.jit.ScriptFunction):
+            return script_of(value)
+        if isinstance(value, KeysView | ValuesView | ItemsView):
+            return [self.of(entry) for entry in cast("Iterable[Any]", value)]
+        for plain, bare in BARE.items():
             if isinstance(value, plain):
                 return self.of(bare(value))
-        return repr(value) if type(value) in _SAID_BY_REPR else None
+        return repr(value) if type(value) in SAID_BY_REPR else None
+
+    def _pickled(self, value: Any) -> Any:
+        """What a library's object that shows nothing would be pickled as, such as a tokenizer."""
+        shows = callable(value) or bool(getattr(value, "__dict__", None))
+        if shows or bound_by(str(type(value).__module__)) is None:
+            return None
+        try:
+            return self.of(value.__reduce_ex__(_PICKLE))
+        except Exception:
+            return None
 
     def _object(self, value: Any) -> list[Any]:
         """An object: its class, and what it holds."""
@@ -195,20 +208,18 @@ class _Walk:
                 held += [self.of(entry) for entry in _slots_of(value, base)]
         return [self.of(type(value)), held]
 
-    def model(self, model: nn.Module) -> list[Any]:
-        """The configuration, and of every module the class, the plain attributes and the hooks."""
-        to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
-        config = {name: value for name, value in to_dict().items() if name != "_name_or_path"}
-        modules = [
-            [
-                name,
-                self.of(type(module)),
-                self.of(_attributes(module)),
-                self.of(_hooks(module)),
-            ]
-            for name, module in model.named_modules()
-        ]
-        return [kind_of(model), str(model), self.of(config), modules]
+    def patched(self, members: Mapping[str, Any], home: str) -> list[Any]:
+        """Functions of a library's class or module that somebody else has put there."""
+        top, found = home.partition(".")[0], list[Any]()
+        for name, member in sorted(members.items()):
+            if isinstance(member, types.FunctionType):
+                whose = str(member.__globals__.get("__name__"))
+                if not is_installed(whose):
+                    found.append([name, self.of(member)])
+                elif not is_known(whose) and whose.partition(".")[0] != top:
+                    # Following it would describe what is inside other packages.
+                    found.append([name, whose, member.__qualname__])
+        return found
 
     def _function(self, function: types.FunctionType) -> list[Any]:
         if (original := vars(function).get("_torchdynamo_orig_callable")) is not None:
@@ -266,7 +277,9 @@ class _Walk:
     def _class(self, kind: type) -> list[Any]:
         name = f"{kind.__module__}.{kind.__qualname__}"
         if (bound := bound_by(str(kind.__module__))) is not None and _is_where_it_says(kind):
-            return [name, bound]
+            patched = [self.patched(vars(base), base.__module__) for base in kind.__mro__]
+            around = vars(sys.modules.get(kind.__module__, types))
+            return [name, bound, patched, self.patched(around, kind.__module__)]
         members = [
             [name, self.of(member)]
             for name, member in sorted(vars(kind).items())
@@ -285,50 +298,8 @@ class _Walk:
         return [code.co_code.hex(), constants, list(code.co_names), beside]
 
 
-def _standing(entry: Any) -> str:
-    """Where an entry of a set stands among the others: by what it says, or by its name."""
-    if isinstance(entry, enum.Enum):
-        return f"{kind_of(entry)} {entry._name_}"
-    if isinstance(entry, tuple | frozenset):
-        parts = map(_standing, cast("Iterable[Any]", entry))
-        return json.dumps(sorted(parts) if isinstance(entry, frozenset) else list(parts))
-    if isinstance(entry, str | bytes | bool | int | float | complex | torch.dtype | torch.device):
-        return f"{kind_of(entry)} {entry!r}"
-    return f"{kind_of(entry)} {getattr(entry, '__qualname__', '')}"
-
-
-# The plain part of a value whose type is derived from a plain one, by no code of its own.
-_BARE: dict[type, Callable[[Any], Any]] = {
-    int: int.__int__,
-    float: float.__float__,
-    complex: complex.__pos__,
-    str: str.__str__,
-    bytes: lambda value: bytes.__getitem__(value, slice(None)),
-    bytearray: lambda value: bytes(memoryview(value)),
-    tuple: lambda value: tuple.__getitem__(value, slice(None)),
-    frozenset: frozenset.union,
-    set: set.union,
-    array.array: lambda value: (value.typecode, value.tobytes()),
-    re.Pattern: lambda value: (value.pattern, value.flags),
-    random.Random: random.Random.getstate,
-    np.random.Generator: lambda value: value.bit_generator.state,
-    torch.Generator: torch.Generator.get_state,
-}
-# Their words say all that they hold.
-_SAID_BY_REPR = frozenset(
-    {fractions.Fraction, decimal.Decimal, pathlib.PosixPath, pathlib.WindowsPath}
-    | {datetime.timedelta, datetime.date, datetime.datetime, datetime.time}
-    | {operator.itemgetter, operator.attrgetter, operator.methodcaller}
-)
-# What every module of torch holds, which is described apart.
-_OF_MODULES = frozenset(vars(nn.Module()))
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module holds beside tensors and modules; of the libraries' own the plain values."""
-    if bound_by(str(type(module).__module__)) is not None:
-        return plain_attributes(module, but=("training",))
-    return {name: entry for name, entry in sorted(vars(module).items()) if name not in _OF_MODULES}
+# How objects are pickled: the same in every version of Python that runs this.
+_PICKLE = 4
 
 
 def _is_where_it_says(kind: type) -> bool:
@@ -377,23 +348,3 @@ def _slots_of(value: Any, kind: type) -> Iterator[Any]:
         if isinstance(entry, types.MemberDescriptorType):
             with contextlib.suppress(AttributeError):
                 yield entry.__get__(value)
-
-
-def _hooks(module: nn.Module) -> list[Any]:
-    kinds: tuple[Any, ...] = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return [list(hooks.values()) for hooks in kinds]
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        entries = cast("Mapping[Any, Any]", value)
-        return all(_is_plain(entry) for entry in (*entries, *entries.values()))
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(_is_plain(entry) for entry in cast("Collection[Any]", value))
-    kinds = bool | int | float | complex | str | bytes | np.ndarray | np.generic | torch.dtype
-    return value is None or isinstance(value, kinds)

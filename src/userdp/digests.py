@@ -27,14 +27,14 @@ import userdp
 from userdp.described import (
     described,
     described_model,
-    plain_attributes,
-    tensor_digest,
+    described_optimizer,
 )
 from userdp.followed_code import COMPARED
 from userdp.index import UserIndex
 from userdp.models.checks import extra_state_bytes
 from userdp.models.quantised import quantisation_of
 from userdp.parts import Part, is_our_own
+from userdp.plain_values import tensor_digest
 
 # Hashing releases the interpreter's lock, so threads use several cores.
 THREADS = 4
@@ -130,11 +130,8 @@ def _named_digest(named: Iterable[tuple[str, Tensor]], precision: torch.dtype | 
 
 
 def optimizer_digest(optimizer: torch.optim.Optimizer) -> str:
-    """A digest of the optimizer's class, hyper-parameters, state, hooks and own attributes."""
-    hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
-    attributes = plain_attributes(optimizer, but=("defaults", "state", "param_groups"))
-    hooked = [list(entry.values()) for entry in hooks]
-    return _digest(described([type(optimizer), optimizer.state_dict(), attributes, hooked]))
+    """A digest of the optimizer's class, hyper-parameters, state, hooks and all attributes."""
+    return _digest(described_optimizer(optimizer))
 
 
 def code_digest(value: Any) -> str:

@@ -37,6 +37,13 @@ def _is_of_python(top: str) -> bool:
     return file is None or Path(file).is_relative_to(Path(os.__file__).parent)
 
 
+@functools.cache
+def is_installed(name: str) -> bool:
+    """Whether a module is Python's, this package's, or lies where packages are installed."""
+    file = str(getattr(sys.modules.get(name.partition(".")[0]), "__file__", None))
+    return is_known(name) or bool({"site-packages", "dist-packages"} & {*Path(file).parts})
+
+
 def bound_by(name: str) -> str | None:
     """What a module's code counts by, if it is not followed: nothing more than its name, or source.
 
@@ -44,9 +51,7 @@ def bound_by(name: str) -> str | None:
     """
     if is_known(name):
         return ""
-    top = name.partition(".")[0]
-    file = str(getattr(sys.modules.get(top), "__file__", None))
-    return _large_package(top) if {"site-packages", "dist-packages"} & {*Path(file).parts} else None
+    return _large_package(name.partition(".")[0]) if is_installed(name) else None
 
 
 @functools.cache

@@ -36,7 +36,7 @@ from userdp.paid import Paid
 from userdp.plan import Plan
 from userdp.population import Population
 from userdp.probe import check_positions
-from userdp.public_gradient import PublicData
+from userdp.public_gradient import PublicData, learnt_before
 from userdp.ranks import Ranks
 from userdp.run_facts import of_parts, write_facts
 from userdp.run_files import overlap, write_training_users
@@ -199,6 +199,7 @@ def open_run(given: Given) -> Opened:
     cautions = (*store.cautions, *_check_declared((*homes, *parents), store, before))
     if given.public is not None:
         cautions += tuple(given.public.cautions(store, before, (*homes, *parents)))
+    cautions += tuple(learnt_before(given.optimizer))
     check_positions(model, given.sequence_length)
     validator = make_validator(before, (*homes, *parents), goes_on=started.goes_on)
     people = Population.of(store)

@@ -31,6 +31,8 @@ Source = Literal["private", "public"]
 # What is added to the root mean square of a coordinate, relative to that of all: the best of a few
 # that were measured (docs/tuning.md).
 FLOORS: dict[str, float] = {"private": 1.0, "public": 0.1}
+# With smaller ones scales differ by more than the comparison of the two paths can see.
+LEAST_FLOOR = 1e-6
 # No root mean square counts as smaller, so that no scale is infinite.
 _LEAST = 1e-12
 
@@ -61,16 +63,18 @@ class ScaledMomentum(torch.optim.Optimizer):
         for name, value in (("momentum", momentum), ("decay", decay)):
             if not 0 <= value < 1:
                 raise InputError(f"{name}={value}: give a number from 0 to below 1.")
-        for name, value in (("floor", floor), ("lr", lr)):
-            if not 0 < value < math.inf:
-                raise InputError(f"{name}={value}: give a finite number above 0.")
+        if not LEAST_FLOOR <= floor < math.inf:
+            raise InputError(f"floor={floor}: give a finite number, {LEAST_FLOOR:g} or more.")
+        if not 0 < lr < math.inf:
+            raise InputError(f"lr={lr}: give a finite number above 0.")
         if not 0 <= weight_decay < math.inf:
             raise InputError(f"weight_decay={weight_decay}: give a finite number, 0 or more.")
         self.source: Source = scales
-        self._momentum, self._decay, self._floor = momentum, decay, floor
+        self.momentum, self.decay, self.floor = momentum, decay, floor
         self._scale_of: dict[Tensor, Scale] = {}
-        self._has_learnt = False
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        # Saved with the groups: public gradients may be zero, and are not to be learnt from again.
+        defaults = {"lr": lr, "weight_decay": weight_decay, "has_learnt": False}
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters. Their scales are 1 at first."""
@@ -98,7 +102,12 @@ class ScaledMomentum(torch.optim.Optimizer):
     @property
     def lacks_public(self) -> bool:
         """Whether its scales come from public gradients that it has not been given yet."""
-        return self.source == "public" and not self._has_learnt
+        return self.source == "public" and not self.has_learnt
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether it has been given public gradients."""
+        return any(group["has_learnt"] for group in self.param_groups)
 
     def learn(self, gradients: Iterable[Sequence[Tensor | None]]) -> None:
         """Make the scales from public gradients, each a list in the order of the parameters.
@@ -121,20 +130,23 @@ class ScaledMomentum(torch.optim.Optimizer):
         for parameter in self._parameters():
             for running in self.state[parameter]["squares"]:
                 running /= count
-        self._has_learnt = True
+        for group in self.param_groups:
+            group["has_learnt"] = True
         self._set_scales()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step with the noised gradients, which are those of the scaled geometry."""
         moving = [p for p in self._parameters() if p.grad is not None]
+        if not moving:
+            return
         for parameter in moving:
             gradient = parameter.grad.float()  # type: ignore[union-attr]
-            self.state[parameter]["momentum"].lerp_(gradient, 1 - self._momentum)
+            self.state[parameter]["momentum"].lerp_(gradient, 1 - self.momentum)
             if self.source == "private":
                 (squares,) = self.state[parameter]["squares"]
                 raw = self._scale_of[parameter].over(gradient)
-                squares.lerp_(raw.square(), 1 - self._decay)
+                squares.lerp_(raw.square(), 1 - self.decay)
         means = [self.state[p]["momentum"].square().mean() for p in moving]
         size = _of_all(moving, means).clamp(min=_LEAST)
         for group in self.param_groups:
@@ -168,13 +180,13 @@ class ScaledMomentum(torch.optim.Optimizer):
         for parameter, own, mean in zip(parameters, squares, means, strict=True):
             factors = self._scale_of[parameter].factors
             if len(factors) == 1:
-                factors[0].copy_(1 / (own[0].sqrt() + self._floor * usual))
+                factors[0].copy_(1 / (own[0].sqrt() + self.floor * usual))
             else:
                 # The scale of the whole matrix, times one for each row and one for each column.
                 whole = mean.sqrt()
                 for factor, square in zip(factors, own, strict=True):
-                    factor.copy_(1 / (square.sqrt() / whole + self._floor))
-                factors[0].div_(whole + self._floor * usual)
+                    factor.copy_(1 / (square.sqrt() / whole + self.floor))
+                factors[0].div_(whole + self.floor * usual)
             sizes.append(torch.stack([factor.square().mean() for factor in factors]).prod())
         size = _of_all(parameters, sizes)
         for parameter in parameters:
@@ -194,8 +206,8 @@ class ScaledMomentum(torch.optim.Optimizer):
                     "the state is that of a ScaledMomentum with scales of another source."
                 )
             self.state[parameter] = own
-        if any(bool(s.any()) for p in self._parameters() for s in self.state[p]["squares"]):
-            self._has_learnt = True
+        knows = any(bool(s.any()) for p in self._parameters() for s in self.state[p]["squares"])
+        if knows or self.has_learnt:
             self._set_scales()
 
 

@@ -316,7 +316,7 @@ def test_digest_of_weights_reads_every_byte_and_name_in_any_piece(
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).bfloat16()
     whole = weights_digest(model)
-    monkeypatch.setattr("userdp.described.PIECE", 3)
+    monkeypatch.setattr("userdp.plain_values.PIECE", 3)
     assert weights_digest(model) == whole
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         flat = tensor.data.view(-1)
