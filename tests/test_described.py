@@ -35,7 +35,7 @@ FILES = {
     "loss_steps.py": """
 FACTOR = 2.0
 TABLE = {"of": [1.0]}
-NAMES = {"b", "a", ("c", 1)}
+NAMES = {"b", "a", "d", "e", "f", "g", ("c", 1)}
 
 def inner(x):
     return 2.0 * x
