@@ -172,8 +172,11 @@ class Setting:
         return step
 
     def users(self, group_size: int) -> Users:
-        weights = torch.full((self.rows,), 1 / group_size, device=self.device)
-        return Users(batch=self.batch, weights=weights, count=self.rows // group_size)
+        """As many whole users as the batch has rows for."""
+        rows = self.rows - self.rows % group_size
+        weights = torch.full((rows,), 1 / group_size, device=self.device)
+        batch = {name: tensor[:rows] for name, tensor in self.batch.items()}
+        return Users(batch=batch, weights=weights, count=rows // group_size)
 
     def userdp_merged(self, group_size: int) -> Step:
         if self.key["finetune"] != "lora":

@@ -36,7 +36,7 @@ GPU_TESTS = [
 ]
 # Warnings of a library's other version are no failures.
 PYTEST = "-q -m gpu -W default".split()
-AGAINST_SMALL_USERS = "--bare-group-sizes 4 8 --warm 60 --steps 105 --stretch 35".split()
+LONG_STRETCHES = "--warm 60 --steps 105 --stretch 35".split()
 TRAINING = [str(HERE / "training_run.py"), "--short"]
 LARGE = [str(HERE / "large.py")]
 # How long a process has to end by itself before it is killed with all that it started.
@@ -63,7 +63,7 @@ def first_steps(name: str, finetune: str) -> Measurement:
 
 def whole_run(rows: Path) -> Measurement:
     """A run on the records of a file that `reproductions.finetuning.prepare` made."""
-    arguments = [*TRAINING[:1], "--rows", str(rows), *AGAINST_SMALL_USERS]
+    arguments = [*TRAINING[:1], "--rows", str(rows), *LONG_STRETCHES]
     return Measurement(rows.stem, arguments, 150, cache="full")
 
 
@@ -72,7 +72,7 @@ MEASUREMENTS = [
     first_steps("cold", "full"),
     first_steps("warm", "full"),
     first_steps("warm-again", "full"),
-    Measurement("short", [*TRAINING, *AGAINST_SMALL_USERS], 150, cache="full"),
+    Measurement("short", [*TRAINING, *LONG_STRETCHES], 150, cache="full"),
     Measurement("3b", [*LARGE, "full-3b", "--only", "private", "ordinary_eager"], 150),
     Measurement("8b", [*LARGE, "lora-8b", "--only", "private", "ordinary_eager"], 150),
     first_steps("cold", "lora"),

@@ -11,8 +11,9 @@ short as posts and chat messages are. `--rows` takes real records, from a file o
 held-out users, and `useful_share_with_evaluation` is what is left in a run of 500 steps that does
 so before the first one and after every 100th.
 
-Clipping costs more where users are small. `--bare-group-sizes 4 8` compares with further bare steps
-too, whose users have 4 and 8 rows.
+Clipping costs more where users are small. So there is a second bare step, whose users have as many
+rows as the run's hold tokens in a step on average, rounded up. `useful_share_of_own_size` is the
+share of its rate. `--bare-group-sizes 4 8` compares with further ones.
 
 With `--cold` only the first `--warm` steps run, and some more at full speed. What is measured is
 how long it takes until no step brings a new batch shape any more, and how much longer the first
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from pathlib import Path
@@ -79,6 +81,15 @@ def real_rows(path: Path, part: str) -> TokenRows:
         )
 
 
+def rows_of_mean_user(rows: TokenRows, group_size: int, length: int) -> int:
+    """How many full rows hold the tokens that a user has in a step, on average, rounded up."""
+    lengths, owners = np.diff(rows.indptr), np.asarray(rows.owners)
+    tokens = np.bincount(owners, weights=lengths, minlength=rows.num_users)
+    counts = np.bincount(owners, minlength=rows.num_users)
+    share = np.minimum(counts, group_size) / np.maximum(counts, 1)
+    return max(1, math.ceil(float((tokens * share).mean()) / length))
+
+
 def main() -> None:
     """Measure one setting."""
     gpu = torch.cuda.is_available()
@@ -104,14 +115,14 @@ def main() -> None:
     parser.add_argument("--json", type=new_file)
     options = parser.parse_args()
     tokens = 16_384 if gpu else 2_048
-    sizes = [options.group_size, *options.bare_group_sizes]
-    for size in sizes:
-        refuse_uneven(parser, tokens, options.length, size)
+    refuse_uneven(parser, tokens, options.length, options.group_size)
     setting = Setting(options.model, options.finetune, options.length, tokens)
     if options.rows:
         rows = real_rows(options.rows, "train")
     else:
         rows = ragged_rows(5_000, options.length, options.group_size, 2_000, short=options.short)
+    own_size = rows_of_mean_user(rows, options.group_size, options.length)
+    sizes = list(dict.fromkeys([options.group_size, own_size, *options.bare_group_sizes]))
     plan = Plan.sample_users(
         num_users=rows.num_users,
         expected_cohort_size=options.cohort,
@@ -157,11 +168,16 @@ def main() -> None:
         "bare_tokens_per_second": bare[options.group_size].rate,
         "useful_share": rates["useful"] / bare[options.group_size].rate,
         "padded_share": rates["padded"] / bare[options.group_size].rate,
+        "own_group_size": own_size,
+        "useful_share_of_own_size": rates["useful"] / bare[own_size].rate,
         "useful_share_by_bare_group_size": {
             size: rates["useful"] / other.rate for size, other in bare.items()
         },
         "evaluation_seconds": rates.get("evaluation"),
         "useful_share_with_evaluation": rates["with_evaluation"] / bare[options.group_size].rate
+        if options.rows
+        else None,
+        "own_size_with_evaluation": rates["with_evaluation"] / bare[own_size].rate
         if options.rows
         else None,
         "useful_tokens_a_step": rates["tokens"],
@@ -232,7 +248,7 @@ class Bare:
 
     def __init__(self, setting: Setting, group_size: int) -> None:
         self._setting, self._group_size = setting, group_size
-        self.tokens = setting.rows * setting.length
+        self.tokens = (setting.rows - setting.rows % group_size) * setting.length
         self._step: Step | None = None
         self.batches, self.seconds = 0, 0.0
 

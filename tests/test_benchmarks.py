@@ -187,6 +187,9 @@ def test_a_run_on_real_records_counts_its_evaluations(
     assert row["rows"] == "rows"
     assert row["evaluation_seconds"] > 0
     assert 0 < row["useful_share_with_evaluation"] < row["useful_share"]
+    # Four records of 8 tokens are two rows of 16.
+    assert row["own_group_size"] == 2
+    assert 0 < row["own_size_with_evaluation"] < row["useful_share_of_own_size"]
 
 
 @pytest.mark.parametrize(
