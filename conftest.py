@@ -7,6 +7,7 @@ them other seeds: a test that fails under one of them depends on luck.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.util
 import os
@@ -91,6 +92,12 @@ def _system_is_fixed() -> Generator[None]:
         patch.setattr(secrets, "token_bytes", _system.token_bytes)
         patch.setattr(secrets, "randbits", _system.randbits)
         yield
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: the garbage collector may pass it over."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

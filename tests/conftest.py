@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 import torch
+import typer.main
+import typer.testing
 
 import models_zoo
 from stores import KEY, sentences
@@ -21,6 +24,17 @@ collect_ignore = ["extension"]
 def _one_thread() -> None:
     # Bitwise comparisons need a fixed order of summation, and the tensors are too small to share.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _commands_are_built_once() -> Generator[None]:
+    # A program builds its commands once, when it starts. Here it is called many hundred times, and
+    # reading the types of all options took 30 ms each time.
+    with pytest.MonkeyPatch.context() as patch:
+        built = functools.cache(typer.main.get_command)
+        patch.setattr(typer.main, "get_command", built)
+        patch.setattr(typer.testing, "_get_command", built)
+        yield
 
 
 @pytest.fixture(scope="session")
