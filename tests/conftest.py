@@ -12,7 +12,9 @@ import typer.main
 import typer.testing
 
 import models_zoo
+from store_copies import COPIES
 from stores import KEY, sentences
+from userdp.cli import mechanism_table
 from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
 
@@ -35,6 +37,11 @@ def _commands_are_built_once() -> Generator[None]:
         patch.setattr(typer.main, "get_command", built)
         patch.setattr(typer.testing, "_get_command", built)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _stores_are_written_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    COPIES.keep_in(tmp_path_factory.mktemp("copied"))
 
 
 @pytest.fixture(scope="session")
@@ -66,12 +73,12 @@ def make_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Recor
     return make
 
 
-@pytest.fixture
-def config_file(
-    tmp_path: Path, base_model: Path, train_store: Path, held_out_store: Path
-) -> Callable[..., Path]:
-    """Writes a training configuration; keyword arguments replace lines or add sections."""
+Write = Callable[..., Path]
 
+
+def _writes_configurations(
+    folder: Path, base_model: Path, train_store: Path, held_out_store: Path
+) -> Write:
     def write(
         *,
         data: str = "",
@@ -80,7 +87,7 @@ def config_file(
         training: str = "fixed_seed = 7",
         name: str = "run.toml",
     ) -> Path:
-        path = tmp_path / name
+        path = folder / name
         path.write_text(
             f"""# userdp train {name} --out run
 [data]
@@ -105,3 +112,29 @@ learning_rate = 0.01
         return path
 
     return write
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, base_model: Path, train_store: Path, held_out_store: Path) -> Write:
+    """Writes a training configuration; keyword arguments replace lines or add sections."""
+    return _writes_configurations(tmp_path, base_model, train_store, held_out_store)
+
+
+@pytest.fixture(scope="module")
+def shared_config_file(
+    tmp_path_factory: pytest.TempPathFactory,
+    base_model: Path,
+    train_store: Path,
+    held_out_store: Path,
+) -> Write:
+    """The same, for what all tests of a module look at."""
+    folder = tmp_path_factory.mktemp("configured")
+    return _writes_configurations(folder, base_model, train_store, held_out_store)
+
+
+@pytest.fixture(scope="module")
+def _mechanisms_are_compared_once() -> Generator[None]:
+    """For modules that ask for the same plan again and again: comparing takes two seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mechanism_table, "compare", functools.cache(mechanism_table.compare))
+        yield
