@@ -18,7 +18,6 @@ from collections.abc import Generator
 import hypothesis
 import numpy as np
 import pytest
-import torch
 
 
 def _is_here(module: str) -> bool:
@@ -78,11 +77,20 @@ _system = _FixedSystem()
 
 
 def _fix_seeds(stream: str) -> None:
+    # Not at the top: the process that hands out tests to others runs none, and all would wait for
+    # its imports.
+    import torch
+
     stream = f"{SEED}:{stream}"
     seed = int.from_bytes(hashlib.sha256(stream.encode()).digest()[:4], "little")
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  Libraries draw from it.
-    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.manual_seed(seed)
+    else:
+        # The same for the only generator that there is. `torch.manual_seed` would note its caller's
+        # stack in case CUDA is found later, and that takes longer than most tests.
+        torch.default_generator.manual_seed(seed)
     _system.begin(stream)
 
 

@@ -1,22 +1,23 @@
-"""Fixtures shared by all tests: a tiny base model and two small user stores."""
+"""Fixtures shared by all tests: a tiny base model and two small user stores.
+
+What takes long to import is imported where it is used: the process that only hands out tests to
+others reads this file, too, and they wait for it.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-import typer.main
-import typer.testing
 
-import models_zoo
 from store_copies import COPIES
-from stores import KEY, sentences
-from userdp.cli import mechanism_table
-from userdp.data.record import Record
-from userdp.data.store import UserStore, write_store
+
+if TYPE_CHECKING:
+    from userdp.data.record import Record
+    from userdp.data.store import UserStore
 
 # A package for a fresh interpreter (`test_extending`). Its parts are not registered here.
 collect_ignore = ["extension"]
@@ -25,6 +26,8 @@ collect_ignore = ["extension"]
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     # Bitwise comparisons need a fixed order of summation, and the tensors are too small to share.
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -32,6 +35,9 @@ def _one_thread() -> None:
 def _commands_are_built_once() -> Generator[None]:
     # A program builds its commands once, when it starts. Here it is called many hundred times, and
     # reading the types of all options took 30 ms each time.
+    import typer.main
+    import typer.testing
+
     with pytest.MonkeyPatch.context() as patch:
         built = functools.cache(typer.main.get_command)
         patch.setattr(typer.main, "get_command", built)
@@ -46,11 +52,16 @@ def _stores_are_written_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import models_zoo
+
     return models_zoo.save_tiny_base(tmp_path_factory.mktemp("model") / "base")
 
 
 @pytest.fixture(scope="session")
 def train_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from stores import KEY, sentences
+    from userdp.data.store import write_store
+
     out = tmp_path_factory.mktemp("stores") / "train"
     write_store(sentences(users=20, records_per_user=3, seed=1, prefix="a"), out, key=KEY)
     return out
@@ -58,6 +69,9 @@ def train_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def held_out_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from stores import KEY, sentences
+    from userdp.data.store import write_store
+
     out = tmp_path_factory.mktemp("stores") / "held_out"
     write_store(sentences(users=5, records_per_user=3, seed=2, prefix="b"), out, key=KEY)
     return out
@@ -65,6 +79,9 @@ def held_out_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Record]], UserStore]:
+    from stores import KEY
+    from userdp.data.store import UserStore, write_store
+
     def make(records: list[Record]) -> UserStore:
         out = tmp_path_factory.mktemp("made") / "store"
         write_store(records, out, key=KEY)
@@ -135,6 +152,8 @@ def shared_config_file(
 @pytest.fixture(scope="module")
 def _mechanisms_are_compared_once() -> Generator[None]:
     """For modules that ask for the same plan again and again: comparing takes two seconds."""
+    from userdp.cli import mechanism_table
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mechanism_table, "compare", functools.cache(mechanism_table.compare))
         yield
