@@ -20,8 +20,10 @@ demo: $(READY)
 demo-llm: $(LLM)
 	$(BIN)/userdp quickstart --model smollm2 --out runs/quickstart-llm
 
+# Bytecode is kept even where it is switched off: without it both workers rewrite all tests each time,
+# 6 s each, and every program that a test starts compiles the package.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-all: $(LLM)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not fuzz" -n 2 --dist loadfile

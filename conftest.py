@@ -7,6 +7,7 @@ them other seeds: a test that fails under one of them depends on luck.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.util
 import os
@@ -17,7 +18,6 @@ from collections.abc import Generator
 import hypothesis
 import numpy as np
 import pytest
-import torch
 
 
 def _is_here(module: str) -> bool:
@@ -77,11 +77,20 @@ _system = _FixedSystem()
 
 
 def _fix_seeds(stream: str) -> None:
+    # Not at the top: the process that hands out tests to others runs none, and all would wait for
+    # its imports.
+    import torch
+
     stream = f"{SEED}:{stream}"
     seed = int.from_bytes(hashlib.sha256(stream.encode()).digest()[:4], "little")
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  Libraries draw from it.
-    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.manual_seed(seed)
+    else:
+        # The same for the only generator that there is. `torch.manual_seed` would note its caller's
+        # stack in case CUDA is found later, and that takes longer than most tests.
+        torch.default_generator.manual_seed(seed)
     _system.begin(stream)
 
 
@@ -91,6 +100,12 @@ def _system_is_fixed() -> Generator[None]:
         patch.setattr(secrets, "token_bytes", _system.token_bytes)
         patch.setattr(secrets, "randbits", _system.randbits)
         yield
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: the garbage collector may pass it over."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

@@ -158,7 +158,7 @@ def test_a_malformed_fact_is_one_line_and_no_card_breaks(
     assert "run.json: damaged. Restore it, or delete it." in refused.err
     # The end of a run writes what it can: its ledger is closed already.
     record = RecordedRun(run=run, ledger=Ledger.read(run / "ledger.jsonl"))
-    assert "| optimizer |" not in card_of_run(record)
+    assert "| optimizer |" not in card_of_run(record, record.statement())
 
 
 def test_a_report_writes_through_no_link(tmp_path: Path) -> None:

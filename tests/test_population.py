@@ -14,6 +14,7 @@ from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
 
 from cli_runner import python
+from store_copies import COPIES
 from stores import KEY, sentences
 from userdp import (
     Adjacency,
@@ -45,7 +46,10 @@ def store(tmp_path: Path) -> UserStore:
 
 
 def make(place: Path) -> UserStore:
-    write_store(sentences(users=6, records_per_user=2, seed=1, prefix="a"), place, key=KEY)
+    def write(out: Path) -> None:
+        write_store(sentences(users=6, records_per_user=2, seed=1, prefix="a"), out, key=KEY)
+
+    COPIES.make("six users of the population's tests", place, write)
     return UserStore.open(place)
 
 

@@ -7,6 +7,7 @@ divergence is integrated and compared with the delta that the price gives.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -111,6 +112,7 @@ def cut(q: float, cap: int, places: int, *, user: float, others: float) -> dict[
     return found
 
 
+@functools.cache
 def delta_of(sampler: Sampler, adjacency: Adjacency, steps: int) -> list[float]:
     event = event_of(sampler, NOISE, adjacency, steps=steps)
     return accountant.deltas(event, epsilons=EPSILONS, delta=1e-6, adjacency=adjacency)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from store_copies import COPIES
 from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
 
@@ -18,17 +19,21 @@ def make_store(
     path: Path, records_per_user: Sequence[int], *, seed: int = 0, prefix: str = "u"
 ) -> UserStore:
     """User i has `records_per_user[i]` records of 3 to 8 words."""
-    rng = np.random.default_rng(seed)
-    records = [
-        Record(
-            text=" ".join(rng.choice(WORDS, size=rng.integers(3, 9))),
-            owners=(f"{prefix}{user}",),
-            where=f"record {user}.{number}",
-        )
-        for user, count in enumerate(records_per_user)
-        for number in range(count)
-    ]
-    write_store(records, path, key=bytes(range(32)))
+
+    def write(place: Path) -> None:
+        rng = np.random.default_rng(seed)
+        records = [
+            Record(
+                text=" ".join(rng.choice(WORDS, size=rng.integers(3, 9))),
+                owners=(f"{prefix}{user}",),
+                where=f"record {user}.{number}",
+            )
+            for user, count in enumerate(records_per_user)
+            for number in range(count)
+        ]
+        write_store(records, place, key=bytes(range(32)))
+
+    COPIES.make(("tiny", tuple(records_per_user), seed, prefix), path, write)
     return UserStore.open(path)
 
 

@@ -98,7 +98,7 @@ def export(run: Path, out: Path, *, base: str = "", license: str = "") -> Export
     statement = found.ledger.statement()
     pieces.make("statement.json", statement_file(statement), "made from ledger.jsonl")
     record = RecordedRun(run=run, ledger=found.ledger)
-    card = card_of_run(record, base=pieces.named_base(), license=license)
+    card = card_of_run(record, statement, base=pieces.named_base(), license=license)
     made_of = "made from ledger.jsonl, config.toml or run.json, validation.jsonl and the options"
     pieces.make("README.md", card.encode(), made_of)
     with new_directory(out) as partial:

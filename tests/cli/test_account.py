@@ -20,6 +20,7 @@ from userdp.sampling import SAMPLERS
 from userdp.statement import round_up
 from userdp.units import Adjacency
 
+pytestmark = pytest.mark.usefixtures("_mechanisms_are_compared_once")
 RUN = "--rate 0.01 --steps 200 --noise-multiplier 2 --delta 1e-6"
 TARGET = "--rate 0.01 --steps 200 --epsilon 2 --delta 1e-6"
 

@@ -12,6 +12,7 @@ from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
 
 from cli_runner import userdp
+from store_copies import COPIES
 from stores import KEY, sentences
 from userdp import Adjacency, Population, UserStore
 from userdp.accounting import events
@@ -26,7 +27,11 @@ STEP = events.poisson_users_gaussian(user_sampling_prob=0.02, noise_multiplier=1
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     place = tmp_path / "store"
-    write_store(sentences(users=6, records_per_user=2, seed=1, prefix="a"), place, key=KEY)
+
+    def write(out: Path) -> None:
+        write_store(sentences(users=6, records_per_user=2, seed=1, prefix="a"), out, key=KEY)
+
+    COPIES.make("six users of the budget's tests", place, write)
     return place
 
 

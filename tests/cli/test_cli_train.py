@@ -42,10 +42,17 @@ def trained(config: Path, out: Path) -> dict[str, object]:
     return userdp("train", config, "--out", out, "--json").json
 
 
+@pytest.fixture(scope="module")
+def finished(shared_config_file: WriteConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("finished") / "run"
+    trained(shared_config_file(), run)
+    return run
+
+
 @pytest.fixture
-def run(config_file: WriteConfig, tmp_path: Path) -> Path:
-    trained(config_file(), tmp_path / "run")
-    return tmp_path / "run"
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, which a test may change."""
+    return shutil.copytree(finished, tmp_path / "run")
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cli_runner import userdp
 from userdp.cli import mechanism_table
 from userdp.mechanisms import MechanismChoice
 
+pytestmark = pytest.mark.usefixtures("_mechanisms_are_compared_once")
 OPTIONS = ("--users", 400, "--records-per-user", 4, "--steps", 20, "--compute", 64)
 
 

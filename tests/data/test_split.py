@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from importing import KEY, contents
 
+from store_copies import COPIES
 from userdp.data import split
 from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
@@ -30,7 +31,11 @@ RECORDS = some_records()
 
 @pytest.fixture
 def store(tmp_path: Path) -> UserStore:
-    write_store(RECORDS, tmp_path / "store", key=KEY)
+    COPIES.make(
+        "records to be split",
+        tmp_path / "store",
+        lambda out: write_store(RECORDS, out, key=KEY),
+    )
     return UserStore.open(tmp_path / "store")
 
 

@@ -3,7 +3,8 @@
 Every number is an upper bound, in the worse of the two directions. `certificate` computes it, or
 `rdp_and_pld` where a part has no privacy loss distribution. Each number is computed afresh, which
 takes some ten milliseconds. A stored number could outlive the correction of a mistake in it.
-Reading an epsilon spends nothing of any budget.
+(`certificate` keeps what the library composed for its check, in this process alone.) Reading an
+epsilon spends nothing of any budget.
 
 Reference: Charles et al. 2024, App. A.1.
 """

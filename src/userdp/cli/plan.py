@@ -180,7 +180,6 @@ def plan(
         common.say(f"caution: {caution}")
     not_covered = _not_covered(peeked, gradient_norms)
     rates = _rates(_width(model))
-    mechanisms = mechanism_table.compared(setting, found.best, noise_memory)
     hardware = plan_scale.machine_of(machine)
 
     def on_gpus(rank: int) -> list[Prediction]:
@@ -194,6 +193,8 @@ def plan(
         )
 
     predicted = [] if gpus is None else on_gpus(lora_rank)
+    # This takes the longest by far, so what is refused above is refused without it.
+    mechanisms = mechanism_table.compared(setting, found.best, noise_memory)
     if plot is not None:
         drawn = charts.plan_svg(_by_compute(setting, norms), found)
         if predicted:

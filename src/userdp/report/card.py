@@ -16,17 +16,20 @@ from userdp.statement import Statement, epsilon_text
 from userdp.validation_curve import Point, released_curve
 
 
-def card_of_run(record: RecordedRun, *, base: str | None = None, license: str = "") -> str:
+def card_of_run(
+    record: RecordedRun, statement: Statement, *, base: str | None = None, license: str = ""
+) -> str:
     """The card of a run's model, from what the run's directory says.
 
-    `base` is the base model's name; by default the one that the run knows.
+    `statement` is the record's own; who writes a card needs it elsewhere, and it takes long to
+    price. `base` is the base model's name; by default the one that the run knows.
     """
     run, ledger = record.run, record.ledger
     facts = known_facts(run)
     if base is None:
         base = "" if facts is None else base_name(run, facts)
     return model_card(
-        record.statement(),
+        statement,
         facts,
         base=base,
         license=license,

@@ -33,7 +33,7 @@ def write_words(record: RecordedRun) -> None:
 
     The statement comes last. Where it is, the card is that of the finished run.
     """
-    run = record.run
+    run, statement = record.run, record.statement()
     if (run / "model").is_dir():
-        write_file(run / "model" / "README.md", card_of_run(record).encode())
-    write_file(run / "statement.json", statement_file(record.statement()))
+        write_file(run / "model" / "README.md", card_of_run(record, statement).encode())
+    write_file(run / "statement.json", statement_file(statement))

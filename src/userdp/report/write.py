@@ -122,7 +122,7 @@ def write_report(
         statement=run / "statement.json",
     )
     page = environment().get_template("page.html.jinja").render(values)
-    card = card_of_run(record).encode()
+    card = card_of_run(record, statement).encode()
     write_file(files.html, page.encode())
     write_file(files.card, card)
     if (run / "model").is_dir() and not (run / "model").is_symlink():
