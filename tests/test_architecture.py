@@ -80,7 +80,7 @@ ABOVE = {
     | {"ledger", "report", "run_check", "run_facts", "run_files", "statement", "validation_curve"},
     "merging": GROUND
     | {"data", "digests", "export", "ledger", "models", "run_facts", "run_files", "saved_run"},
-    "early_end": GROUND | {"run_record"},
+    "early_end": GROUND | {"report", "run_files", "run_record"},
     "run_facts": GROUND | {"config", "data", "optimizer_names"},
     "validation_curve": GROUND,
     "validation": GROUND
@@ -107,6 +107,7 @@ ABOVE = {
     | {"run_facts", "validation_curve", "wording"},
     "described": GROUND | {"followed_code", "module_parts", "plain_values"},
     "followed_code": GROUND,
+    "repeated_sums": GROUND,
     "plain_values": GROUND,
     "module_parts": GROUND | {"followed_code", "plain_values"},
     "digests": GROUND | {"described", "followed_code", "models", "plain_values"},
@@ -125,12 +126,12 @@ ABOVE = {
     # Divides a model, and whatever belongs to its weights, over the ranks.
     "sharding": GROUND
     | {"averaging", "checkpoints", "clipping", "losses", "models", "noise", "plan", "ranks"},
-    "holding": GROUND | {"clipping", "noise", "ranks", "sharding"},
+    "holding": GROUND | {"clipping", "noise", "plan", "ranks", "repeated_sums", "sharding"},
     "shared_record": GROUND | {"ledger", "ledger_copy", "lineage", "plan", "ranks", "run_record"},
     "run_record": GROUND
     | {"ranks"}
     | {"clipping", "digests", "ledger", "lineage", "models", "plan", "run_files", "statement"}
-    | {"chain", "checkpoints", "report", "same_run"},
+    | {"chain", "checkpoints", "repeated_sums", "report", "same_run"},
     "step": GROUND
     | {"checked_model", "clipping", "ledger", "losses", "models", "noise", "plan", "run_record"}
     | {"holding", "ranks", "sampling", "scaled_momentum", "sharding", "shared_record"}

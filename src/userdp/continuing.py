@@ -21,7 +21,7 @@ from userdp.history import History, carry, history_of, merged
 from userdp.ledger import Ledger
 from userdp.paid import Paid
 from userdp.plan import Plan
-from userdp.remembered import CHECKPOINTS, checkpoint_places
+from userdp.remembered import CHECKPOINTS, SUMS, checkpoint_places
 from userdp.rows_file import RowsFile
 from userdp.run_files import discard, missing_rows
 from userdp.run_record import checkpoints_of
@@ -95,7 +95,7 @@ def _refuse_other_files(run: Path) -> None:
             "output directory. Nothing was deleted."
         )
     others = (CHECKPOINTS, "config.toml")
-    secrets = {path.name for path in (run / "secret").glob("*")} - {"noise.key"}
+    secrets = {path.name for path in (run / "secret").glob("*")} - {"noise.key", SUMS.name}
     found = sorted(secrets) or [name for name in others if (run / name).exists()]
     if found and not (run / "ledger.jsonl").is_file():
         raise InputError(

@@ -13,7 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from userdp.report.closing import write_words
+from userdp.run_files import RecordedRun
 from userdp.run_record import RunRecord
+
+
+def charge_all(record: RunRecord, people: dict[str, Any]) -> None:
+    """Charge for every planned step and close the ledger, with nothing trained."""
+    for _ in range(record.ledger.plan.steps):
+        record.charge_step()
+        record.step_done()
+    record.ledger.finish({}, people=people)
+    if record.path is not None:
+        write_words(RecordedRun(run=record.path, ledger=record.ledger))
 
 
 class EarlyEnd:

@@ -22,6 +22,7 @@ from pathlib import Path
 from userdp.durable import sync_directory
 from userdp.errors import InputError
 from userdp.ledger import Ledger
+from userdp.remembered import SUMS
 from userdp.rows_file import RowsFile
 from userdp.run_files import missing_rows, problems_of
 from userdp.statement import Statement
@@ -80,19 +81,20 @@ def finalize(run: Path, *, unfinished: bool = False) -> Finalized:
 
 def _destroy(run: Path, place: Path) -> list[str]:
     """Destroy the secrets in `place`, which is the run or lies in it; gives their names."""
-    key, checkpoints = place / NOISE_KEY, place / CHECKPOINTS
-    for one in (key, checkpoints):
+    keys, checkpoints = [place / NOISE_KEY, place / SUMS], place / CHECKPOINTS
+    for one in (*keys, checkpoints):
         if one.is_symlink():
             raise InputError(
                 f"{one} is a link, and what it leads to may be somebody else's: destroy that "
                 "yourself, then remove the link."
             )
     destroyed: list[str] = []
-    if key.is_file():
-        _overwrite(key)
-        key.unlink()
-        sync_directory(key.parent)
-        destroyed.append(key.relative_to(run).as_posix())
+    for key in keys:
+        if key.is_file():
+            _overwrite(key)
+            key.unlink()
+            sync_directory(key.parent)
+            destroyed.append(key.relative_to(run).as_posix())
     if checkpoints.is_dir():
         found = (path for path in checkpoints.rglob("*") if not path.is_dir())
         destroyed += sorted(path.relative_to(run).as_posix() for path in found)

@@ -9,9 +9,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from userdp.clipping.flat import ClippedSum, FlatBuffer
+from userdp.clipping.rules import ClipRule
 from userdp.noise.contract import Noise
 from userdp.noise.draw import PIECE
+from userdp.plan import Plan
 from userdp.ranks import Ranks
+from userdp.repeated_sums import NoSums, RepeatedSums, SumOfStep
 from userdp.sharded_tensors import is_shard
 from userdp.sharding.pieces import Pieces
 from userdp.streams import Streams
@@ -26,6 +29,44 @@ class Release:
     divisor: float
     step: int
     streams: Streams
+    # Sees the sum before its noise, where a run may be taken up again.
+    seen: SumOfStep | None = None
+
+    def see(self, values: Tensor) -> None:
+        """Show a piece of the sum, scaled and without noise."""
+        if self.seen is not None:
+            self.seen.see(values)
+
+    def settle(self) -> None:
+        """Raise before anything is released, if the step was taken before with another sum."""
+        if self.seen is not None:
+            self.seen.settle()
+
+
+def release_of(
+    plan: Plan,
+    clip: ClipRule,
+    total: ClippedSum,
+    *,
+    step: int,
+    streams: Streams,
+    sums: RepeatedSums | NoSums,
+) -> Release:
+    """The release of a step's sum, as the plan says."""
+    scale, noise_stddev = plan.averaging.scale(total.total_weight), plan.noise_stddev_of(clip)
+    # Divide by E|U|, not |U|: the realised cohort size is secret (C24 Alg. 2).
+    numbers = [scale, noise_stddev, plan.divisor]
+    if clip.count_stddev is not None:
+        # The count gets noise of its own, which is repeated too.
+        numbers += [clip.count_stddev, total.num_updates, int(total.num_within)]
+    return Release(
+        scale=scale,
+        noise_stddev=noise_stddev,
+        divisor=plan.divisor,
+        step=step,
+        streams=streams,
+        seen=sums.of_step(step, numbers, bound=plan.averaging.sensitivity(clip.bound)),
+    )
 
 
 class Holding(Protocol):
@@ -72,6 +113,7 @@ class WholeWeights:
             own = values[part]
             if release.scale != 1:
                 own *= release.scale
+            release.see(own)
             # Every rank adds the same noise to the same sum, so it is in the weights once.
             self._noise.add_(
                 own,
@@ -82,6 +124,7 @@ class WholeWeights:
                 streams=release.streams,
             )
             own /= release.divisor
+        release.settle()
         for parameter, value in zip(self._parameters, total.total.views, strict=True):
             parameter.grad = value.to(parameter.dtype)
 
@@ -114,6 +157,8 @@ class ShardedWeights:
         for own in values:
             if release.scale != 1:
                 own *= release.scale
+            release.see(own)
+        release.settle()
         self._pieces.add_noise_(
             values,
             total.total,

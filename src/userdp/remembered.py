@@ -17,6 +17,8 @@ from typing import Any, cast
 from userdp.chain import canonical
 
 CHECKPOINTS = "checkpoints"
+# What the sums of a run's steps were, for steps that are taken again. Secret.
+SUMS = Path("secret", "sums.jsonl")
 MANIFEST = "manifest.json"
 
 

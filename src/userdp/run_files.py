@@ -2,7 +2,8 @@
 
     ledger.jsonl  model/                     public, bound to each other by the closing row
     secret/ledger.key                        marks rows of the ledger and lists of users
-    secret/noise.key                         makes the noise; `userdp finalize` destroys it
+    secret/noise.key, secret/sums.jsonl      make the noise, and tell steps that are taken again;
+                                             `userdp finalize` destroys both
     secret/users/RUN.bin                     pseudonyms of the training users, for the overlap check
 
 Everything in `secret/` is for the owner alone (mode 0600) and is not part of the model. This file

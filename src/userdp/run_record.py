@@ -38,6 +38,7 @@ from userdp.models.proven import model_check
 from userdp.plan import Plan
 from userdp.ranks import Ranks
 from userdp.remembered import CHECKPOINTS
+from userdp.repeated_sums import NoSums, RepeatedSums
 from userdp.report.closing import unfinished_card, write_words
 from userdp.run_files import RecordedRun, discard, model_files
 from userdp.same_run import (
@@ -59,10 +60,7 @@ OnStep = Callable[[int], None]
 
 
 class RunRecord:
-    """The record of one run while it runs.
-
-    `on_step` is told how many steps are done, and nothing else. All the rest is secret.
-    """
+    """The record of one run. `on_step` is told how many steps are done; all the rest is secret."""
 
     def __init__(
         self,
@@ -88,6 +86,8 @@ class RunRecord:
         # Whether the secret is one that was made for this very run.
         self._is_own_secret = False
         self.checkpoints = None if path is None else checkpoints_of(path, saving)
+        # What steps that are taken again are compared with; of several ranks, by the first.
+        self.sums: RepeatedSums | NoSums = NoSums()
         # The digests of what must not change, by name; None before the run begins.
         self._frozen: dict[str, str] | None = None
 
@@ -141,6 +141,8 @@ class RunRecord:
         record = RunRecord(ledger, secret, path=path, saving=saving, on_step=on_step)
         record._model = model
         record._is_own_secret = True
+        if path is not None and not secret.fixed_seed:
+            record.sums = RepeatedSums.begun(path, secret.key)
         return record
 
     @staticmethod
@@ -176,6 +178,10 @@ class RunRecord:
             check_hardware(ledger, moment, device_of(model, sharded=sharded))
             check_ranks(ledger, moment, path, num_ranks, sharded=sharded)
             check_noise(ledger, moment, plan)
+            after = 0 if moment is None else moment.step
+            sums: RepeatedSums | NoSums = NoSums()
+            if not secret.fixed_seed and not ledger.is_finished:
+                sums = RepeatedSums.opened(path, secret.key, after=after)
         except BaseException:
             ledger.close()
             raise
@@ -183,6 +189,7 @@ class RunRecord:
         record._model = model
         record._is_own_secret = True
         record._position = 0 if moment is None else moment.step
+        record.sums = sums
         return record
 
     def keep_beginning(
@@ -206,6 +213,7 @@ class RunRecord:
 
     def moment(self, weights: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> Moment:
         """The run as it is now, for a checkpoint."""
+        self.sums.flush()
         return Moment(
             step=self._position,
             head=self.ledger.head,
@@ -345,15 +353,6 @@ class RunRecord:
         if self.path is not None:
             write_words(RecordedRun(run=self.path, ledger=self.ledger))
 
-    def charge_all(self, people: dict[str, Any]) -> None:
-        """Charge for every planned step and close the ledger, with nothing trained."""
-        for _ in range(self.ledger.plan.steps):
-            self.charge_step()
-            self.step_done()
-        self.ledger.finish({}, people=people)
-        if self.path is not None:
-            write_words(RecordedRun(run=self.path, ledger=self.ledger))
-
     def _check_frozen(self, model: nn.Module) -> None:
         if self._frozen is None:
             return
@@ -378,7 +377,7 @@ class RunRecord:
         A run that is refused before its first step has released nothing. Its files are deleted.
         """
         try:
-            with contextlib.closing(self.ledger):
+            with contextlib.closing(self.ledger), contextlib.closing(self.sums):
                 try:
                     yield
                 except BaseException as error:

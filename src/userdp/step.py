@@ -23,7 +23,7 @@ from userdp.clipping.flat import ClippedSum
 from userdp.clipping.rules import CLIP_RULES
 from userdp.clipping.settings import StepSettings
 from userdp.errors import BudgetExhaustedError, InputError, MixedExamplesError
-from userdp.holding import Release, holding_of
+from userdp.holding import holding_of, release_of
 from userdp.index import Rows, UserIndex
 from userdp.ledger import Ledger
 from userdp.losses import Batch, RecordLoss, causal_lm_loss, counted
@@ -312,20 +312,18 @@ class PrivateStep:
     def _release(self, total: ClippedSum) -> None:
         """Add noise to the sum, divide, take the step: all that leaves the private side."""
         step = self.record.steps
+        release = release_of(
+            self.plan,
+            self._clip,
+            total,
+            step=step,
+            streams=self.record.streams(PURPOSE),
+            sums=self.record.sums,
+        )
         # The charge is on disk before anyone can see a weight of this step. Other ranks cannot have
         # one before: their sum needs what the first rank adds after its charge.
         self.record.charge_step()
-        self._holding.set_gradients(
-            total,
-            Release(
-                scale=self.plan.averaging.scale(total.total_weight),
-                noise_stddev=self.plan.noise_stddev_of(self._clip),
-                # Divide by E|U|, not |U|: the realised cohort size is secret (C24 Alg. 2).
-                divisor=self.plan.divisor,
-                step=step,
-                streams=self.record.streams(PURPOSE),
-            ),
-        )
+        self._holding.set_gradients(total, release)
         self.optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None

@@ -30,7 +30,7 @@ from userdp.clipping.settings import StepSettings
 from userdp.configured import named_task
 from userdp.data.store import UserStore
 from userdp.digests import code_digest
-from userdp.early_end import EarlyEnd
+from userdp.early_end import EarlyEnd, charge_all
 from userdp.errors import FORK, RESUME, InputError, StoppedRunError
 from userdp.interrupts import signals_wait_for_the_step
 from userdp.ledger import Ledger
@@ -266,7 +266,7 @@ def train(
         if not opened.goes_on:
             ranks.on_first(lambda: opened.begin_files(record))
         if dry_run:
-            ranks.on_first(lambda: record.charge_all(opened.released(record.ledger)))
+            ranks.on_first(lambda: charge_all(record, opened.released(record.ledger)))
             return Run(model=model, ledger=ledger_of_first(record), path=given.path)
         # Dropout is off: the noise regularises enough, and a group's update then depends only on
         # its rows.

@@ -159,8 +159,8 @@ def test_another_runs_key_does_not_verify(tmp_path: Path) -> None:
 
 def test_secrets_of_a_run_are_its_owners_alone_and_not_in_the_model(run: Path, root: Path) -> None:
     files = [path for path in (root / "run" / "secret").rglob("*") if path.is_file()]
-    # The key of the noise, the key of the ledger, and the list of users.
-    assert len(files) == 3
+    # The key of the noise, the key of the ledger, the list of users, and the sums of the steps.
+    assert len(files) == 4
     for path in files:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
