@@ -23,6 +23,7 @@ import pytest
 import tokenizers
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gpt2 import modeling_gpt2
@@ -475,6 +476,49 @@ def test_all_that_an_optimizer_holds_counts_but_the_weights() -> None:
         OwnOptimizer(weight, 1.0, torch.optim.SGD([weight], lr=0.2)),
         OwnOptimizer(weight, 1.0, [torch.optim.SGD([weight], lr=0.3)]),
     ]
+    edited = OwnOptimizer(weight, 1.0)
+    edited.defaults["lr"] = 7.0
+    others.append(edited)
     patched = OwnOptimizer(weight, 1.0)
     patched.step = types.MethodType(lambda self, closure=None: None, patched)  # type: ignore[method-assign]
     assert len({plain, *map(optimizer_digest, [*others, patched])}) == len(others) + 2
+
+
+def test_parameters_in_a_set_stand_in_the_order_of_the_optimizer() -> None:
+    for seed in range(20):
+        torch.manual_seed(seed)
+        weights = [nn.Parameter(torch.zeros(1)) for _ in range(6)]
+        optimizer = torch.optim.SGD(weights, lr=0.1)
+        optimizer.seen = set(weights)  # type: ignore[attr-defined]
+        if not seed:
+            first = optimizer_digest(optimizer)
+        assert optimizer_digest(optimizer) == first
+
+
+def test_a_hook_of_all_optimizers_is_noticed(monkeypatch: Patch) -> None:
+    optimizer = OwnOptimizer(nn.Parameter(torch.zeros(3)), 1.0)
+    before = optimizer_digest(optimizer)
+    hooks = _global_optimizer_pre_hooks
+    monkeypatch.setitem(hooks, 10**6, lambda optimizer, given, named: None)
+    assert optimizer_digest(optimizer) != before
+
+
+def test_adapters_that_are_switched_off_are_noticed() -> None:
+    model: Any = models_zoo.build("gpt2 + lora")
+    before = model_digest(model)
+    model.base_model.disable_adapter_layers()
+    assert model_digest(model) != before
+    model.base_model.enable_adapter_layers()
+    assert model_digest(model) == before
+
+
+class OfOnesOwn(modeling_gpt2.GPT2LMHeadModel):
+    pass
+
+
+def test_a_model_of_ones_own_class_counts_the_same_wherever_it_lies(tmp_path: Path) -> None:
+    found: set[str] = set()
+    for place in ("a", "b"):
+        base = models_zoo.save_tiny_base(tmp_path / place)
+        found.add(model_digest(OfOnesOwn.from_pretrained(base)))
+    assert len(found) == 1

@@ -262,7 +262,12 @@ def hardware_of(device: torch.device) -> str:
     """What sums of floating-point numbers depend on: the chip, and how work is split on it."""
     if device.type == "cuda":
         chip = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-        return f"{chip}, {torch.get_float32_matmul_precision()} precision of products"
+        try:
+            precision = torch.get_float32_matmul_precision()
+        except RuntimeError:
+            # The caller used only the newer setting. Then torch refuses to read the older one.
+            precision = str(torch.backends.cuda.matmul.fp32_precision)
+        return f"{chip}, {precision} precision of products"
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{device.type} {capability}, {torch.get_num_threads()} threads"
 

@@ -121,7 +121,7 @@ class _Walk:
             return [self.of(entry) for entry in value]
         if kind in (set, frozenset):
             # The order differs from process to process.
-            entries = sorted(cast("Iterable[Any]", value), key=standing)
+            entries = sorted(cast("Iterable[Any]", value), key=self._standing)
             return [kind_of(value), *map(self.of, entries)]
         if id(value) in self._known:
             return {"known": self._known[id(value)]}
@@ -129,6 +129,11 @@ class _Walk:
             self._numbers[id(value)] = len(self._met)
             self._met.append(value)
         return {"number": self._numbers[id(value)]}
+
+    def _standing(self, entry: Any) -> str:
+        """Where an entry of a set stands among the others."""
+        known = self._known.get(id(entry))
+        return standing(entry) if known is None else f"known {known}"
 
     def _inside(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType):
@@ -343,7 +348,9 @@ def _imports(code: types.CodeType, package: str) -> list[str]:
 
 
 def _slots_of(value: Any, kind: type) -> Iterator[Any]:
-    """What an object holds in the slots of a class."""
+    """What an object holds in a class's slots. Members of compiled classes are something else."""
+    if "__slots__" not in vars(kind):
+        return
     for _, entry in sorted(vars(kind).items()):
         if isinstance(entry, types.MemberDescriptorType):
             with contextlib.suppress(AttributeError):

@@ -6,7 +6,7 @@ Nothing is compiled: that would take longer than a few measurements of some thou
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -61,7 +61,9 @@ def on_gpu(model: nn.Module) -> Iterator[None]:
     }
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if type(head) is nn.Linear and head.bias is None and not is_shard(head.weight):
-        others[head] = partial(_aligned, _with_aligned_rows(head.weight), head.out_features)
+        # Where memory does not suffice, the head stays as it is.
+        with suppress(torch.OutOfMemoryError):
+            others[head] = partial(_aligned, _with_aligned_rows(head.weight), head.out_features)
     # Whoever has replaced a layer's forward already knows why.
     others = {module: own for module, own in others.items() if "forward" not in vars(module)}
     try:

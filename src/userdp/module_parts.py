@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -20,14 +22,18 @@ from userdp.plain_values import kind_of, plain_attributes
 # What every module of torch holds, which is described apart.
 _OF_MODULES = frozenset(vars(nn.Module()))
 # The same of optimizers. The last one is set when a schedule is there and a step was taken.
-_OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | {"_opt_called"}
+_OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) - {"defaults"}
+_OF_OPTIMIZERS |= {"_opt_called"}
+# Whether adapters take part: of a library's private settings the only ones that people change.
+_OF_ADAPTERS = ("_active_adapter", "_disable_adapters")
+# Where a model was read from, under the names that its configuration and the model have for it.
+_PLACES = ("_name_or_path", "name_or_path")
 _WHEN = ("pre", "post")
 
 
 def model_parts(model: nn.Module) -> list[Any]:
     """The configuration, and of every module the class, what it holds, the hooks and attention."""
-    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
-    config = {name: value for name, value in to_dict().items() if name != "_name_or_path"}
+    config = _settings(getattr(model, "config", None))
     modules = [
         [
             name,
@@ -39,13 +45,17 @@ def model_parts(model: nn.Module) -> list[Any]:
         ]
         for name, module in model.named_modules()
     ]
-    return [kind_of(model), str(model), config, modules, _global_hooks()]
+    # Where an object says its address, that is another one in each process.
+    words = re.sub(r" at 0x[0-9a-f]+", "", str(model))
+    return [kind_of(model), words, config, modules, _global_hooks()]
 
 
 def optimizer_parts(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The class, the settings and the state, and all that the object holds beside them."""
     held = {name: entry for name, entry in vars(optimizer).items() if name not in _OF_OPTIMIZERS}
     hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks", {}) for when in _WHEN]
+    # Those of torch for every optimizer.
+    hooks += [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     hooked = [list(entry.values()) for entry in hooks]
     return [type(optimizer), optimizer.state_dict(), dict(sorted(held.items())), hooked]
 
@@ -56,12 +66,22 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     Of a library's module its settings do not count, which the model's configuration says, nor what
     has a private name, unless it is code, a tensor, or of one's own.
     """
-    held = {name: entry for name, entry in sorted(vars(module).items()) if name not in _OF_MODULES}
+    held = {
+        name: _settings(entry) if hasattr(entry, "to_dict") else entry
+        for name, entry in sorted(vars(module).items())
+        if name not in _OF_MODULES and name not in _PLACES
+    }
     if bound_by(str(type(module).__module__)) is None:
         return held
     return plain_attributes(module, but=("training",)) | {
-        name: entry for name, entry in held.items() if _computes(entry)
+        name: entry for name, entry in held.items() if name in _OF_ADAPTERS or _computes(entry)
     }
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """A configuration, but for where it was read from."""
+    to_dict = getattr(config, "to_dict", dict)
+    return {name: value for name, value in to_dict().items() if name not in _PLACES}
 
 
 def _computes(value: Any) -> bool:
