@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from userdp import defaults
 from userdp.errors import InputError
-from userdp.optimizer_names import momentum_and_decay, refuse_unusable
+from userdp.optimizer_names import MOST_RATE, momentum_and_decay, refuse_unusable
 from userdp.quantisation_names import Quantisation
 from userdp.task_names import TaskName
 from userdp.units import Adjacency, SamplingUnit
 
 
-class Section(BaseModel):
+class Typed(BaseModel):
+    """A section in which a number is written as one: neither `true` nor `"40"` is a number."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        wanted = cls.model_fields[str(info.field_name)].annotation
+        kinds = set(get_args(wanted)) or {wanted}
+        if type(value) in {bool, str} - kinds and kinds & {int, float}:
+            written = str(value).lower() if isinstance(value, bool) else repr(value)
+            raise ValueError(f"{written} is no number: write it without quotes, such as 40")
+        return value
+
+
+class Section(Typed):
     """A section that takes the keys listed here and no other."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class WithParts(BaseModel):
+class WithParts(Typed):
     """A section that names parts. Beside the keys listed here, it takes the keys of those parts."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -216,7 +237,7 @@ class TrainingSettings(WithParts):
     learning_rate: float | None = Field(
         None,
         gt=0,
-        allow_inf_nan=False,
+        lt=MOST_RATE,
         description="Default for adam, adamw and muon: by the model's width.",
     )
     schedule: Literal["constant", "linear", "cosine"] = defaults.SCHEDULE

@@ -88,6 +88,11 @@ def export(run: Path, out: Path, *, base: str = "", license: str = "") -> Export
         raise InputError(f"--license {license!r} is not the id of a licence, such as apache-2.0.")
     if out.exists() or out.is_symlink():
         raise InputError(f"{out} exists: choose another output directory.")
+    if out.resolve().is_relative_to(run.resolve()):
+        raise InputError(
+            f"{out} lies in the run, whose record names all files that belong to it: choose a "
+            "directory outside of it."
+        )
     found = check_run(run)
     if found.ledger is None or found.problems:
         raise LedgerError(f"{run}: {found.problems[0]} Such a run is not exported.")

@@ -27,6 +27,8 @@ UNUSABLE: Mapping[str, str] = {
     "sparseadam": "it needs sparse gradients, and noise is added to every coordinate",
 }
 # Optimizers whose step has the size of the learning rate, whatever the size of gradients.
+# No rate is as large: weights are float32 numbers, or narrower ones.
+MOST_RATE = 1e30
 LIKE_ADAMW = ("adamw", "adam", "muon", "scaled")
 
 # The momentum of torch's optimizers where none is given; those not listed have none.
@@ -52,6 +54,8 @@ def momentum_and_decay(
     {'momentum': 0.8, 'decay': 0.001}
     """
     betas = options.get("betas")
+    if betas is not None and not isinstance(betas, list | tuple):
+        raise InputError(f"optimizer_options: betas = {betas!r}: give both, such as [0.9, 0.999].")
     momentum = betas[0] if betas else options.get("momentum", MOMENTUM.get(name, 0.0))
     decay = 0.01 if weight_decay is None and name == "adamw" else weight_decay or 0.0
     return {"momentum": float(momentum), "decay": (learning_rate or 0.0) * decay}

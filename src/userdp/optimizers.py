@@ -18,7 +18,13 @@ from userdp.config_sections import TrainingSettings
 from userdp.errors import InputError
 from userdp.models.checks import trainable_parameters
 from userdp.muon import MuonAndAdamW, is_hidden_matrix
-from userdp.optimizer_names import LIKE_ADAMW, OPTIMIZERS, SCHEDULE_NAME, refuse_unusable
+from userdp.optimizer_names import (
+    LIKE_ADAMW,
+    MOST_RATE,
+    OPTIMIZERS,
+    SCHEDULE_NAME,
+    refuse_unusable,
+)
 from userdp.scaled_momentum import ScaledMomentum
 from userdp.schedules import share_of_rate
 
@@ -78,6 +84,8 @@ def make_optimizer(
     parameters = trainable_parameters(model)
     if learning_rate is None:
         learning_rate = default_rate(model, name)
+    if not 0 <= learning_rate < MOST_RATE:
+        raise InputError(f"learning_rate={learning_rate:g}: give a number below {MOST_RATE:g}.")
     try:
         if kind is torch.optim.Muon:
             return MuonAndAdamW(

@@ -43,6 +43,10 @@ UNCHECKED = (
     "that nobody protected is among the owners of the public records could not be checked: ids are "
     "hidden under another key, or compared by another rule"
 )
+LEARNT = (
+    "the scales of gradients come from records that were declared public: whoever has something in "
+    "them is not protected"
+)
 LEARNT_BEFORE = (
     "the scales of gradients were learnt before the run, from records that were declared public: "
     "whoever has something in them is not protected"
@@ -92,7 +96,8 @@ class PublicData:
                     "protection. Leave these users out of one of them (`userdp import "
                     "--drop-user`), or leave out [data] public."
                 )
-        return [DECLARED] if shared == 0 and before.is_known else [DECLARED, UNCHECKED]
+        declared = DECLARED if self.weight else LEARNT
+        return [declared] if shared == 0 and before.is_known else [declared, UNCHECKED]
 
 
 def public_of(settings: DataSettings) -> PublicData | None:

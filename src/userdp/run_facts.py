@@ -151,6 +151,7 @@ def of_parts(
         task=cast(TaskName, task.split()[0].rstrip(",")),
         classes=_classes(model),
         record_loss=record_loss,
+        gguf_file=_gguf_file(model),
         quantize=_quantisation(model),
         dtype=str(getattr(model, "dtype", "float32")).removeprefix("torch."),
         adapter_rank=None if adapter is None else int(getattr(adapter, "r", 0) or 0),
@@ -163,6 +164,12 @@ def _schedule_name(scheduler: Any) -> str:
     if scheduler is None:
         return "constant"
     return str(getattr(scheduler, SCHEDULE_NAME, type(scheduler).__name__))
+
+
+def _gguf_file(model: Any) -> str | None:
+    """The GGUF file that `load_model` has read the model or its base from."""
+    named = (vars(module).get("userdp_gguf_file") for module in model.modules())
+    return next((name for name in named if name), None)
 
 
 def _quantisation(model: Any) -> Quantisation | None:

@@ -220,6 +220,17 @@ TABLE: list[Bad] = [
     ),
     # Training
     trained("a learning rate of zero", "learning_rate", training="learning_rate = 0.0"),
+    trained("a rate that no weight holds", "learning_rate", training="learning_rate = 1e300"),
+    trained("steps that are true", "true is no number", training="steps = true"),
+    trained("steps in quotes", "'40' is no number", training="steps = '40'"),
+    trained(
+        "one beta",
+        "betas = 0.9: give both",
+        training="learning_rate = 0.01\noptimizer_options = {betas = 0.9}",
+    ),
+    command("a seed below zero", "--seed", "quickstart", "--seed", "-1", "--out", "q"),
+    command("no record a user", "records-per-user", *PLAN[:4], "0", *PLAN[5:]),
+    command("too many records a user", "records-per-user", *PLAN[:4], "99999999999", *PLAN[5:]),
     trained("an unknown optimizer", "optimizer", training="optimizer = 'guess'"),
     trained("an unknown device", "device 'abacus'", training="device = 'abacus'"),
     trained("rows of one token", "sequence_length", data="sequence_length = 1"),

@@ -76,7 +76,8 @@ def bound(
         typer.Option(min=2, help="With perplexity methods: that of the training; by default 128."),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="With random methods: fixes the draw, which is no secret.")
+        int | None,
+        typer.Option(min=0, help="With random methods: fixes the draw, which is no secret."),
     ] = None,
     json: common.Json = False,
 ) -> None:

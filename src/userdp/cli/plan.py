@@ -48,7 +48,12 @@ def plan(
     ] = None,
     users: Annotated[int | None, typer.Option(help="Number of users, N: public.")] = None,
     records_per_user: Annotated[
-        int | None, typer.Option(help="Median number of records of a user: public, or paid for.")
+        int | None,
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help="Median number of records of a user: public, or paid for.",
+        ),
     ] = None,
     gradient_norms: Annotated[
         Path | None,

@@ -49,6 +49,21 @@ def keys_of(best: Candidate, known: Known) -> dict[str, Any]:
 
 def in_words(setting: Setting, best: Candidate, known: Known, norms: Norms) -> list[str]:
     """What to copy, with its reason; the defaults have to be told apart from it."""
+    return [*_of_privacy(setting, best, known, norms), *_beside(setting, best)]
+
+
+def _beside(setting: Setting, best: Candidate) -> list[str]:
+    """What else was asked for, and is not what `train` takes by default."""
+    keys: list[str] = []
+    if best.steps != defaults.STEPS:
+        keys.append(f"[training] steps = {best.steps}")
+    if setting.delta != defaults.delta(setting.num_users):
+        keys.append(f"[privacy] delta = {setting.delta:g}")
+    return [f"to copy as well, as it was asked for: {', '.join(keys)}"] if keys else []
+
+
+def _of_privacy(setting: Setting, best: Candidate, known: Known, norms: Norms) -> list[str]:
+    """The keys of [privacy], with their reason."""
     keys = ", ".join(
         f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}"
         for key, value in keys_of(best, known).items()

@@ -30,7 +30,7 @@ def quickstart(
         "runs/quickstart"
     ),
     seed: Annotated[
-        int, typer.Option(help="Seed of the synthetic messages (not of the noise).")
+        int, typer.Option(min=0, help="Seed of the synthetic messages (not of the noise).")
     ] = 1,
     model: Annotated[
         Base, typer.Option(help="A small model made on the spot, or the real SmolLM2-135M.")

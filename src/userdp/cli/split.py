@@ -39,7 +39,9 @@ def split(
     before: Annotated[
         str | None, typer.Option(help="With --by time: train on what is older (ISO 8601).")
     ] = None,
-    seed: Annotated[int, typer.Option(help="With --by user: another seed, other users.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="With --by user: another seed, other users.")
+    ] = 0,
     allow_shared_users: Annotated[
         bool, typer.Option("--allow-shared-users", help="Users may be on both sides.")
     ] = False,

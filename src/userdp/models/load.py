@@ -37,6 +37,9 @@ from userdp.models.quantised import freeze, loading_options, quantisation_of
 from userdp.quantisation_names import Quantisation
 from userdp.task_names import TaskName
 
+# The attribute of a model that names the GGUF file it was read from.
+GGUF_FILE = "userdp_gguf_file"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
@@ -106,6 +109,9 @@ def load_model(
         raise _not_loaded(f"model {source!r}", source, error) from error
     model, loading = loaded
     begin_missing(model, source, task, loading["missing_keys"])
+    if gguf_file:
+        # Whoever loads the base of an adapter again has to name the file, too.
+        setattr(model, GGUF_FILE, gguf_file)
     check_vocabulary(model, tokenizer)
     if task == "classification" and model.config.pad_token_id is None:
         # Decoders find the end of a text by it.
@@ -119,9 +125,13 @@ def load_model(
 
 
 def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
-    """The tokenizer. If it has no padding token, the end-of-text token serves as one."""
+    """The tokenizer. If it has no padding token, the end-of-text token serves as one.
+
+    Files of a tokenizer beside a GGUF file say more than that one: special tokens, a template.
+    """
     _refuse_missing_path(source)
-    options = {"gguf_file": gguf_file} if gguf_file else {}
+    has_own = (Path(source) / "tokenizer.json").is_file()
+    options = {"gguf_file": gguf_file} if gguf_file and not has_own else {}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             source, trust_remote_code=False, **options
