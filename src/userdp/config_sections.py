@@ -13,6 +13,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from userdp import defaults
 from userdp.errors import InputError
@@ -31,8 +32,7 @@ class Typed(BaseModel):
         wanted = cls.model_fields[str(info.field_name)].annotation
         kinds = set(get_args(wanted)) or {wanted}
         if type(value) in {bool, str} - kinds and kinds & {int, float}:
-            written = str(value).lower() if isinstance(value, bool) else repr(value)
-            raise ValueError(f"{written} is no number: write it without quotes, such as 40")
+            raise PydanticCustomError("not_a_number", "write a number, without quotes")
         return value
 
 

@@ -221,8 +221,10 @@ TABLE: list[Bad] = [
     # Training
     trained("a learning rate of zero", "learning_rate", training="learning_rate = 0.0"),
     trained("a rate that no weight holds", "learning_rate", training="learning_rate = 1e300"),
-    trained("steps that are true", "true is no number", training="steps = true"),
-    trained("steps in quotes", "'40' is no number", training="steps = '40'"),
+    trained(
+        "steps that are true", "training.steps = True: write a number", training="steps = true"
+    ),
+    trained("steps in quotes", "training.steps = '40': write a number", training="steps = '40'"),
     trained(
         "one beta",
         "betas = 0.9: give both",

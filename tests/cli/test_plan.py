@@ -121,5 +121,6 @@ def test_plan_says_so_where_the_defaults_are_the_best() -> None:
         noise_stddev=1.0,
     )
     public = Known(num_users=400, per_user=8, adjacency=Adjacency.ADD_REMOVE, peeked=[])
-    (line,) = plan_copy.in_words(setting, best, public, same_direction())
+    line, beside = plan_copy.in_words(setting, best, public, same_direction())
     assert line.endswith("group_size = 4; the same is taken where they are left out")
+    assert "[training] steps = 10" in beside
