@@ -301,3 +301,10 @@ def test_a_model_that_claims_to_be_quantised_is_saved_as_the_floats_it_is(tmp_pa
     again, _ = load_model(tmp_path / "saved")
     for name, weight in model.named_parameters():
         assert torch.equal(weight, again.get_parameter(name)), name
+
+
+def test_a_tokenizers_own_files_are_read_before_a_gguf_file(base_model: Path) -> None:
+    own = load_tokenizer(str(base_model))
+    beside = load_tokenizer(str(base_model), gguf_file="weights.gguf")
+    assert beside.get_vocab() == own.get_vocab()
+    assert beside.eos_token == own.eos_token

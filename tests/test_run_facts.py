@@ -11,6 +11,7 @@ import userdp as library
 from cli_runner import userdp
 from userdp.debits import settle_given_up
 from userdp.errors import InputError
+from userdp.quantisation_names import GGUF_FILE
 from userdp.run_facts import has_facts, read_facts
 
 
@@ -109,3 +110,27 @@ def test_without_facts_it_is_said_which_file_is_missing(tmp_path: Path) -> None:
         (tmp_path / "run.json").write_text(content)
         with pytest.raises(InputError, match="damaged"):
             read_facts(tmp_path)
+
+
+def test_a_base_from_a_gguf_file_is_named_with_its_file(
+    base_model: Path, train_store: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = library.load_model(base_model, lora=library.Lora(rank=2))
+    # What `load_model` leaves on a model that it has read from such a file.
+    setattr(model.get_base_model(), GGUF_FILE, "weights.gguf")  # type: ignore[operator]
+    plan = library.Plan.sample_users(
+        num_users=20,
+        expected_cohort_size=5,
+        group_size=2,
+        steps=1,
+        noise_multiplier=1.0,
+        delta=1e-2,
+    )
+    store = library.UserStore.open(train_store)
+    options = {"learning_rate": 0.02, "sequence_length": 16}
+    library.train(model, tokenizer, store, plan, out=tmp_path / "run", **options)
+    facts = read_facts(tmp_path / "run")
+    assert facts is not None
+    assert facts.gguf_file == "weights.gguf"
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert 'gguf_file="weights.gguf")' in card

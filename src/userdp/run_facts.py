@@ -22,7 +22,7 @@ from userdp.data.store import UserStore
 from userdp.durable import write_file
 from userdp.errors import InputError
 from userdp.optimizer_names import SCHEDULE_NAME
-from userdp.quantisation_names import Quantisation
+from userdp.quantisation_names import GGUF_FILE, Quantisation
 from userdp.task_names import TaskName
 
 RUN_FILE = "run.json"
@@ -168,7 +168,7 @@ def _schedule_name(scheduler: Any) -> str:
 
 def _gguf_file(model: Any) -> str | None:
     """The GGUF file that `load_model` has read the model or its base from."""
-    named = (vars(module).get("userdp_gguf_file") for module in model.modules())
+    named = (vars(module).get(GGUF_FILE) for module in model.modules())
     return next((name for name in named if name), None)
 
 

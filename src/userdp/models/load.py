@@ -34,11 +34,8 @@ from userdp.models.heads import (
     refuse_other_task,
 )
 from userdp.models.quantised import freeze, loading_options, quantisation_of
-from userdp.quantisation_names import Quantisation
+from userdp.quantisation_names import GGUF_FILE, Quantisation
 from userdp.task_names import TaskName
-
-# The attribute of a model that names the GGUF file it was read from.
-GGUF_FILE = "userdp_gguf_file"
 
 
 @dataclass(frozen=True, kw_only=True)
