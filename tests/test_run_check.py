@@ -15,6 +15,7 @@ from userdp import chain
 from userdp.history import ANCESTRY_FILE
 from userdp.ledger import Ledger
 from userdp.run_check import _says_as_much, check_run
+from userdp.run_files import model_files
 from userdp.statement import Statement
 
 RECORD = ("ledger.jsonl", "statement.json", f"model/{ANCESTRY_FILE}", "config.toml")
@@ -211,3 +212,12 @@ def test_what_is_no_run_is_a_problem_and_no_error(tmp_path: Path) -> None:
         found = check_run(tmp_path / name)
         assert (found.ok, found.steps, found.closed) == (False, None, False)
         assert "is this the directory of a run" in found.problems[0]
+
+
+def test_half_a_card_of_a_killed_process_is_no_file_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = model_files(tmp_path)
+    (tmp_path / ".README.md.partial").write_text("# Mod")
+    assert model_files(tmp_path) == before
+    (tmp_path / ".model.safetensors.partial").write_bytes(b"wei")
+    assert model_files(tmp_path) != before

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from userdp.data.store import UserStore
 
 # People write and edit these files. They change no weight.
-FREE_FILES = frozenset({"README.md"})
+# A card that was being written when the process was killed goes with the next one.
+FREE_FILES = frozenset({"README.md", ".README.md.partial"})
 
 # How weights are called, by this package and by others.
 WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin", "adapter_model*.bin", "*.gguf")
