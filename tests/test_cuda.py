@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,14 @@ from userdp.clipping.kernels.user_sums import user_sums
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import ClipRule, FlatClip, PerVectorClip
 from userdp.clipping.settings import StepSettings
+from userdp.errors import InputError
 from userdp.index import UserIndex
 from userdp.losses import causal_lm_loss
 from userdp.models.word_lstm import WordLSTM, WordLSTMConfig
 from userdp.noise import Banded, Gaussian, Noise
 from userdp.noise.draw import add_normal_
 from userdp.plan import Plan
+from userdp.remembered import SUMS
 from userdp.run_record import RunRecord, checkpoints_of
 from userdp.run_state import Checkpoint, restore
 from userdp.step import PrivateStep
@@ -567,8 +570,18 @@ def test_inner_products_of_tied_weights_are_the_exact_ones_from_above(
         assert 0 <= above <= 2.0**-14 * float((picked.abs() * sizes).sum())
 
 
-def _resumable(path: Path, *, stop_after: int | None, resume: bool) -> list[torch.Tensor]:
-    """A run on ragged users in captured bfloat16 steps, saved after four steps; its weights."""
+def _resumable(
+    path: Path,
+    *,
+    stop_after: int | None,
+    resume: bool,
+    secret: RunSecret | None = None,
+    seed: int = 0,
+) -> list[torch.Tensor]:
+    """A run on ragged users in captured bfloat16 steps, saved after four steps; its weights.
+
+    `secret` None is one of the run's own; `seed` decides the users' records.
+    """
     torch.manual_seed(0)
     model = models_zoo.gpt2(vocabulary=512, width=64, positions=128).cuda().eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -584,9 +597,9 @@ def _resumable(path: Path, *, stop_after: int | None, resume: bool) -> list[torc
     rng = np.random.default_rng(0)
     owners = np.repeat(np.arange(60), rng.integers(1, 7, 60))
     lengths = rng.integers(8, 96, len(owners))
-    tokens = torch.from_numpy(rng.integers(0, 512, (len(owners), 96)))
+    of_seed = np.random.default_rng(seed)
+    tokens = torch.from_numpy(of_seed.integers(0, 512, (len(owners), 96)))
     settings = StepSettings(compute_dtype=torch.bfloat16)
-    secret = RunSecret.fixed_for_tests(1)
     saving = Saving(every_steps=4)
     moment = checkpoints_of(path).newest() if resume else None
     if resume:
@@ -637,13 +650,24 @@ def _resumable(path: Path, *, stop_after: int | None, resume: bool) -> list[torc
 
 
 def test_a_stopped_run_goes_on_bit_for_bit_on_cuda(tmp_path: Path) -> None:
+    secret = RunSecret.fixed_for_tests(1)
     with same_every_time(True):
-        whole = _resumable(tmp_path / "whole", stop_after=None, resume=False)
-        _resumable(tmp_path / "stopped", stop_after=6, resume=False)
-        found = _resumable(tmp_path / "stopped", stop_after=None, resume=True)
+        whole = _resumable(tmp_path / "whole", stop_after=None, resume=False, secret=secret)
+        _resumable(tmp_path / "stopped", stop_after=6, resume=False, secret=secret)
+        found = _resumable(tmp_path / "stopped", stop_after=None, resume=True, secret=secret)
     assert all(torch.equal(a, b) for a, b in zip(whole, found, strict=True))
     ledgers = [(tmp_path / name / "ledger.jsonl").read_bytes() for name in ("whole", "stopped")]
     assert ledgers[0] == ledgers[1]
+
+
+def test_steps_taken_again_are_known_by_their_sums_on_cuda(tmp_path: Path) -> None:
+    # Kernels may add in another order each time; the sums are close enough to be the same.
+    _resumable(tmp_path, stop_after=6, resume=False)
+    before = (tmp_path / SUMS).read_text().splitlines()
+    assert [json.loads(row)["step"] for row in before] == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(InputError, match="its sum is not the one that it had"):
+        _resumable(tmp_path, stop_after=None, resume=True, seed=1)
+    _resumable(tmp_path, stop_after=None, resume=True)
 
 
 def test_out_of_memory_halves_the_batches_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
