@@ -23,10 +23,10 @@ import torch
 import transformers
 
 import userdp
-from userdp.checkpoints import Saving
 from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
 from userdp.quickstart import word_tokenizer
+from userdp.runs.checkpoints import Saving
 
 WORDS = tuple("red green blue amber violet grey pink teal black white".split())
 

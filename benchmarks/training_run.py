@@ -41,9 +41,9 @@ from userdp.clipping.fast import FastClipping
 from userdp.clipping.settings import StepSettings
 from userdp.data.tokens import TokenRows
 from userdp.evaluation import evaluate
-from userdp.ledger import Ledger
+from userdp.ledger.book import Ledger
 from userdp.plan import Plan
-from userdp.run_record import RunRecord
+from userdp.runs.record import RunRecord
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
 from userdp.tasks import CausalTask, cohort_batches

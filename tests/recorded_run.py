@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 from userdp.history import History, write_history
-from userdp.ledger import Ledger
+from userdp.ledger.book import Ledger
 from userdp.plan import Plan
-from userdp.run_files import model_files
+from userdp.runs.files import model_files
 
 CONFIG = """[data]
 store = "{root}/store"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from userdp.averaging import WeightAverage, restore_average
 from userdp.errors import InputError
+from userdp.optimizers.averaging import WeightAverage, restore_average
 
 DECAY = 0.9
 

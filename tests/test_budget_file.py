@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from cli_runner import cli
-from userdp import budget_file
-from userdp.budget_file import BudgetFile
-from userdp.chain import Row
+from userdp.budget import file as budget_file
+from userdp.budget.file import BudgetFile
 from userdp.errors import LedgerError
+from userdp.files.chain import Row
 
 SOURCE = str(Path(cli.__file__).resolve().parents[2])
 
@@ -250,7 +250,7 @@ def test_a_writer_waits_for_another_and_says_so_if_it_takes_too_long(
 ADDS = """
 import sys
 from pathlib import Path
-from userdp.budget_file import BudgetFile
+from userdp.budget.file import BudgetFile
 file = BudgetFile(Path(sys.argv[1]))
 if not file.exists:
     file.create({"id": sys.argv[2], "instead_of": None})

@@ -12,12 +12,12 @@ import torch
 import userdp
 from cli_runner import userdp as command
 from tiny import make_model, make_store
-from userdp.earlier import Earlier
-from userdp.ledger import Ledger
-from userdp.marks import Hypothetical, RecordLevel
+from userdp.ledger.book import Ledger
 from userdp.models.load import Lora, add_lora
+from userdp.prices.earlier import Earlier
+from userdp.prices.marks import Hypothetical, RecordLevel
 from userdp.report.closing import unfinished_card
-from userdp.run_check import check_run
+from userdp.runs.check import check_run
 from userdp.statement import epsilon_text
 
 PLAN = userdp.Plan.sample_users(
@@ -170,7 +170,7 @@ def test_weights_of_a_run_that_never_ended_promise_nothing(
 def test_a_loop_of_ones_own_leaves_its_card(tmp_path: Path, mark: str) -> None:
     from userdp.clipping.settings import StepSettings
     from userdp.index import UserIndex
-    from userdp.run_record import RunRecord
+    from userdp.runs.record import RunRecord
 
     plan = plan_of(MARKS[mark])
     model, tokenizer = make_model(tmp_path / "base")

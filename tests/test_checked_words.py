@@ -13,12 +13,12 @@ from torch import nn
 from cli_runner import userdp
 from recorded_run import write_run
 from userdp.errors import InputError, LedgerError
-from userdp.ledger import Ledger
+from userdp.ledger.book import Ledger
 from userdp.report.card import card_of_run, model_card
 from userdp.report.templates import cell
-from userdp.run_facts import base_name, read_facts
-from userdp.run_files import RecordedRun
-from userdp.run_state import restore_finished
+from userdp.runs.facts import base_name, read_facts
+from userdp.runs.files import RecordedRun
+from userdp.runs.state import restore_finished
 from userdp.tasks.causal import CausalTask
 from userdp.tasks.own_loss import OwnLoss
 

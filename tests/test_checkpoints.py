@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from userdp.checkpoints import Checkpoints, Moment, Saving, check_saveable
 from userdp.errors import InputError, LedgerError
+from userdp.runs.checkpoints import Checkpoints, Moment, Saving, check_saveable
 
 KEY = bytes(range(32))
 
@@ -115,7 +115,7 @@ def test_a_failed_save_is_raised_and_keeps_the_one_before(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("userdp.checkpoints.save_file", full)
+    monkeypatch.setattr("userdp.runs.checkpoints.save_file", full)
     checkpoints.save(moment(2))
     with pytest.raises(OSError, match="No space left"):
         checkpoints.wait()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from userdp.clipping.rules import AutomaticClip, FlatClip
-from userdp.config import load_config
+from userdp.config.file import load_config
 from userdp.errors import InputError
 from userdp.plan import Plan
 from userdp.sampling import PoissonRecords, PoissonUsers

@@ -15,9 +15,9 @@ from userdp import Plan
 from userdp.accounting import events
 from userdp.clipping.rules import AdaptiveClip, FlatClip
 from userdp.errors import InputError, UnaccountedPlanError
-from userdp.marks import Hypothetical, RecordLevel
 from userdp.noise import Banded, Gaussian
-from userdp.prices import ONE_OWNER, event_of
+from userdp.prices.marks import Hypothetical, RecordLevel
+from userdp.prices.table import ONE_OWNER, event_of
 from userdp.sampling import (
     BallsInBins,
     CyclicPoissonRecords,

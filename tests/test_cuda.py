@@ -14,7 +14,6 @@ from scipy.stats import kstest
 from torch import nn
 
 import models_zoo
-from userdp.checkpoints import Saving
 from userdp.clipping.batches.equal import pack_equal
 from userdp.clipping.batches.ragged import Sizes, pack_ragged
 from userdp.clipping.execute import chunked_head
@@ -30,15 +29,16 @@ from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import ClipRule, FlatClip, PerVectorClip
 from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError
+from userdp.files.remembered import SUMS
 from userdp.index import UserIndex
 from userdp.losses import causal_lm_loss
 from userdp.models.word_lstm import WordLSTM, WordLSTMConfig
 from userdp.noise import Banded, Gaussian, Noise
 from userdp.noise.draw import add_normal_
 from userdp.plan import Plan
-from userdp.remembered import SUMS
-from userdp.run_record import RunRecord, checkpoints_of
-from userdp.run_state import Checkpoint, restore
+from userdp.runs.checkpoints import Saving
+from userdp.runs.record import RunRecord, checkpoints_of
+from userdp.runs.state import Checkpoint, restore
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
 

@@ -13,7 +13,7 @@ import models_zoo
 from userdp import Plan, defaults
 from userdp.clipping.rules import AutomaticClip
 from userdp.errors import InputError
-from userdp.optimizers import default_rate, make_optimizer
+from userdp.optimizers.by_name import default_rate, make_optimizer
 
 
 @pytest.mark.parametrize("num_users", [2, 10, 32, 100, 999, 5000, 763_430, 10**8])

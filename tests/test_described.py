@@ -29,7 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gpt2 import modeling_gpt2
 
 import models_zoo
-from userdp.digests import code_digest, model_digest, optimizer_digest, parts_version
+from userdp.digests.of_runs import code_digest, model_digest, optimizer_digest, parts_version
 from userdp.updates import MeanGradient
 
 FILES = {
@@ -212,7 +212,7 @@ def test_models_and_parts_of_ones_own_count_with_what_they_call(edit: Edit) -> N
 
 def test_code_has_the_same_name_in_every_process(edit: Edit, tmp_path: Path) -> None:
     code = (
-        "import loss_top; from userdp.digests import code_digest\n"
+        "import loss_top; from userdp.digests.of_runs import code_digest\n"
         f"print(*(code_digest(getattr(loss_top, name)) for name in {LOSSES!r}))"
     )
     # Another order of every set, and compiled code that was read from a cache.

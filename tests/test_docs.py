@@ -14,7 +14,7 @@ import pytest
 
 import models_zoo
 import userdp
-from userdp.config import load_config
+from userdp.config.file import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

@@ -10,10 +10,10 @@ import torch
 
 import userdp
 from tiny import make_model, make_store
-from userdp.checkpoints import Saving
-from userdp.ledger import Ledger
-from userdp.run_check import check_run
-from userdp.training import Run
+from userdp.ledger.book import Ledger
+from userdp.runs.check import check_run
+from userdp.runs.checkpoints import Saving
+from userdp.training.loop import Run
 
 PLAN = userdp.Plan.sample_users(
     num_users=12,

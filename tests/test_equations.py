@@ -38,7 +38,7 @@ QUESTIONS = [
     ("C24 Thm. 2, Eq. 3", "Bernoulli(q)", "accounting/events.py", "poisson_users_gaussian"),
     ("C24 App. A.1", "calibration", "accounting/accountant.py", "calibrate"),
     ("C24 App. D", "near-duplicates", "data/duplicates.py", "across_users"),
-    ("C24 Alg. 3, Eq. 8 to 12", "Estimate-and-Double", "planner.py", "Planner"),
+    ("C24 Alg. 3, Eq. 8 to 12", "Estimate-and-Double", "planner/search.py", "Planner"),
     ("X24 Alg. 3, Eq. 1", "filter of Asi & Liu", "accounting/filter.py", "filter_plan"),
     ("X24 Sec. 4.1", "perplexity", "data/choose.py", "best_rows"),
     ("X24 Sec. 4.1", "perplexity", "data/select.py", "best_records"),

@@ -11,11 +11,11 @@ import pytest
 
 from recorded_run import safetensors, write_run
 from userdp.errors import InputError
-from userdp.export import export
-from userdp.ledger import Ledger
+from userdp.ledger.book import Ledger
 from userdp.report.card import model_card
-from userdp.run_check import check_run
-from userdp.run_facts import read_facts
+from userdp.runs.check import check_run
+from userdp.runs.export import export
+from userdp.runs.facts import read_facts
 
 
 def contents(directory: Path) -> dict[str, bytes]:

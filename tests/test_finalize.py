@@ -8,9 +8,9 @@ import pytest
 
 from recorded_run import write_run
 from userdp.errors import InputError, LedgerError
-from userdp.finalize import finalize
-from userdp.ledger import Ledger
-from userdp.run_check import check_run
+from userdp.ledger.book import Ledger
+from userdp.runs.check import check_run
+from userdp.runs.finalize import finalize
 
 DESTROYED = (
     "secret/noise.key",

@@ -16,7 +16,7 @@ from tiny import make_model, make_store
 from userdp.cli import app
 from userdp.data.tokens import tokenise
 from userdp.errors import InputError
-from userdp.gradient_norms import median_norms
+from userdp.planner.gradient_norms import median_norms
 from userdp.tasks import CausalTask
 
 

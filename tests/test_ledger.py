@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from userdp import chain
 from userdp.errors import LedgerError
-from userdp.ledger import Ledger
+from userdp.files import chain
+from userdp.ledger.book import Ledger
 from userdp.plan import Plan
 
 

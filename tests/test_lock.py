@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from userdp.errors import LedgerError
-from userdp.lock import Owner, hold, lock_path
+from userdp.files.lock import Owner, hold, lock_path
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_name_left_by_a_killed_process_changes_nothing(path: Path) -> None:
 
 def test_a_killed_process_leaves_no_lock(path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from userdp.lock import hold\n"
+        "import os, signal, sys; from pathlib import Path; from userdp.files.lock import hold\n"
         "path = Path(sys.argv[1]); file = path.open('a'); hold(file.fileno(), path)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

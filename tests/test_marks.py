@@ -11,12 +11,12 @@ from dp_accounting.dp_event import GaussianDpEvent
 
 from userdp.accounting import accountant, events
 from userdp.clipping.rules import FlatClip
-from userdp.earlier import Earlier
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
-from userdp.ledger import Ledger
-from userdp.marks import AsIfPoisson, Hypothetical, RecordLevel
-from userdp.paid import Paid
+from userdp.ledger.book import Ledger
 from userdp.plan import Plan
+from userdp.prices.earlier import Earlier
+from userdp.prices.marks import AsIfPoisson, Hypothetical, RecordLevel
+from userdp.prices.paid import Paid
 from userdp.sampling import PublicNumbers, Shuffled
 from userdp.units import Adjacency
 

@@ -10,8 +10,8 @@ import pytest
 
 from userdp.accounting import accountant, events
 from userdp.errors import InputError
-from userdp.mechanisms import MechanismSetting, _tried, compare
 from userdp.noise import Banded
+from userdp.planner.mechanisms import MechanismSetting, _tried, compare
 from userdp.sampling.contract import PublicNumbers
 from userdp.units import Adjacency
 

@@ -16,8 +16,8 @@ from tiny import make_model, make_store
 from userdp.data.array_files import file_digest
 from userdp.errors import LedgerError
 from userdp.history import history_of
-from userdp.merging import export_merged
-from userdp.run_check import check_run
+from userdp.runs.check import check_run
+from userdp.runs.merging import export_merged
 
 LOADS = """
 import sys, torch, peft, transformers

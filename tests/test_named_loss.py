@@ -11,14 +11,14 @@ import pytest
 
 import userdp
 from cli_runner import userdp as command
-from userdp.config import load_config
-from userdp.configured import configured_loss
+from userdp.config.file import load_config
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.models.load import load_model
-from userdp.run_facts import read_facts
+from userdp.runs.facts import read_facts
 from userdp.streams import RunSecret
-from userdp.training_from_config import train_from_config
+from userdp.training.configured import configured_loss
+from userdp.training.from_config import train_from_config
 
 ConfigFile = Callable[..., Path]
 CODE = """

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import models_zoo
-from userdp import neighbours
 from userdp.clipping import fast
 from userdp.clipping.batches.limits import stored_users
 from userdp.clipping.batches.ragged import Sizes
@@ -21,7 +20,8 @@ from userdp.clipping.gradients import probes
 from userdp.clipping.rules import FlatClip
 from userdp.clipping.settings import StepSettings
 from userdp.losses import Batch, causal_lm_loss
-from userdp.probe import UnsafeModelError, check_model
+from userdp.probe import neighbours
+from userdp.probe.verify import UnsafeModelError, check_model
 from userdp.updates import MeanGradient
 
 

@@ -13,11 +13,11 @@ from torch import nn
 
 import models_zoo
 import userdp
-from userdp.config import load_config
-from userdp.digests import code_digest, optimizer_digest
+from userdp.config.file import load_config
+from userdp.digests.of_runs import code_digest, optimizer_digest
 from userdp.errors import InputError
-from userdp.optimizer_choice import optimizer_and_schedule
-from userdp.optimizers import check_optimizer, check_schedule, optimizer_of, schedule_of
+from userdp.optimizers.by_name import check_optimizer, check_schedule, optimizer_of, schedule_of
+from userdp.optimizers.choice import optimizer_and_schedule
 
 
 def test_words_in_python_make_what_they_make_in_a_configuration(

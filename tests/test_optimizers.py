@@ -13,13 +13,13 @@ import transformers
 from torch import nn
 
 import models_zoo
-from userdp.config import load_config
-from userdp.digests import optimizer_digest
+from userdp.config.file import load_config
+from userdp.digests.of_runs import optimizer_digest
 from userdp.errors import InputError
 from userdp.models.checks import check_optimizer
-from userdp.muon import MuonAndAdamW
-from userdp.optimizer_names import OPTIMIZERS, UNUSABLE
-from userdp.optimizers import make_optimizer, make_schedule, optimizer_of, schedule_of
+from userdp.names.optimizers import OPTIMIZERS, UNUSABLE
+from userdp.optimizers.by_name import make_optimizer, make_schedule, optimizer_of, schedule_of
+from userdp.optimizers.muon import MuonAndAdamW
 
 STEPS = 12
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from userdp.config.own_keys import check_own_keys, own_values
 from userdp.errors import InputError
-from userdp.own_keys import check_own_keys, own_values
 from userdp.parts import Part, Registry
 
 

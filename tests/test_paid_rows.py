@@ -14,14 +14,14 @@ from dp_accounting.rdp import RdpAccountant
 from typer.testing import CliRunner
 
 from tiny import make_model, make_store
-from userdp import chain
 from userdp.accounting import best_of_runs, gaussian
 from userdp.cli import app
 from userdp.cli.quantile import answers
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
-from userdp.ledger import Ledger
-from userdp.paid import Paid, read_paid, write_paid
+from userdp.files import chain
+from userdp.ledger.book import Ledger
 from userdp.plan import Plan
+from userdp.prices.paid import Paid, read_paid, write_paid
 from userdp.statement import round_up
 from userdp.units import Adjacency
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from userdp.clipping.rules import FlatClip, ScheduledClip
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.index import UserIndex
-from userdp.marks import Hypothetical
 from userdp.noise import Banded
 from userdp.noise.gaussian import Gaussian
 from userdp.plan import Plan
-from userdp.prices import event_of
+from userdp.prices.marks import Hypothetical
+from userdp.prices.table import event_of
 from userdp.sampling import (
     Allocation,
     CappedPoissonUsers,

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from userdp import norms as norm_models
-from userdp import planner
 from userdp.errors import InputError
-from userdp.planner import ELS, ULS, Planner, Setting, recommend
+from userdp.planner import norms as norm_models
+from userdp.planner import search as planner
+from userdp.planner.search import ELS, ULS, Planner, Setting, recommend
 
 
 def figure_2(epsilon: float, compute: int, **changes) -> Setting:

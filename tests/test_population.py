@@ -26,13 +26,13 @@ from userdp import (
     UserStore,
 )
 from userdp.accounting import events
-from userdp.chain import Row
+from userdp.budget.spending import FIXED_SEED, NEW_START, NOT_PRIVATE
 from userdp.data import split
 from userdp.data.store import write_store
-from userdp.earlier import Earlier
 from userdp.errors import LedgerError
-from userdp.paid import Paid
-from userdp.spending import FIXED_SEED, NEW_START, NOT_PRIVATE
+from userdp.files.chain import Row
+from userdp.prices.earlier import Earlier
+from userdp.prices.paid import Paid
 
 DELTA = 1e-5
 MANY = events.poisson_users_gaussian(user_sampling_prob=0.02, noise_multiplier=1.0)

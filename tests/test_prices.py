@@ -7,11 +7,11 @@ from itertools import product
 
 import pytest
 
-from userdp import prices
 from userdp.accounting import accountant, events
 from userdp.errors import UnaccountedPlanError
 from userdp.noise import Gaussian
-from userdp.prices import each_step, event_of, price_of, set_price
+from userdp.prices import table as prices
+from userdp.prices.table import each_step, event_of, price_of, set_price
 from userdp.sampling import PoissonRecords, PoissonUsers, Sampler
 from userdp.units import Adjacency
 

@@ -17,8 +17,8 @@ from userdp.clipping.settings import StepSettings
 from userdp.errors import MixedExamplesError
 from userdp.losses import causal_lm_loss
 from userdp.models.proven import PROVEN, is_proven
-from userdp.neighbours import Path
-from userdp.probe import UnsafeModelError, Verified, run_probes, verify, vocabulary_of
+from userdp.probe.neighbours import Path
+from userdp.probe.verify import UnsafeModelError, Verified, run_probes, verify, vocabulary_of
 from userdp.updates.mean_gradient import MEAN_GRADIENT
 
 PATHS: list[Path] = ["fast", "plain"]

@@ -11,16 +11,17 @@ import torch
 
 import userdp
 from stores import KEY, sentences
-from userdp import FlatClip, Plan, load_model, training_from_config
-from userdp.config import load_config
+from userdp import FlatClip, Plan, load_model
+from userdp.config.file import load_config
 from userdp.data.store import UserStore, write_store
 from userdp.data.tokens import tokenise
 from userdp.errors import InputError
 from userdp.losses import causal_lm_loss
-from userdp.public_gradient import DECLARED, UNCHECKED, PublicData
+from userdp.optimizers.public_gradient import DECLARED, UNCHECKED, PublicData
 from userdp.streams import RunSecret
 from userdp.tasks import CausalTask
-from userdp.training import Run
+from userdp.training import from_config as training_from_config
+from userdp.training.loop import Run
 from userdp.updates.fedavg import FedAvg
 from userdp.updates.mean_gradient import MEAN_GRADIENT
 
@@ -68,7 +69,7 @@ def test_all_public_records_push_as_their_clipped_mean_gradient_does(
     base_model: Path, train_store: Path, public: UserStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = []
-    import userdp.public_gradient as module
+    import userdp.optimizers.public_gradient as module
 
     mix = module._mix
 

@@ -14,7 +14,7 @@ from cli_runner import userdp
 from userdp import quickstart
 from userdp.plan import Plan
 from userdp.quickstart import Scenario
-from userdp.run_record import OnStep
+from userdp.runs.record import OnStep
 
 CONTRACT_KEYS = {
     "epsilon",

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import userdp
 from tiny import make_model, make_store
 from userdp.errors import InputError, LedgerError
-from userdp.remembered import SUMS
-from userdp.repeated_sums import NoSums, RepeatedSums
+from userdp.files.remembered import SUMS
+from userdp.runs.repeated_sums import NoSums, RepeatedSums
 
 KEY = bytes(range(32))
 NUMBERS = [1.0, 2.5, 10.0]

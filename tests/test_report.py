@@ -12,12 +12,12 @@ import pytest
 
 from recorded_run import write_run
 from userdp.plan import Plan
+from userdp.plans.wording import promise_in_words
 from userdp.report import pictures, svg
 from userdp.report.bars import bar, log2_histogram
 from userdp.report.write import Strength, strength, write_report
+from userdp.runs.validation_curve import Point
 from userdp.units import Adjacency
-from userdp.validation_curve import Point
-from userdp.wording import promise_in_words
 
 PLAN = Plan.sample_users(
     num_users=1000,

@@ -13,22 +13,22 @@ import torch
 import userdp
 from tiny import make_model, make_store
 from userdp import Lora, Plan, load_model
-from userdp.checkpoints import Saving
 from userdp.clipping.rules import AdaptiveClip, ScheduledClip
 from userdp.data.store import UserStore
-from userdp.digests import trained_digest
+from userdp.digests.of_runs import trained_digest
 from userdp.errors import BudgetExhaustedError, InputError, LedgerError
-from userdp.interrupts import InterruptedRunError
-from userdp.ledger import Ledger
+from userdp.files.interrupts import InterruptedRunError
+from userdp.ledger.book import Ledger
 from userdp.losses import Batch, causal_lm_loss
+from userdp.names.optimizers import OPTIMIZERS
 from userdp.noise import draw
-from userdp.optimizer_names import OPTIMIZERS
-from userdp.optimizers import make_optimizer, make_schedule
-from userdp.run_check import check_run
-from userdp.run_record import checkpoints_of
+from userdp.optimizers.by_name import make_optimizer, make_schedule
+from userdp.runs.check import check_run
+from userdp.runs.checkpoints import Saving
+from userdp.runs.record import checkpoints_of
 from userdp.streams import RunSecret
 from userdp.tasks import CausalTask
-from userdp.training import Run
+from userdp.training.loop import Run
 from userdp.updates.fedavg import FedAvg
 
 STEPS = 6
@@ -379,11 +379,11 @@ def test_other_code_and_other_hardware_are_refused(
     with pytest.raises(Stopped):
         run(root, tmp_path / "r", stop_after=3)
     with monkeypatch.context() as patched:
-        patched.setattr("userdp.same_run.code_version", lambda: "another version")
+        patched.setattr("userdp.runs.same.code_version", lambda: "another version")
         with pytest.raises(InputError, match="version of this package"):
             run(root, tmp_path / "r", resume=True)
     with monkeypatch.context() as patched:
-        patched.setattr("userdp.same_run.hardware_of", lambda _: "another chip")
+        patched.setattr("userdp.runs.same.hardware_of", lambda _: "another chip")
         with pytest.raises(InputError, match=r"1 steps since the last checkpoint .* another chip"):
             run(root, tmp_path / "r", resume=True)
         # The checkpoint after step 2 is the ledger's end once its row of step 3 is gone.

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from recorded_run import write_run
-from userdp import chain
+from userdp.files import chain
 from userdp.history import ANCESTRY_FILE
-from userdp.ledger import Ledger
-from userdp.run_check import _says_as_much, check_run
-from userdp.run_files import model_files
+from userdp.ledger.book import Ledger
+from userdp.runs.check import _says_as_much, check_run
+from userdp.runs.files import model_files
 from userdp.statement import Statement
 
 RECORD = ("ledger.jsonl", "statement.json", f"model/{ANCESTRY_FILE}", "config.toml")

@@ -9,10 +9,10 @@ import pytest
 
 import userdp as library
 from cli_runner import userdp
-from userdp.debits import settle_given_up
+from userdp.budget.debits import settle_given_up
 from userdp.errors import InputError
-from userdp.quantisation_names import GGUF_FILE
-from userdp.run_facts import has_facts, read_facts
+from userdp.names.quantisation import GGUF_FILE
+from userdp.runs.facts import has_facts, read_facts
 
 
 @pytest.fixture(scope="module", params=["adapter", "whole"])

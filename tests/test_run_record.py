@@ -13,9 +13,9 @@ from torch import nn
 from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError, LedgerError
 from userdp.index import UserIndex
-from userdp.ledger import Ledger
+from userdp.ledger.book import Ledger
 from userdp.plan import Plan
-from userdp.run_record import RunRecord
+from userdp.runs.record import RunRecord
 from userdp.streams import RunSecret
 
 INDEX = UserIndex.from_owners([0, 0, 1, 1, 2])
@@ -80,7 +80,7 @@ def test_a_ledger_that_names_nothing_is_bound_to_weights_optimizer_and_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Were the system's randomness to repeat, these would still tell two runs apart.
-    monkeypatch.setattr("userdp.run_record.secrets.token_hex", lambda count: "0" * 2 * count)
+    monkeypatch.setattr("userdp.runs.record.secrets.token_hex", lambda count: "0" * 2 * count)
     keys: list[bytes] = []
     rows = UserIndex.from_owners([0, 1, 1, 1, 2])
     same = (0, 0.1, INDEX)

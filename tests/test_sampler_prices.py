@@ -21,7 +21,7 @@ from scipy import stats
 from userdp.accounting import accountant
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.noise import Gaussian
-from userdp.prices import FIXED_GRAPH, ONE_OWNER, PRESENT_OR_NOT, event_of, price_of
+from userdp.prices.table import FIXED_GRAPH, ONE_OWNER, PRESENT_OR_NOT, event_of, price_of
 from userdp.sampling import (
     SAMPLERS,
     Allocation,

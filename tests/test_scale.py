@@ -13,8 +13,7 @@ import transformers
 from cli_runner import answer
 from userdp.cli.plan_scale import Size, machine_of, picture, predicted
 from userdp.errors import InputError
-from userdp.planner import Candidate
-from userdp.scale import (
+from userdp.planner.scale import (
     MODELS,
     Machine,
     Model,
@@ -24,6 +23,7 @@ from userdp.scale import (
     predict,
     predictions,
 )
+from userdp.planner.search import Candidate
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results"
 H200 = Machine()

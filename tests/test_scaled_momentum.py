@@ -19,10 +19,10 @@ from cli_runner import userdp as command
 from stores import KEY, sentences
 from userdp import Plan, PrivateStep, StepSettings, UserIndex
 from userdp.data.store import UserStore, write_store
-from userdp.digests import optimizer_digest
+from userdp.digests.of_runs import optimizer_digest
 from userdp.errors import InputError
-from userdp.public_gradient import DECLARED, LEARNT, PublicData, learnt_before
-from userdp.scaled_momentum import ScaledMomentum
+from userdp.optimizers.public_gradient import DECLARED, LEARNT, PublicData, learnt_before
+from userdp.optimizers.scaled_momentum import ScaledMomentum
 from userdp.streams import RunSecret
 from userdp.updates.fedavg import FedAvg
 
@@ -213,7 +213,7 @@ def test_both_paths_train_alike_and_cost_what_gradients_cost(source: Any) -> Non
 
 def test_the_model_is_probed_with_made_up_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first step those of a run are all 1, with which a fault would not be seen."""
-    from userdp import checked_model
+    from userdp.probe import checked_model
 
     seen: list[float] = []
 
@@ -323,7 +323,7 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> UserStore:
 def test_training_takes_scales_from_public_records(
     base_model: Path, train_store: Path, tmp_path: Path, public: UserStore, weight: float
 ) -> None:
-    def trained(out: Path | None = None, **options: Any) -> userdp.training.Run:
+    def trained(out: Path | None = None, **options: Any) -> userdp.training.loop.Run:
         model, tokenizer = userdp.load_model(base_model)
         return userdp.train(
             model,

@@ -17,10 +17,10 @@ from userdp.clipping.rules import AdaptiveClip, NormalisedClip
 from userdp.clipping.settings import StepSettings
 from userdp.errors import BudgetExhaustedError, InputError
 from userdp.index import UserIndex
-from userdp.ledger import Ledger
+from userdp.ledger.book import Ledger
 from userdp.losses import causal_lm_loss
 from userdp.plan import Plan
-from userdp.run_record import RunRecord
+from userdp.runs.record import RunRecord
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
 

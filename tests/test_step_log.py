@@ -12,8 +12,8 @@ import userdp
 from userdp.data.store import UserStore
 from userdp.models.load import load_model
 from userdp.plan import Plan
-from userdp.step_log import LINES
 from userdp.streams import RunSecret
+from userdp.training.step_log import LINES
 
 
 def lines_of(base: Path, store: Path, caplog: pytest.LogCaptureFixture, **more: Any) -> list[str]:
@@ -38,7 +38,7 @@ def lines_of(base: Path, store: Path, caplog: pytest.LogCaptureFixture, **more: 
             secret=RunSecret.fixed_for_tests(3),
             **more,
         )
-    found = [r.getMessage() for r in caplog.records if r.name == "userdp.step_log"]
+    found = [r.getMessage() for r in caplog.records if r.name == "userdp.training.step_log"]
     caplog.clear()
     return found
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import models_zoo
 import userdp
 from task_stores import bert_tokenizer, store_of
-from userdp.checked_model import CheckedModel
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import FlatClip
@@ -24,7 +23,8 @@ from userdp.data.contents import TextKind, labelled_json
 from userdp.index import IGNORED_LABEL
 from userdp.losses import Batch, causal_lm_loss, classification_loss
 from userdp.models.load import Lora, add_lora, classes_of
-from userdp.probe import verify
+from userdp.probe.checked_model import CheckedModel
+from userdp.probe.verify import verify
 from userdp.streams import RunSecret
 from userdp.tasks import OwnLoss, TaskName, task_named
 

@@ -14,9 +14,9 @@ import torch
 
 import userdp
 from userdp.errors import InputError
-from userdp.marks import Hypothetical
-from userdp.trackers import TRACKERS, open_trackers
-from userdp.validation import Validation
+from userdp.prices.marks import Hypothetical
+from userdp.training.trackers import TRACKERS, open_trackers
+from userdp.training.validation import Validation
 
 # All that a tracker may ever be told. A new name here is a decision about privacy.
 PUBLIC = {"epsilon", "learning_rate", "clip_norm"} | {
@@ -47,7 +47,7 @@ def train(
     base_model: Path, train_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Any]:
     monkeypatch.setitem(TRACKERS, "noted", Noted)
-    monkeypatch.setattr("userdp.trackers.MODULES", {"noted": "math"})
+    monkeypatch.setattr("userdp.training.trackers.MODULES", {"noted": "math"})
 
     def run(**options: Any) -> Any:
         model, tokenizer = userdp.load_model(base_model)

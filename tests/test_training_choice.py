@@ -18,20 +18,20 @@ from task_stores import CHATML, store_of, word_chat_tokenizer
 from tiny import make_model, make_store
 from userdp import Plan, StepSettings, load_model
 from userdp.bounding.bound import bound
-from userdp.checkpoints import Saving
 from userdp.clipping.plain import PlainClipping
-from userdp.config import load_config
+from userdp.config.file import load_config
 from userdp.data.choose import Choice, Select, contributions
 from userdp.data.store import UserStore
 from userdp.data.tokens import tokenise
 from userdp.errors import InputError
 from userdp.evaluation import mean_losses, record_losses
 from userdp.losses import causal_lm_loss
-from userdp.marks import RecordLevel
+from userdp.prices.marks import RecordLevel
+from userdp.runs.checkpoints import Saving
 from userdp.sampling import PoissonUsers
 from userdp.streams import RunSecret
 from userdp.tasks import CausalTask, cohort_batches
-from userdp.training_from_config import train_from_config
+from userdp.training.from_config import train_from_config
 
 RECORDS_PER_USER = [1, 2, 5, 9]
 LENGTH = 4
@@ -302,7 +302,7 @@ def test_a_run_is_held_to_the_rows_that_its_losses_chose(
         train(root, tmp_path / "run", stop=True, select="lowest-perplexity")
     # As if this machine rounded so that another record came first.
     other = lambda *args, **options: -mean_losses(*args, **options)  # noqa: E731
-    monkeypatch.setattr("userdp.training_choice.mean_losses", other)
+    monkeypatch.setattr("userdp.training.choice.mean_losses", other)
     with pytest.raises(InputError, match="begun with another choice of each user's rows"):
         train(root, tmp_path / "run", resume=True, select="lowest-perplexity")
 

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from userdp import saved_run
 from userdp.clipping import summation
 from userdp.clipping.batches import cohort
 from userdp.clipping.settings import StepSettings
-from userdp.config import load_config
+from userdp.config.file import load_config
 from userdp.data.store import UserStore
 from userdp.errors import InputError
-from userdp.ledger import Ledger
-from userdp.training_from_config import train_from_config
+from userdp.ledger.book import Ledger
+from userdp.runs import saved as saved_run
+from userdp.training.from_config import train_from_config
 
 
 def test_ledger_is_bound_to_data_and_configuration(

@@ -28,24 +28,24 @@ from userdp.clipping.filtered import FilteredClipping
 from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import AdaptiveClip, FlatClip
-from userdp.config import load_config
+from userdp.config.file import load_config
 from userdp.data.store import write_store
 from userdp.errors import BudgetExhaustedError, InputError, LedgerError
-from userdp.filter_noise import effective_noise, whether_it_pays
 from userdp.index import UserIndex
-from userdp.ledger import Ledger
-from userdp.marks import Hypothetical
-from userdp.paid import Paid
+from userdp.ledger.book import Ledger
 from userdp.plan import Plan
+from userdp.planner.filter_noise import effective_noise, whether_it_pays
+from userdp.prices.marks import Hypothetical
+from userdp.prices.paid import Paid
 from userdp.report import pictures
 from userdp.report.write import write_report
-from userdp.run_record import RunRecord
+from userdp.runs.record import RunRecord
+from userdp.runs.validation_curve import read_points
 from userdp.sampling import PoissonRecords
 from userdp.step import PrivateStep
 from userdp.units import Adjacency
 from userdp.updates.filter import Filter
 from userdp.updates.halting import HaltingTest
-from userdp.validation_curve import read_points
 
 USERS, SIZE = 60, 4
 # Much epsilon for the test, so that few users are enough to prove something.

@@ -17,12 +17,12 @@ from stores import sentences
 from userdp.data.store import write_store
 from userdp.errors import InputError
 from userdp.evaluation import evaluate_store
-from userdp.interrupts import InterruptedRunError
+from userdp.files.interrupts import InterruptedRunError
 from userdp.report.write import write_report
-from userdp.run_files import model_files
+from userdp.runs.files import model_files
+from userdp.runs.validation_curve import Point, read_points, released_curve
 from userdp.streams import RunSecret
-from userdp.validation import Validation
-from userdp.validation_curve import Point, read_points, released_curve
+from userdp.training.validation import Validation
 
 
 @pytest.fixture

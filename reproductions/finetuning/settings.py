@@ -17,8 +17,8 @@ import numpy as np
 from reproductions.finetuning.sets import Set
 from userdp.clipping.rules import AutomaticClip, FlatClip, NormalisedClip
 from userdp.index import UserIndex
-from userdp.marks import Hypothetical
 from userdp.plan import Plan
+from userdp.prices.marks import Hypothetical
 from userdp.units import Adjacency
 
 NEVER_BINDS = 1e6

@@ -12,7 +12,7 @@ import argparse
 from html import escape
 from pathlib import Path
 
-from userdp.mechanisms import MechanismChoice, MechanismSetting, compare
+from userdp.planner.mechanisms import MechanismChoice, MechanismSetting, compare
 
 USERS, STEPS, DELTA, MEMORY = 10_000, 512, 1e-6, 31
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from userdp.bounding.bound import Bounded as Bounded
     from userdp.bounding.bound import bound as bound
-    from userdp.checkpoints import Saving as Saving
+    from userdp.budget.population import Population as Population
     from userdp.clipping.rules import AdaptiveClip as AdaptiveClip
     from userdp.clipping.rules import AutomaticClip as AutomaticClip
     from userdp.clipping.rules import FlatClip as FlatClip
@@ -43,21 +43,26 @@ if TYPE_CHECKING:
     from userdp.evaluation import evaluate as evaluate
     from userdp.evaluation import evaluate_store as evaluate_store
     from userdp.index import UserIndex as UserIndex
-    from userdp.ledger import Ledger as Ledger
+    from userdp.ledger.book import Ledger as Ledger
     from userdp.models.load import Lora as Lora
     from userdp.models.load import load_model as load_model
+    from userdp.optimizers.averaging import WeightAverage as WeightAverage
+    from userdp.optimizers.public_gradient import PublicData as PublicData
+    from userdp.optimizers.scaled_momentum import ScaledMomentum as ScaledMomentum
     from userdp.personalization import personalize as personalize
     from userdp.plan import Plan as Plan
-    from userdp.population import Population as Population
-    from userdp.probe import Verified as Verified
-    from userdp.probe import verify as verify
-    from userdp.run_record import RunRecord as RunRecord
+    from userdp.prices.marks import Hypothetical as Hypothetical
+    from userdp.prices.marks import RecordLevel as RecordLevel
+    from userdp.probe.verify import Verified as Verified
+    from userdp.probe.verify import verify as verify
+    from userdp.runs.checkpoints import Saving as Saving
+    from userdp.runs.record import RunRecord as RunRecord
     from userdp.statement import Statement as Statement
     from userdp.step import PrivateStep as PrivateStep
     from userdp.trainer import UserDPTrainer as UserDPTrainer
-    from userdp.training import train as train
+    from userdp.training.loop import train as train
+    from userdp.training.validation import Validation as Validation
     from userdp.units import Adjacency as Adjacency
-    from userdp.validation import Validation as Validation
 
 __version__ = "0.1.0"
 
@@ -68,33 +73,38 @@ _HOME = {
     "Bounded": "userdp.bounding.bound",
     "BudgetExhaustedError": "userdp.errors",
     "FlatClip": "userdp.clipping.rules",
+    "Hypothetical": "userdp.prices.marks",
     "InputError": "userdp.errors",
-    "Ledger": "userdp.ledger",
+    "Ledger": "userdp.ledger.book",
     "Lora": "userdp.models.load",
     "MixedExamplesError": "userdp.errors",
     "NormalisedClip": "userdp.clipping.rules",
     "PerLayerClip": "userdp.clipping.rules",
     "PerVectorClip": "userdp.clipping.rules",
     "Plan": "userdp.plan",
-    "Population": "userdp.population",
+    "Population": "userdp.budget.population",
     "PrivateStep": "userdp.step",
-    "RunRecord": "userdp.run_record",
-    "Saving": "userdp.checkpoints",
+    "PublicData": "userdp.optimizers.public_gradient",
+    "RecordLevel": "userdp.prices.marks",
+    "RunRecord": "userdp.runs.record",
+    "Saving": "userdp.runs.checkpoints",
+    "ScaledMomentum": "userdp.optimizers.scaled_momentum",
     "Statement": "userdp.statement",
     "StepSettings": "userdp.clipping.settings",
     "UnaccountedPlanError": "userdp.errors",
     "UserDPTrainer": "userdp.trainer",
     "UserIndex": "userdp.index",
     "UserStore": "userdp.data.store",
-    "Validation": "userdp.validation",
-    "Verified": "userdp.probe",
+    "Validation": "userdp.training.validation",
+    "Verified": "userdp.probe.verify",
+    "WeightAverage": "userdp.optimizers.averaging",
     "bound": "userdp.bounding.bound",
     "evaluate": "userdp.evaluation",
     "evaluate_store": "userdp.evaluation",
     "load_model": "userdp.models.load",
     "personalize": "userdp.personalization",
-    "train": "userdp.training",
-    "verify": "userdp.probe",
+    "train": "userdp.training.loop",
+    "verify": "userdp.probe.verify",
 }
 __all__ = sorted(_HOME)
 

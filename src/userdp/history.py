@@ -5,8 +5,8 @@ attribute `userdp_ancestry`. A model that is trained in memory gets the attribut
 such a model further adds to what was spent. Weights that are copied by hand into another model
 carry nothing. Then the caller has to say what was spent.
 
-The entries are plain data here; `earlier.py` reads them. The entries are public. Where the earlier
-runs keep their own records is private, and it is remembered in memory only.
+The entries are plain data here; `prices/earlier.py` reads them. The entries are public. Where the
+earlier runs keep their own records is private, and it is remembered in memory only.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from userdp.noise.contract import Noise
 from userdp.noise.draw import PIECE
 from userdp.plan import Plan
 from userdp.ranks import Ranks
-from userdp.repeated_sums import NoSums, RepeatedSums, SumOfStep
+from userdp.runs.repeated_sums import NoSums, RepeatedSums, SumOfStep
 from userdp.sharded_tensors import is_shard
 from userdp.sharding.pieces import Pieces
 from userdp.streams import Streams

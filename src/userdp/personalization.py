@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from userdp.configured import named_task
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows, tokenise_by_record
 from userdp.errors import InputError
@@ -31,6 +30,7 @@ from userdp.losses import Batch
 from userdp.models.checks import trainable_parameters
 from userdp.stacked_lora import UnstackableError, adapter_layers, stacked
 from userdp.tasks import CausalTask, ChatTask, Task, TaskName
+from userdp.training.configured import named_task
 
 # With four epochs of SGD (App. G.2). The paper tunes the rate and does not tell it.
 EPOCHS = 4

@@ -1,8 +1,8 @@
 """The one place that joins parts and states their guarantee.
 
 A plan is a choice of sampler, clip rule and noise, a number of steps, and the public numbers. The
-sampler, the noise and the adjacency decide which event prices it (`prices.py`). The event is made
-from the sampler's own public parameters, so sampler and accountant cannot disagree. A choice
+sampler, the noise and the adjacency decide which event prices it (`prices/table.py`). The event is
+made from the sampler's own public parameters, so sampler and accountant cannot disagree. A choice
 without a price cannot be built.
 
 Public: everything in a plan. `num_users` and the divisor are declared, never counted from the data.
@@ -15,20 +15,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack
 
-from userdp import defaults, marked_price, marks
+from userdp import defaults
 from userdp.accounting import accountant, events, quantile
 from userdp.accounting.certificate import Evaluation
 from userdp.clipping.rules import CLIP_RULES, ClipRule, one_clip_rule
-from userdp.composition import check_inherited, check_together, curve, dearest, total_events
-from userdp.earlier import Earlier
 from userdp.errors import InputError, LedgerError
-from userdp.marks import AsIfPoisson, Mark
 from userdp.noise import NOISES, Gaussian, Noise
-from userdp.paid import Paid
 from userdp.parts import Part, as_written
-from userdp.plan_checks import check_parts
-from userdp.plan_words import Said, cautions_of, statement_of
-from userdp.prices import calibrate, event_of
+from userdp.plans.checks import check_parts
+from userdp.plans.words import Said, cautions_of, statement_of
+from userdp.prices import marked as marked_price
+from userdp.prices import marks
+from userdp.prices.composition import check_inherited, check_together, curve, dearest, total_events
+from userdp.prices.earlier import Earlier
+from userdp.prices.marks import AsIfPoisson, Mark
+from userdp.prices.paid import Paid
+from userdp.prices.table import calibrate, event_of
 from userdp.sampling import SAMPLERS, PoissonRecords, PoissonUsers, PublicNumbers, Sampler
 from userdp.sampling.poisson_records import UNBOUNDED
 from userdp.statement import Statement
@@ -68,8 +70,8 @@ class Plan:
     `divisor` is the public expected number of groups a step (E|U| or B in Charles et al. 2024). The
     noised sum is divided by it, never by the realised size, which is secret.
 
-    With `non_private` or a `mark` (`marks.py`) nothing is promised to the people in the data. The
-    parts are those that run in every case, and `event` is what they really cost.
+    With `non_private` or a `mark` (`prices/marks.py`) nothing is promised to the people in the
+    data. The parts are those that run in every case, and `event` is what they really cost.
     """
 
     sampler: Sampler

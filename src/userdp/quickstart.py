@@ -20,8 +20,7 @@ import torch
 import transformers
 from torch import nn
 
-from userdp import training_from_config
-from userdp.config import load_config
+from userdp.config.file import load_config
 from userdp.data import synthetic
 from userdp.data.identity import load_or_create_key
 from userdp.data.store import UserStore, write_store
@@ -32,7 +31,8 @@ from userdp.models.load import Lora, load_model
 from userdp.plan import Plan
 from userdp.report import svg
 from userdp.report.write import Section, write_report
-from userdp.run_record import OnStep
+from userdp.runs.record import OnStep
+from userdp.training import from_config as training_from_config
 
 # Shows a stage's progress: its title, and for training a plan or a number of steps.
 Progress = Callable[[str, Plan | int | None], AbstractContextManager[OnStep]]

@@ -49,8 +49,8 @@ class Statement:
     they have no price together. `promise` is empty where no reassuring words go with it. `doubts`
     are what was seen to be wrong while the run went on, and a delta that protects nobody.
 
-    A `mark` is why nothing is promised, by choice (`marks.py`). It comes first in every text.
-    `epsilon` is then still what all of a user's records cost, and `record_level_epsilon`,
+    A `mark` is why nothing is promised, by choice (`prices/marks.py`). It comes first in every
+    text. `epsilon` is then still what all of a user's records cost, and `record_level_epsilon`,
     `hypothetical_epsilon` or `as_if_epsilon` is what the mark prices.
     """
 

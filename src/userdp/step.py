@@ -18,29 +18,29 @@ import numpy as np
 import torch
 from torch import nn
 
-from userdp.checked_model import CheckedModel, is_same_update, without_rows
 from userdp.clipping.flat import ClippedSum
 from userdp.clipping.rules import CLIP_RULES
 from userdp.clipping.settings import StepSettings
 from userdp.errors import BudgetExhaustedError, InputError, MixedExamplesError
 from userdp.holding import holding_of, release_of
 from userdp.index import Rows, UserIndex
-from userdp.ledger import Ledger
+from userdp.ledger.book import Ledger
 from userdp.losses import Batch, RecordLoss, causal_lm_loss, counted
 from userdp.models.checks import check_optimizer, refuse_mixing, trainable_parameters
 from userdp.noise.draw import NUMBER_PURPOSE, PURPOSE, noisy_number
+from userdp.optimizers.scaled_momentum import refuse_unlearnt, update_of_run
 from userdp.plan import Plan
+from userdp.probe.checked_model import CheckedModel, is_same_update, without_rows
 from userdp.ranks import Ranks
 from userdp.ranks.agreed import Counted, agreed, with_all_apart
 from userdp.ranks.alike import check_alike, check_tried, check_weights, is_check_due
 from userdp.ranks.shares import dealt_by, places_of, taken
 from userdp.ranks.states import of_all_ranks, of_this_rank
-from userdp.run_record import RunRecord
+from userdp.runs.record import RunRecord
+from userdp.runs.shared_record import begin_together, check_owner, finish_together, shared
 from userdp.sampling import Cohort
-from userdp.scaled_momentum import refuse_unlearnt, update_of_run
 from userdp.sharding.shard import computing, ending, passes_of, prepare_step
 from userdp.sharding.whole import as_one_process
-from userdp.shared_record import begin_together, check_owner, finish_together, shared
 from userdp.statement import Statement
 from userdp.streams import RunSecret
 

@@ -10,7 +10,7 @@ from dp_accounting import dp_event
 
 from userdp.accounting import events
 from userdp.errors import InputError, LedgerError
-from userdp.paid import check_numbers
+from userdp.prices.paid import check_numbers
 
 EVENTS = [
     events.poisson_users_gaussian(user_sampling_prob=0.1, noise_multiplier=2.0),

@@ -13,7 +13,7 @@ from scipy import stats
 from userdp.accounting import accountant
 from userdp.accounting.heavy_hitters import Votes, released_words
 from userdp.errors import InputError
-from userdp.paid import Paid
+from userdp.prices.paid import Paid
 from userdp.units import Adjacency
 
 

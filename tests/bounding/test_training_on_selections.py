@@ -13,7 +13,7 @@ from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
 from userdp.errors import InputError
 from userdp.plan import Plan
-from userdp.training import train
+from userdp.training.loop import train
 
 
 def test_selection_in_which_users_interfere_is_not_trained_on_under_add_remove(

@@ -16,7 +16,7 @@ from cli_runner import userdp
 from tiny import make_model, make_store
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
-from userdp.config import load_config
+from userdp.config.file import load_config
 from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
 from userdp.data.tokens import tokenise_selected

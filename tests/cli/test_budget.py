@@ -16,10 +16,10 @@ from store_copies import COPIES
 from stores import KEY, sentences
 from userdp import Adjacency, Population, UserStore
 from userdp.accounting import events
+from userdp.budget.spending import NEW_START, NOT_PRIVATE
 from userdp.cli.budget import BAR_WIDTH
 from userdp.data.store import write_store
-from userdp.paid import read_paid
-from userdp.spending import NEW_START, NOT_PRIVATE
+from userdp.prices.paid import read_paid
 
 STEP = events.poisson_users_gaussian(user_sampling_prob=0.02, noise_multiplier=1.0)
 

@@ -404,7 +404,7 @@ def test_budget_exhausted_maps_to_3_from_a_real_command(
     def spent(path: Path) -> None:
         raise BudgetExhaustedError("all 4 planned steps are taken")
 
-    monkeypatch.setattr("userdp.ledger.Ledger.read", spent)
+    monkeypatch.setattr("userdp.ledger.book.Ledger.read", spent)
     result = userdp("account", tmp_path)
     assert result.code == 3
     assert "planned steps" in result.err

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from cli_runner import Result, userdp
 from stores import sentences
 from userdp.data.store import write_store
-from userdp.ledger import Ledger
+from userdp.ledger.book import Ledger
 
 WriteConfig = Callable[..., Path]
 

@@ -17,10 +17,10 @@ from userdp import Plan, UserStore
 from userdp.data.record import Record
 from userdp.data.store import write_store
 from userdp.data.user_words import votes_of_users
-from userdp.ledger import Ledger
+from userdp.ledger.book import Ledger
 from userdp.models.word_lstm import WordLSTM, WordLSTMConfig
 from userdp.models.words import words_of
-from userdp.paid import read_paid
+from userdp.prices.paid import read_paid
 
 USERS = 400
 # The noise is fresh: one of the names is released in less than one of 10^7 looks.

@@ -6,7 +6,7 @@ import pytest
 
 from cli_runner import userdp
 from userdp.cli import mechanism_table
-from userdp.mechanisms import MechanismChoice
+from userdp.planner.mechanisms import MechanismChoice
 
 pytestmark = pytest.mark.usefixtures("_mechanisms_are_compared_once")
 OPTIONS = ("--users", 400, "--records-per-user", 4, "--steps", 20, "--compute", 64)

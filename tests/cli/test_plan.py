@@ -12,12 +12,12 @@ from cli_runner import answer, userdp
 from stores import KEY
 from userdp.cli import plan_copy
 from userdp.cli.plan_records import Known
-from userdp.config import load_config
+from userdp.config.file import load_config
 from userdp.data.record import Record
 from userdp.data.store import write_store
 from userdp.errors import InputError
-from userdp.norms import same_direction
-from userdp.planner import ULS, Candidate, Setting
+from userdp.planner.norms import same_direction
+from userdp.planner.search import ULS, Candidate, Setting
 from userdp.units import Adjacency
 
 OPTIONS = ("--epsilon", 8, "--steps", 10, "--noise-memory", 0)

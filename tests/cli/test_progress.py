@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from userdp.cli.common import TrainingProgress
-from userdp.marked_price import epsilon_of
-from userdp.marks import Hypothetical, RecordLevel
 from userdp.plan import Plan
+from userdp.prices.marked import epsilon_of
+from userdp.prices.marks import Hypothetical, RecordLevel
 from userdp.statement import epsilon_text
 
 PLAN = Plan.sample_users(

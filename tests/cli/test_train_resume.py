@@ -220,7 +220,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
         raise OSError(28, "No space left on device", str(out / "model"))
 
     with monkeypatch.context() as patched:
-        patched.setattr("userdp.run_record.save_model", full)
+        patched.setattr("userdp.runs.record.save_model", full)
         stopped = userdp("train", given, "--out", out)
     assert stopped.code == 1
     assert "No space left on device" in stopped.err

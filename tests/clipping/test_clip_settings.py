@@ -17,7 +17,7 @@ from userdp.clipping.rules import (
     PerLayerClip,
     PerVectorClip,
 )
-from userdp.config import Config, load_config
+from userdp.config.file import Config, load_config
 from userdp.errors import InputError
 from userdp.plan import Plan
 

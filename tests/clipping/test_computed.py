@@ -15,7 +15,7 @@ from userdp.clipping.fast import FastClipping
 from userdp.clipping.rules import FlatClip
 from userdp.errors import InputError
 from userdp.losses import causal_lm_loss
-from userdp.probe import verify
+from userdp.probe.verify import verify
 
 LENGTH = 8
 

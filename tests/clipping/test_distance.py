@@ -12,7 +12,7 @@ from comparing import compare_on, trainable
 from torch import Tensor
 
 import models_zoo
-from userdp import neighbours, verify
+from userdp import verify
 from userdp.clipping.checks import verify as checks
 from userdp.clipping.checks.distance import distance, distances, norm_of
 from userdp.clipping.checks.wide_reference import wide_gradient
@@ -20,6 +20,7 @@ from userdp.clipping.execute import capture
 from userdp.clipping.execute.capture import put_back
 from userdp.clipping.plain import PlainClipping
 from userdp.losses import causal_lm_loss
+from userdp.probe import neighbours
 
 
 def random_update(seed: int) -> list[Tensor]:

@@ -16,14 +16,14 @@ from torch import nn
 
 import models_zoo
 from cli_runner import userdp as command
-from userdp import probe
 from userdp.clipping.rules import FlatClip
-from userdp.digests import weights_digest
+from userdp.digests.of_runs import weights_digest
 from userdp.errors import InputError, MixedExamplesError
-from userdp.ledger import Ledger
+from userdp.ledger.book import Ledger
 from userdp.models.checks import BufferGuard, refuse_mixing, trainable_parameters
 from userdp.models.load import Lora, load_model
-from userdp.quantisation_names import Quantisation
+from userdp.names.quantisation import Quantisation
+from userdp.probe import verify as probe
 
 needs_library = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None,

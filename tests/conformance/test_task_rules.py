@@ -14,13 +14,13 @@ from torch import nn
 
 import models_zoo
 from task_stores import bert_tokenizer, store_of
-from userdp.checked_model import CheckedModel
 from userdp.clipping.settings import StepSettings
 from userdp.data.contents import TextKind, labelled_json
 from userdp.data.tokens import TokenRows, tokenise
 from userdp.index import IGNORED_LABEL
 from userdp.models.checks import trainable_parameters
 from userdp.plan import Plan
+from userdp.probe.checked_model import CheckedModel
 from userdp.tasks import Task, TaskName, task_named
 
 LENGTH = 16

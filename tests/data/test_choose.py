@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from userdp.config_sections import DataSettings
+from userdp.config.sections import DataSettings
 from userdp.data.choose import Choice, Contributions, Select, contributions
 from userdp.data.tokens import TokenRows
 from userdp.errors import InputError

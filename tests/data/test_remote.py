@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import tiny
+from userdp.budget.population import Population
 from userdp.data import remote, remote_tokens
 from userdp.data.remote import RemoteArray, RemoteFile
 from userdp.data.store import UserStore
 from userdp.data.tokens import tokenise
 from userdp.errors import InputError
 from userdp.plan import Plan
-from userdp.population import Population
 from userdp.streams import RunSecret
-from userdp.training import train
+from userdp.training.loop import train
 
 COUNTS = [3, 1, 4, 1, 5, 9, 2, 6]
 

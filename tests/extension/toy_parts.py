@@ -12,7 +12,7 @@ from userdp.accounting import events
 from userdp.clipping.rules import CLIP_RULES, ClipRule
 from userdp.index import UserIndex
 from userdp.noise import NOISES, Gaussian, Noise
-from userdp.prices import ONE_OWNER, each_step, set_price
+from userdp.prices.table import ONE_OWNER, each_step, set_price
 from userdp.sampling import SAMPLERS, Cohort, PoissonUsers, PublicNumbers, Sampler
 from userdp.streams import Streams
 from userdp.units import Adjacency, SamplingUnit

@@ -35,11 +35,11 @@ def place_of_call() -> str:
     found = "other"
     while frame is not None:
         file, name = Path(frame.f_code.co_filename).name, frame.f_code.co_name
-        if file == "checkpoints.py":
+        if file == "runs/checkpoints.py":
             return "save"
-        if file == "run_record.py" and name == "finish":
+        if file == "runs/record.py" and name == "finish":
             return "final"
-        if file == "ledger.py" and name == "charge_step":
+        if file == "ledger/book.py" and name == "charge_step":
             found = "ledger"
         frame = frame.f_back
     return found
@@ -91,7 +91,7 @@ def main() -> None:
     # Everything that is slow to import, before the first fork.
     import userdp.cli
     import userdp.evaluation
-    import userdp.training  # noqa: F401
+    import userdp.training.loop  # noqa: F401
 
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "counts.json"

@@ -17,7 +17,7 @@ from userdp.errors import InputError, MixedExamplesError
 from userdp.index import UserIndex
 from userdp.plan import Plan
 from userdp.step import PrivateStep
-from userdp.training import train
+from userdp.training.loop import train
 
 
 def plan(*, users: int, steps: int = 1) -> Plan:

@@ -14,10 +14,10 @@ from userdp.clipping.flat import FlatBuffer
 from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError
 from userdp.index import UserIndex
-from userdp.ledger import Ledger
+from userdp.ledger.book import Ledger
 from userdp.noise.draw import add_normal_
 from userdp.plan import Plan
-from userdp.run_record import RunRecord
+from userdp.runs.record import RunRecord
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
 

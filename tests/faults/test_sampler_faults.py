@@ -13,7 +13,7 @@ from torch import nn
 from userdp.clipping.rules import FlatClip
 from userdp.index import UserIndex
 from userdp.plan import Plan
-from userdp.prices import FIXED_GRAPH, event_of
+from userdp.prices.table import FIXED_GRAPH, event_of
 from userdp.sampling import SAMPLERS, PublicNumbers, Sampler
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret, Streams

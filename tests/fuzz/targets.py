@@ -26,19 +26,19 @@ from fuzz.inputs import SECRET, VALUES, edited, edited_json, json_bytes
 from userdp.accounting import events
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
-from userdp.chain import canonical
-from userdp.checkpoints import Checkpoints, Moment
-from userdp.config import load_config
+from userdp.config.file import load_config
 from userdp.data.array_files import file_digest
 from userdp.data.record import Record
 from userdp.data.sources import Reading
 from userdp.data.store import UserStore, write_store
-from userdp.earlier import Earlier
+from userdp.files.chain import canonical
+from userdp.files.remembered import mark
 from userdp.history import ANCESTRY_FILE, read_history
-from userdp.ledger import Ledger
-from userdp.paid import Paid, read_paid
+from userdp.ledger.book import Ledger
 from userdp.plan import Plan
-from userdp.remembered import mark
+from userdp.prices.earlier import Earlier
+from userdp.prices.paid import Paid, read_paid
+from userdp.runs.checkpoints import Checkpoints, Moment
 
 Read = Callable[[Path, Any], object]
 

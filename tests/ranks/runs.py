@@ -15,16 +15,16 @@ import torch
 
 import userdp
 from userdp import Lora, Plan, load_model
-from userdp.checkpoints import Saving
 from userdp.clipping.rules import AdaptiveClip, FlatClip
 from userdp.data.store import UserStore
-from userdp.digests import trained_digest
+from userdp.digests.of_runs import trained_digest
 from userdp.noise import Banded
-from userdp.optimizers import make_optimizer, make_schedule
+from userdp.optimizers.by_name import make_optimizer, make_schedule
 from userdp.ranks import Ranks
+from userdp.runs.checkpoints import Saving
 from userdp.sampling import CyclicPoissonUsers, PublicNumbers
 from userdp.streams import RunSecret
-from userdp.training import Run
+from userdp.training.loop import Run
 from userdp.updates.fedavg import FedAvg
 
 USERS = 24

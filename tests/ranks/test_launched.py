@@ -16,7 +16,7 @@ from tiny_llama import make_llama
 
 import userdp
 from tiny import make_model, make_store
-from userdp.run_check import check_run
+from userdp.runs.check import check_run
 
 WORKER = Path(__file__).parent / "worker.py"
 SOURCE = Path(userdp.__file__).parents[1]

@@ -21,7 +21,7 @@ from userdp.losses import Batch
 from userdp.ranks import Ranks
 from userdp.ranks.joining import begin_group, timeout_seconds
 from userdp.ranks_launched import is_told
-from userdp.run_record import RunRecord
+from userdp.runs.record import RunRecord
 
 Seen = dict[str, Any]
 

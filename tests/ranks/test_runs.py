@@ -13,9 +13,9 @@ from ranks_runner import answers, on_ranks
 from tiny import make_model, make_store
 from userdp.data.store import UserStore
 from userdp.errors import InputError
-from userdp.run_check import check_run
-from userdp.validation import Validation
-from userdp.validation_curve import read_points
+from userdp.runs.check import check_run
+from userdp.runs.validation_curve import read_points
+from userdp.training.validation import Validation
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import signal
 import time
 
 from userdp import cli
-from userdp.run_record import RunRecord
+from userdp.runs.record import RunRecord
 
 
 def plant() -> None:

@@ -26,7 +26,7 @@ from userdp.accounting.pair import Direction
 from userdp.accounting.prepared import prepare
 from userdp.cli import app
 from userdp.errors import InputError
-from userdp.paid import Paid
+from userdp.prices.paid import Paid
 from userdp.units import Adjacency
 
 ADD_REMOVE, REPLACE = Adjacency.ADD_REMOVE, Adjacency.REPLACE

@@ -17,15 +17,15 @@ from dp_accounting.dp_event import GaussianDpEvent
 import userdp
 from tiny import make_model, make_store
 from userdp import Lora, Plan, load_model
-from userdp.checkpoints import Checkpoints, Saving
 from userdp.data.store import UserStore
-from userdp.digests import code_digest, model_digest, optimizer_digest
+from userdp.digests.of_runs import code_digest, model_digest, optimizer_digest
 from userdp.errors import InputError, LedgerError
-from userdp.finalize import finalize
-from userdp.ledger import Ledger
-from userdp.optimizers import make_optimizer
-from userdp.paid import Paid
-from userdp.training import Run
+from userdp.ledger.book import Ledger
+from userdp.optimizers.by_name import make_optimizer
+from userdp.prices.paid import Paid
+from userdp.runs.checkpoints import Checkpoints, Saving
+from userdp.runs.finalize import finalize
+from userdp.training.loop import Run
 
 STEPS = 6
 DELTA = 1e-2
@@ -268,7 +268,7 @@ def test_a_fork_that_was_killed_before_its_first_step_is_forked_again(
         raise Stopped
 
     with monkeypatch.context() as patched:
-        patched.setattr("userdp.training.PrivateStep", kill)
+        patched.setattr("userdp.training.loop.PrivateStep", kill)
         with pytest.raises(Stopped):
             run(base, store, out, fork=True, steps=STEPS + 2)
     # To begin from nothing is not what `resume` says.

@@ -15,15 +15,15 @@ import userdp
 from cli_runner import userdp as userdp_command
 from tiny import make_model, make_store
 from userdp import Plan, Population, UserStore, load_model
-from userdp.checkpoints import Saving
-from userdp.debits import settle
-from userdp.earlier import Earlier
+from userdp.budget.debits import settle
 from userdp.errors import BudgetExhaustedError, InputError, LedgerError
-from userdp.finalize import finalize
-from userdp.ledger import Ledger
-from userdp.optimizers import make_optimizer
+from userdp.ledger.book import Ledger
+from userdp.optimizers.by_name import make_optimizer
+from userdp.prices.earlier import Earlier
+from userdp.runs.checkpoints import Saving
+from userdp.runs.finalize import finalize
 from userdp.streams import RunSecret
-from userdp.training import Run
+from userdp.training.loop import Run
 
 DELTA = 1e-2
 
@@ -288,7 +288,7 @@ def test_a_finalized_run_takes_no_further_step(root: Path) -> None:
 def test_a_run_stopped_before_its_first_step_leaves_its_room_to_the_next_try(root: Path) -> None:
     people(root).set_limit(plan().epsilon() * 1.01, DELTA)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("userdp.training.PrivateStep", stop_now)
+        patch.setattr("userdp.training.loop.PrivateStep", stop_now)
         with pytest.raises(Stopped):
             train(root)
     assert spent(root) == pytest.approx(plan().epsilon())
@@ -342,7 +342,7 @@ def test_giving_up_a_copy_without_steps_frees_nothing_that_the_original_took(roo
         return userdp.PrivateStep(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("userdp.training.PrivateStep", copied_first)
+        patch.setattr("userdp.training.loop.PrivateStep", copied_first)
         stopped(root, after=5)
     (root / "copy" / "ledger.jsonl.lock").unlink(missing_ok=True)
     assert not userdp_command("finalize", root / "copy", "--unfinished").code

@@ -27,12 +27,12 @@ from userdp.clipping.flat import HalfAddedError
 from userdp.clipping.gradients.sums import Sums
 from userdp.clipping.plain import PlainClipping
 from userdp.errors import InputError, MixedExamplesError, UntriedModelError
-from userdp.ledger import Ledger
+from userdp.ledger.book import Ledger
 from userdp.losses import causal_lm_loss
 from userdp.models.proven import is_proven
 from userdp.noise import Banded
-from userdp.probe import UnsafeModelError, usual_length
-from userdp.run_record import RunRecord
+from userdp.probe.verify import UnsafeModelError, usual_length
+from userdp.runs.record import RunRecord
 from userdp.sampling import (
     Allocation,
     BalancedIteration,
@@ -689,7 +689,7 @@ def test_another_thread_cannot_take_the_same_step() -> None:
 def test_a_forked_process_takes_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     step = a_step()
     cohort = step.draw()
-    monkeypatch.setattr("userdp.run_record.os.getpid", lambda: -1)
+    monkeypatch.setattr("userdp.runs.record.os.getpid", lambda: -1)
     with pytest.raises(InputError, match="forked"):
         step.apply(ones(cohort))
     assert step.ledger.steps == 0

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from cli_runner import userdp
 from tiny import make_model, make_store
-from userdp import Ledger, Plan, PrivateStep, UserIndex, chain
+from userdp import Ledger, Plan, PrivateStep, UserIndex
 from userdp.errors import LedgerError
-from userdp.run_files import read_run
-from userdp.run_record import RunRecord
+from userdp.files import chain
+from userdp.runs.files import read_run
+from userdp.runs.record import RunRecord
 
 
 def small_plan(**changes: Any) -> Plan:

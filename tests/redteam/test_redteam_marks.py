@@ -10,14 +10,14 @@ import pytest
 
 from cli_runner import userdp as command
 from tiny import make_model, make_store
-from userdp import chain
+from userdp.budget.population import Population
 from userdp.data.store import UserStore
 from userdp.errors import InputError, LedgerError
-from userdp.ledger import Ledger
+from userdp.files import chain
+from userdp.ledger.book import Ledger
 from userdp.plan import Plan
-from userdp.population import Population
 from userdp.report.card import model_card
-from userdp.run_facts import of_config
+from userdp.runs.facts import of_config
 
 RECORDS = 'unit = "record"\nexpected_batch_size = 10\nrecord_level = true\n'
 MARKS = {
@@ -133,7 +133,7 @@ def test_a_mark_cannot_be_put_down_by_going_on(
 
 
 def plan_of(kind: str) -> Plan:
-    from userdp.marks import Hypothetical, RecordLevel
+    from userdp.prices.marks import Hypothetical, RecordLevel
 
     common: dict[str, Any] = {
         "num_users": 100, "steps": 4, "clip_norm": 1.0, "noise_multiplier": 2.0, "delta": 1e-3,
@@ -194,7 +194,7 @@ def test_a_ledger_without_its_mark_says_at_most_what_is_true(kind: str, tmp_path
 
 @pytest.mark.parametrize("kind", ["capped", "unbounded", "hypothetical"])
 def test_a_mark_is_in_the_card_of_any_statement(kind: str, tmp_path: Path) -> None:
-    from userdp.config import load_config
+    from userdp.config.file import load_config
 
     (tmp_path / "run.toml").write_text(
         '[data]\nstore = "s"\n[model]\npath = "m"\n[privacy]\nnum_users = 20\ndelta = 1e-3\n'

@@ -23,14 +23,14 @@ from userdp import (
     PrivateStep,
     StepSettings,
     UserIndex,
-    same_run,
-    training,
 )
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
-from userdp.digests import weights_digest
-from userdp.run_record import RunRecord
+from userdp.digests.of_runs import weights_digest
+from userdp.runs import same as same_run
+from userdp.runs.record import RunRecord
 from userdp.streams import RunSecret, Streams
+from userdp.training import loop as training
 
 PUBLIC: dict[str, Any] = {
     "num_users": 40,
@@ -190,7 +190,7 @@ def test_an_own_loop_that_goes_on_with_a_change_draws_other_noise(
 ) -> None:
     """The same secret and the same ledger: what is left to tell two continuations apart."""
     # Were the system's randomness to repeat, a change would still give other noise.
-    monkeypatch.setattr("userdp.run_record.secrets.token_hex", lambda count: "0" * 2 * count)
+    monkeypatch.setattr("userdp.runs.record.secrets.token_hex", lambda count: "0" * 2 * count)
     secret = RunSecret(key=b"k" * 32, fixed_seed=False)
     plan = Plan.sample_users(**PUBLIC)
     (tmp_path / "0").mkdir()
@@ -316,7 +316,7 @@ def test_digest_of_weights_reads_every_byte_and_name_in_any_piece(
 ) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).bfloat16()
     whole = weights_digest(model)
-    monkeypatch.setattr("userdp.plain_values.PIECE", 3)
+    monkeypatch.setattr("userdp.digests.values.PIECE", 3)
     assert weights_digest(model) == whole
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         flat = tensor.data.view(-1)

@@ -18,25 +18,27 @@ from dp_accounting.pld import PLDAccountant
 import userdp
 from cli_runner import userdp as command
 from tiny import WORDS, make_model, make_store
-from userdp import Adjacency, Ledger, Lora, Plan, PrivateStep, UserIndex, load_model, training_rows
+from userdp import Adjacency, Ledger, Lora, Plan, PrivateStep, UserIndex, load_model
 from userdp.accounting.heavy_hitters import Votes
 from userdp.bounding.edges import Edges
 from userdp.bounding.selection import Selection
+from userdp.budget.population import Population
 from userdp.clipping.rules import FlatClip
 from userdp.clipping.settings import StepSettings
-from userdp.config import load_config
+from userdp.config.file import load_config
 from userdp.data.record import Record
 from userdp.data.store import UserStore, write_store
 from userdp.data.tokens import tokenise
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.history import ANCESTRY_FILE, history_of, merged
-from userdp.lineage import UNCOMPARED_PAST, begin_run, earlier_runs
+from userdp.ledger.lineage import UNCOMPARED_PAST, begin_run, earlier_runs
 from userdp.noise.gaussian import Gaussian
-from userdp.opening import UNCHECKED_PEOPLE
-from userdp.population import Population
-from userdp.run_record import RunRecord
+from userdp.runs.opening import UNCHECKED_PEOPLE
+from userdp.runs.record import RunRecord
 from userdp.sampling import PoissonUsers
 from userdp.streams import RunSecret
+from userdp.training import rows as training_rows
+from userdp.training.loop import Run
 
 FIXED_GRAPH = [Adjacency.FIXED_GRAPH_ZERO_OUT, Adjacency.FIXED_GRAPH_REPLACE]
 PUBLIC: dict[str, Any] = {
@@ -78,7 +80,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def trained(model: Any, tokenizer: Any, store: UserStore, **options: Any) -> userdp.training.Run:
+def trained(model: Any, tokenizer: Any, store: UserStore, **options: Any) -> Run:
     plan = options.pop("plan", None) or the_plan()
     return userdp.train(
         model,

@@ -20,14 +20,14 @@ from userdp.bounding.min_sep import min_separation
 from userdp.bounding.selection import Selection
 from userdp.clipping.rules import FlatClip
 from userdp.data.tokens import TokenRows
-from userdp.digests import index_digest
+from userdp.digests.of_runs import index_digest
 from userdp.errors import InputError
 from userdp.index import UserIndex
 from userdp.plan import Plan
 from userdp.sampling import MinSeparated, PublicNumbers
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret
-from userdp.training_rows import batches_of, selection_name
+from userdp.training.rows import batches_of, selection_name
 from userdp.units import Adjacency
 
 STREAMS = RunSecret.fixed_for_tests(0).streams("cohort")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import userdp
 from sharded_runs import furthest
 from tiny import make_model, make_store
-from userdp.run_check import check_run
+from userdp.runs.check import check_run
 
 WORKER = Path(__file__).parents[1] / "ranks" / "worker.py"
 SOURCE = Path(userdp.__file__).parents[1]

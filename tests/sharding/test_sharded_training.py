@@ -14,8 +14,8 @@ from torch import Tensor
 import tiny
 from sharded_runs import furthest, run_ranks
 from userdp import Plan, StepSettings, train
-from userdp.checkpoints import Saving
-from userdp.interrupts import InterruptedRunError
+from userdp.files.interrupts import InterruptedRunError
+from userdp.runs.checkpoints import Saving
 from userdp.streams import RunSecret
 from userdp.updates.contract import UpdateRule
 from userdp.updates.fedavg import FedAvg

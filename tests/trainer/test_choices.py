@@ -16,8 +16,8 @@ import userdp.defaults
 from userdp import InputError, Plan, StepSettings, UserDPTrainer, UserStore
 from userdp.clipping.fast import FastClipping
 from userdp.losses import causal_lm_loss
-from userdp.marks import Hypothetical
-from userdp.run_check import check_run
+from userdp.prices.marks import Hypothetical
+from userdp.runs.check import check_run
 from userdp.units import Adjacency
 
 pytest.importorskip("accelerate", reason="TrainingArguments needs accelerate")

@@ -12,7 +12,7 @@ from tiny_llama import texts
 from cli_runner import userdp
 from userdp import UserDPTrainer, UserStore
 from userdp.data.identity import key_beside
-from userdp.run_files import run_at
+from userdp.runs.files import run_at
 
 pytest.importorskip("accelerate", reason="TrainingArguments needs accelerate")
 

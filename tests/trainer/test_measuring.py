@@ -13,7 +13,7 @@ from tiny_llama import texts
 
 from userdp import InputError, UserDPTrainer
 from userdp.report.write import write_report
-from userdp.validation_curve import PUBLIC, SECRET, read_points
+from userdp.runs.validation_curve import PUBLIC, SECRET, read_points
 
 pytest.importorskip("accelerate", reason="TrainingArguments needs accelerate")
 

@@ -14,7 +14,7 @@ import pytest
 from tiny_llama import chats, make_llama, write_lines
 
 import userdp
-from userdp.run_check import check_run
+from userdp.runs.check import check_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BEFORE, PRIVATE = EXAMPLES / "sft_before.py", EXAMPLES / "sft_private.py"

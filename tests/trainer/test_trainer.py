@@ -26,7 +26,7 @@ from userdp import InputError, UserDPTrainer, UserStore
 from userdp.accounting import events as userdp_events
 from userdp.data.identity import key_beside
 from userdp.history import history_of
-from userdp.run_check import check_run
+from userdp.runs.check import check_run
 
 pytest.importorskip("accelerate", reason="TrainingArguments needs accelerate")
 

@@ -13,7 +13,7 @@ from tiny_llama import make_llama, texts
 
 from cli_runner import userdp as command
 from userdp import Plan, UserDPTrainer
-from userdp.marks import Hypothetical
+from userdp.prices.marks import Hypothetical
 from userdp.statement import epsilon_text
 
 pytest.importorskip("accelerate", reason="TrainingArguments needs accelerate")

@@ -16,8 +16,8 @@ import numpy as np
 
 from userdp.bounding.edges import Edges, Ints, load_arrays
 from userdp.bounding.names import USER_BY_USER
-from userdp.durable import OWNER_ONLY_FILE
 from userdp.errors import InputError
+from userdp.files.durable import OWNER_ONLY_FILE
 
 _ARRAYS = (
     "multiplicity",

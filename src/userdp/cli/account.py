@@ -15,8 +15,8 @@ from userdp.cli import common, mechanism, sampled
 from userdp.cli.mechanism import AccountantName
 from userdp.cli.sampled import NoiseKind
 from userdp.errors import InputError
-from userdp.ledger import Ledger
-from userdp.run_files import read_run
+from userdp.ledger.book import Ledger
+from userdp.runs.files import read_run
 from userdp.statement import round_up
 from userdp.units import Adjacency, SamplingUnit
 

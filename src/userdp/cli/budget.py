@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from userdp.accounting import accountant
+from userdp.budget.population import DEFAULT_DELTA, Limit, Population, Spent
 from userdp.cli import common
 from userdp.data.store import UserStore
 from userdp.errors import InputError
-from userdp.population import DEFAULT_DELTA, Limit, Population, Spent
 from userdp.statement import epsilon_text
 
 BAR_WIDTH = 40

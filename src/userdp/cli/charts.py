@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from userdp.planner import ELS, Candidate, Recommendation
+from userdp.planner.search import ELS, Candidate, Recommendation
 from userdp.report import svg
 
 _COLOURS = {"ELS": "#c1440e", "ULS": "#1f6f8b"}

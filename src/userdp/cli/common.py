@@ -24,14 +24,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from userdp import marked_price
 from userdp.data.store import UserStore
-from userdp.earlier import Earlier
 from userdp.errors import InputError, LedgerError
-from userdp.ledger import Ledger
-from userdp.paid import Paid
+from userdp.ledger.book import Ledger
 from userdp.plan import Plan
-from userdp.run_files import copy_problems, run_at
+from userdp.prices import marked as marked_price
+from userdp.prices.earlier import Earlier
+from userdp.prices.paid import Paid
+from userdp.runs.files import copy_problems, run_at
 from userdp.sampling import PoissonRecords, PoissonUsers, Sampler
 from userdp.statement import Statement, epsilon_text
 from userdp.units import Adjacency, SamplingUnit

@@ -10,14 +10,14 @@ import typer
 
 from userdp.accounting import accountant
 from userdp.accounting.heavy_hitters import Votes, released_words
+from userdp.budget.population import Population
 from userdp.cli import common
 from userdp.cli.quantile import refuse_several_owners
 from userdp.data.store import UserStore
 from userdp.data.user_words import votes_of_users
-from userdp.durable import new_directory
 from userdp.errors import InputError
-from userdp.paid import Paid, write_paid
-from userdp.population import Population
+from userdp.files.durable import new_directory
+from userdp.prices.paid import Paid, write_paid
 from userdp.statement import epsilon_text
 from userdp.streams import RunSecret
 from userdp.units import Adjacency

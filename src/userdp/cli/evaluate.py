@@ -9,7 +9,7 @@ import typer
 
 from userdp.cli import common
 from userdp.cli.measured import about_loss, open_measured
-from userdp.task_names import TaskName
+from userdp.names.tasks import TaskName
 
 AllowOverlap = Annotated[
     bool,

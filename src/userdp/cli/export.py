@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from userdp import export as exporting
 from userdp.cli import common
+from userdp.runs import export as exporting
 
 
 def export(
@@ -27,7 +27,7 @@ def export(
     """Write the model with its card, statement and ledger, and nothing else."""
     if merged:
         # Merging needs torch, which takes seconds to load.
-        from userdp.merging import export_merged
+        from userdp.runs.merging import export_merged
 
         done = export_merged(run, out, base=base, license=license)
     else:

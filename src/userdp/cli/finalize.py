@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from userdp import finalize as ending
+from userdp.budget.debits import settle_given_up
 from userdp.cli import common
-from userdp.debits import settle_given_up
+from userdp.runs import finalize as ending
 
 
 def finalize(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from userdp.cli import common
-from userdp.run_check import RunCheck, check_place
+from userdp.runs.check import RunCheck, check_place
 
 app = typer.Typer(help="Check the records of runs.", no_args_is_help=True)
 

@@ -10,9 +10,9 @@ from userdp.cli import common
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.history import read_history
-from userdp.run_facts import has_facts, own_loss
-from userdp.run_files import TRAINER_RUN, overlap, read_run, run_of, shared_users
-from userdp.task_names import TaskName
+from userdp.names.tasks import TaskName
+from userdp.runs.facts import has_facts, own_loss
+from userdp.runs.files import TRAINER_RUN, overlap, read_run, run_of, shared_users
 
 DEFAULT_LENGTH = 128
 
@@ -62,11 +62,11 @@ def open_measured(
     if not allow_overlap:
         _refuse_training_users(Path(model), run, held_out, has_allow_overlap)
     common.quiet_transformers()
-    from userdp import saved_run
     from userdp.clipping.execute.models import most_positions
-    from userdp.configured import named_task
     from userdp.models.load import load_model, moved
-    from userdp.probe import check_positions
+    from userdp.probe.verify import check_positions
+    from userdp.runs import saved as saved_run
+    from userdp.training.configured import named_task
 
     facts = None
     if run is not None and has_facts(run):

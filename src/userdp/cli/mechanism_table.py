@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from userdp.mechanisms import MechanismChoice, MechanismSetting, compare
-from userdp.planner import ULS, Candidate, Setting
+from userdp.planner.mechanisms import MechanismChoice, MechanismSetting, compare
+from userdp.planner.search import ULS, Candidate, Setting
 
 _BAR = 32
 

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from userdp import defaults, planner
-from userdp import norms as norm_models
+from userdp import defaults
 from userdp.accounting import accountant, events
 from userdp.cli import (
     charts,
@@ -23,10 +22,12 @@ from userdp.cli import (
 from userdp.clipping.rules import AutomaticClip
 from userdp.data.store import UserStore
 from userdp.errors import InputError
-from userdp.planner import Candidate, Norms, Recommendation, Setting
-from userdp.scale import Prediction
+from userdp.names.tasks import TaskName
+from userdp.planner import norms as norm_models
+from userdp.planner import search as planner
+from userdp.planner.scale import Prediction
+from userdp.planner.search import Candidate, Norms, Recommendation, Setting
 from userdp.statement import epsilon_text
-from userdp.task_names import TaskName
 from userdp.units import Adjacency
 
 

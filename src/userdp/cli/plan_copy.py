@@ -7,9 +7,9 @@ from typing import Any
 from userdp import defaults
 from userdp.cli.plan_records import Known
 from userdp.clipping.rules import AutomaticClip
-from userdp.norms import Norms
 from userdp.plan import Plan
-from userdp.planner import ULS, Candidate, Planner, Setting
+from userdp.planner.norms import Norms
+from userdp.planner.search import ULS, Candidate, Planner, Setting
 from userdp.sampling import PoissonRecords, PoissonUsers, PublicNumbers
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from userdp import norms as norm_models
-from userdp import planner
 from userdp.cli import common
 from userdp.data.store import UserStore
 from userdp.errors import InputError
-from userdp.norms import Norms
-from userdp.planner import Candidate
-from userdp.task_names import TaskName
+from userdp.names.tasks import TaskName
+from userdp.planner import norms as norm_models
+from userdp.planner import search as planner
+from userdp.planner.norms import Norms
+from userdp.planner.search import Candidate
 
 
 class Assumed(StrEnum):
@@ -44,10 +44,10 @@ def estimated_norms(
 ) -> dict[int, float]:
     """L(G) of a model, measured on users of the store. It needs torch and is not private."""
     common.quiet_transformers()
-    from userdp.configured import named_task
     from userdp.data.tokens import tokenise
-    from userdp.gradient_norms import median_norms
     from userdp.models.load import load_model
+    from userdp.planner.gradient_norms import median_norms
+    from userdp.training.configured import named_task
 
     loaded, tokenizer = load_model(model, task=task or "causal")
     chosen = named_task(task, loaded, tokenizer, store)

@@ -10,11 +10,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from userdp import planner, scale
 from userdp.errors import InputError
-from userdp.planner import Candidate
+from userdp.planner import scale
+from userdp.planner import search as planner
+from userdp.planner.scale import Machine, Prediction, Work
+from userdp.planner.search import Candidate
 from userdp.report import svg
-from userdp.scale import Machine, Prediction, Work
 
 
 class Size(StrEnum):

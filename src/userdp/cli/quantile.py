@@ -13,11 +13,11 @@ from dp_accounting import dp_event
 
 from userdp.accounting import accountant
 from userdp.accounting.quantile import private_quantile
+from userdp.budget.population import Population
 from userdp.cli import common
 from userdp.data.store import UserStore
 from userdp.errors import InputError
-from userdp.paid import Paid, write_paid
-from userdp.population import Population
+from userdp.prices.paid import Paid, write_paid
 from userdp.statement import epsilon_text
 from userdp.streams import RunSecret
 from userdp.units import Adjacency

@@ -19,7 +19,7 @@ from userdp.accounting.events import DpEvent
 from userdp.cli import common
 from userdp.errors import InputError
 from userdp.noise import Banded, Discrete, Gaussian, Noise
-from userdp.prices import event_of
+from userdp.prices.table import event_of
 from userdp.sampling import (
     Allocation,
     BalancedIteration,

@@ -12,19 +12,19 @@ import typer
 
 from userdp.cli import common
 from userdp.cli.ranked import by_first, leave
-from userdp.config import Config, load_config
+from userdp.config.file import Config, load_config
 from userdp.data.store import UserStore
-from userdp.earlier import Earlier
 from userdp.errors import InputError
-from userdp.filter_noise import whether_it_pays
+from userdp.files.interrupts import InterruptedRunError
 from userdp.history import read_history
-from userdp.interrupts import InterruptedRunError
-from userdp.paid import Paid
 from userdp.plan import Plan
+from userdp.planner.filter_noise import whether_it_pays
+from userdp.prices.earlier import Earlier
+from userdp.prices.paid import Paid
 from userdp.ranks_launched import is_restarted, launched_rank
-from userdp.run_files import Overlap, overlap, shared_users
+from userdp.runs.files import Overlap, overlap, shared_users
+from userdp.runs.validation_curve import Point, released_curve
 from userdp.units import SamplingUnit
-from userdp.validation_curve import Point, released_curve
 
 # Declared numbers are rounded, and some users may have left; beyond this factor it is a mistake.
 LARGEST_ROUNDING = 2
@@ -73,7 +73,7 @@ def train(
     follows = launched_rank() > 0
 
     common.quiet_transformers()
-    from userdp import training_from_config
+    from userdp.training import from_config as training_from_config
 
     with (
         common.training_progress(
@@ -196,9 +196,9 @@ def _ready(config: Path, out: Path, steps: int | None, *, resume: bool, fork: bo
 
     # Import torch only now, so that a wrong configuration is refused at once.
     common.quiet_transformers()
-    from userdp.configured import configured_loss
-    from userdp.optimizers import check_options
-    from userdp.trackers import check_trackers
+    from userdp.optimizers.by_name import check_options
+    from userdp.training.configured import configured_loss
+    from userdp.training.trackers import check_trackers
 
     check_options(settings.training)
     check_trackers(settings.training.trackers, out)
@@ -248,8 +248,8 @@ def _check_owners(settings: Config, store: UserStore) -> None:
 
 def _check_held_out(settings: Config) -> bool:
     """Refuse people to measure on who are trained on. True if that cannot be known."""
-    from userdp.configured import configured_task, load_configured_tokenizer
     from userdp.data.tokens import tokenise_by_record
+    from userdp.training.configured import configured_task, load_configured_tokenizer
 
     if settings.data.evaluation is None:
         return False
@@ -309,7 +309,7 @@ def _going_on(out: Path, steps: int | None) -> Plan | None:
     """
     if not (out / "ledger.jsonl").is_file():
         return None
-    from userdp.continuing import beginning_of, charged_ledger
+    from userdp.runs.continuing import beginning_of, charged_ledger
 
     charged = charged_ledger(out)
     if charged is None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from userdp.cli import common
-from userdp.config import load_config
+from userdp.config.file import load_config
 from userdp.units import SamplingUnit
 
 
@@ -20,12 +20,12 @@ def verify(
     """Probe the configured model with made-up users; the data is not read. Exit code 1: unsafe."""
     settings = load_config(config)
     common.quiet_transformers()
-    from userdp import probe
-    from userdp.configured import configured_loss, load_configured_model
     from userdp.losses import causal_lm_loss
     from userdp.models.load import classes_of
+    from userdp.probe import verify as probe
     from userdp.tasks import task_named
-    from userdp.training_from_config import step_settings
+    from userdp.training.configured import configured_loss, load_configured_model
+    from userdp.training.from_config import step_settings
 
     own_loss = configured_loss(settings)
     model, tokenizer = load_configured_model(settings)

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from userdp import durable
-from userdp.budget_file import BudgetFile
-from userdp.chain import Row
+from userdp.budget.file import BudgetFile
 from userdp.data import remote
 from userdp.data.store import UserStore
 from userdp.errors import LedgerError
+from userdp.files import durable
+from userdp.files.chain import Row
 
 SUFFIX = ".population"
 NOTE = "population.json"

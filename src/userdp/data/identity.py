@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from userdp.data.array_files import PSEUDONYM_BYTES
 from userdp.data.files import pc
-from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
 from userdp.errors import InputError
+from userdp.files.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
 
 # To be raised with every change of what `normalise` returns: pseudonyms then differ.
 NORMALISER = 2

@@ -29,8 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from userdp.data.array_files import NPY_HEADER_BYTES
-from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE, write_file
 from userdp.errors import InputError
+from userdp.files.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE, write_file
 
 NOTE = "remote.json"
 BLOCK = 2**16

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from userdp.data.remote import BLOCK, RemoteArray, RemoteFile, fetched, file_system
-from userdp.durable import OWNER_ONLY_DIRECTORY
 from userdp.errors import InputError
+from userdp.files.durable import OWNER_ONLY_DIRECTORY
 
 BLOCKS = "blocks.json"
 DIGESTS = "digests.json"

@@ -24,8 +24,8 @@ from userdp.data.array_files import ArrayWriter, file_digest
 from userdp.data.contents import pair_of, refuse_unwritten
 from userdp.data.encoding import WHOLE_TEXT, Encoding, begins_texts, ids_of
 from userdp.data.remote_tokens import DIGESTS, LARGE, adopt, numbers, write_blocks
-from userdp.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
 from userdp.errors import InputError
+from userdp.files.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
 from userdp.index import IGNORED_LABEL, Rows, UserIndex
 
 if TYPE_CHECKING:

@@ -34,13 +34,13 @@ from userdp.data.files import (
 from userdp.data.identity import DropRule, IdRule, Pseudonyms, Spellings
 from userdp.data.prefetch import Prefetched
 from userdp.data.record import NO_TIME, ImportBatch, Record, Skipped, batches_of, nothing_to_import
-from userdp.durable import (
+from userdp.errors import InputError
+from userdp.files.durable import (
     OWNER_ONLY_DIRECTORY,
     OWNER_ONLY_FILE,
     new_directory,
     write_file,
 )
-from userdp.errors import InputError
 
 FORMAT = 3
 

@@ -3,7 +3,7 @@
 Clipping assumes that each user's update depends on that user alone. Statistics over the batch
 (BatchNorm) break this, and so do mixtures of experts: their routing shares a capacity or a
 balancing loss. A tensor that is written during the forward pass carries data past the noise. These
-checks go by names and types. `userdp.probe` finds the rest by trying.
+checks go by names and types. `userdp.probe.verify` finds the rest by trying.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 from userdp.errors import InputError
-from userdp.task_names import TaskName
+from userdp.names.tasks import TaskName
 
 _LOG = logging.getLogger(__name__)
 

@@ -34,8 +34,8 @@ from userdp.models.heads import (
     refuse_other_task,
 )
 from userdp.models.quantised import freeze, loading_options, quantisation_of
-from userdp.quantisation_names import GGUF_FILE, Quantisation
-from userdp.task_names import TaskName
+from userdp.names.quantisation import GGUF_FILE, Quantisation
+from userdp.names.tasks import TaskName
 
 
 @dataclass(frozen=True, kw_only=True)

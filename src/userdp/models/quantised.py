@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 from userdp.errors import InputError, MixedExamplesError
-from userdp.quantisation_names import Quantisation
+from userdp.names.quantisation import Quantisation
 
 # The classes of bitsandbytes, by name: it need not be installed.
 _BY_LAYER: dict[str, Quantisation] = {"Linear4bit": "4bit", "Linear8bitLt": "8bit"}

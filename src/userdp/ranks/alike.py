@@ -12,9 +12,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from userdp.chain import canonical
 from userdp.clipping.settings import StepSettings
-from userdp.digests import (
+from userdp.digests.of_runs import (
     code_version,
     index_digest,
     optimizer_digest,
@@ -22,6 +21,7 @@ from userdp.digests import (
     weights_digest,
 )
 from userdp.errors import InputError, StoppedRunError
+from userdp.files.chain import canonical
 from userdp.index import UserIndex
 from userdp.losses import Batch
 from userdp.plan import Plan

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from userdp.errors import InputError, StoppedRunError
-from userdp.lock import Owner
+from userdp.files.lock import Owner
 from userdp.ranks.joining import begin_group, timeout_seconds
 from userdp.ranks.telling import Told, retold
 from userdp.ranks_launched import launched_ranks

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import userdp
-from userdp.ledger import Ledger
+from userdp.ledger.book import Ledger
 from userdp.report.templates import environment
-from userdp.run_facts import HUB_NAME, RunFacts, base_name, known_facts, own_loss
-from userdp.run_files import RecordedRun
+from userdp.runs.facts import HUB_NAME, RunFacts, base_name, known_facts, own_loss
+from userdp.runs.files import RecordedRun
+from userdp.runs.validation_curve import Point, released_curve
 from userdp.statement import Statement, epsilon_text
-from userdp.validation_curve import Point, released_curve
 
 
 def card_of_run(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from userdp.durable import write_file
+from userdp.files.durable import write_file
 from userdp.plan import Plan
-from userdp.plan_words import mark_in_words
+from userdp.plans.words import mark_in_words
 from userdp.report.card import card_of_run
-from userdp.run_files import RecordedRun, statement_file
+from userdp.runs.files import RecordedRun, statement_file
 
 UNFINISHED = """---
 tags:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from userdp.earlier import Earlier
-from userdp.paid import Paid
 from userdp.plan import Plan
+from userdp.prices.earlier import Earlier
+from userdp.prices.paid import Paid
 from userdp.report import svg
-from userdp.validation_curve import Point
+from userdp.runs.validation_curve import Point
 
 POINTS = 10
 PROFILE_POINTS = 40

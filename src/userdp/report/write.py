@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import userdp
-from userdp.durable import write_file
-from userdp.ledger import Ledger
+from userdp.files.durable import write_file
+from userdp.ledger.book import Ledger
+from userdp.plans.wording import degree_of
 from userdp.report import pictures
 from userdp.report.card import card_of_run, data_name
 from userdp.report.templates import environment
-from userdp.run_facts import RunFacts, base_name, own_loss, read_facts
-from userdp.run_files import read_run, statement_file
+from userdp.runs.facts import RunFacts, base_name, own_loss, read_facts
+from userdp.runs.files import read_run, statement_file
+from userdp.runs.validation_curve import Point, released_curve
 from userdp.statement import Statement, epsilon_text
-from userdp.validation_curve import Point, released_curve
-from userdp.wording import degree_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from userdp.averaging import WeightAverage
 from userdp.errors import InputError
+from userdp.optimizers.averaging import WeightAverage
 from userdp.plan import Plan
 from userdp.ranks import Ranks
 from userdp.sharded_tensors import is_shard, own_rows

@@ -19,10 +19,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from userdp.checkpoints import Checkpoints, Moment, packed
 from userdp.errors import InputError
+from userdp.files.shards import STATE, WEIGHTS
 from userdp.ranks import Ranks
-from userdp.shard_files import STATE, WEIGHTS
+from userdp.runs.checkpoints import Checkpoints, Moment, packed
 
 
 def save_shards(checkpoints: Checkpoints | None, ranks: Ranks, moment: Moment) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from userdp.task_names import TaskName as TaskName
+from userdp.names.tasks import TaskName as TaskName
 from userdp.tasks.batches import cohort_batches as cohort_batches
 from userdp.tasks.causal import CausalTask as CausalTask
 from userdp.tasks.chat import ChatTask as ChatTask

@@ -7,7 +7,7 @@ from typing import Any
 
 from userdp.data.contents import TextKind
 from userdp.errors import InputError
-from userdp.task_names import TaskName
+from userdp.names.tasks import TaskName
 from userdp.tasks.causal import CausalTask
 from userdp.tasks.chat import ChatTask
 from userdp.tasks.classification import ClassificationTask

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from userdp import defaults
-from userdp.earlier import Earlier
 from userdp.errors import InputError
 from userdp.models.checks import trainable_parameters
-from userdp.optimizers import check_optimizer, check_schedule, default_rate
-from userdp.paid import Paid
+from userdp.optimizers.by_name import check_optimizer, check_schedule, default_rate
 from userdp.plan import Plan
+from userdp.prices.earlier import Earlier
+from userdp.prices.paid import Paid
 from userdp.ranks import Ranks
 from userdp.trainer.arguments import library_class
 from userdp.trainer.settings import cohort_of, optimizer_of, schedule_of, steps_of

@@ -16,12 +16,12 @@ from typing import Any
 from userdp.data.identity import key_beside
 from userdp.data.importers.arrow import refuse_transform
 from userdp.data.store import UserStore
-from userdp.durable import OWNER_ONLY_DIRECTORY, write_file
-from userdp.earlier import Earlier
 from userdp.errors import InputError
+from userdp.files.durable import OWNER_ONLY_DIRECTORY, write_file
 from userdp.history import Module, history_of
-from userdp.run_files import TRAINER_RUN, overlap
-from userdp.task_names import TaskName
+from userdp.names.tasks import TaskName
+from userdp.prices.earlier import Earlier
+from userdp.runs.files import TRAINER_RUN, overlap
 
 # The folder below `output_dir` that is for the owner alone.
 PRIVATE = TRAINER_RUN.parent.name

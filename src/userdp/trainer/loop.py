@@ -20,8 +20,8 @@ import transformers
 from torch import nn
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
-from userdp.durable import new_directory, write_file
 from userdp.errors import InputError
+from userdp.files.durable import new_directory, write_file
 from userdp.history import ATTRIBUTE, write_history
 from userdp.models.load import save_model
 from userdp.trainer.measuring import Metrics, metric_name

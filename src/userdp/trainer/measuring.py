@@ -19,9 +19,9 @@ from torch import nn
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.evaluation import Evaluation, evaluate_store
+from userdp.runs.validation_curve import Point
 from userdp.tasks import Task
-from userdp.validation import Validation
-from userdp.validation_curve import Point
+from userdp.training.validation import Validation
 
 Metrics = dict[str, float]
 # The name of an evaluation set that has none.

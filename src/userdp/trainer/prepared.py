@@ -13,7 +13,7 @@ from torch import nn
 from userdp.errors import InputError
 from userdp.history import history_of
 from userdp.models.load import load_model, load_tokenizer, remember
-from userdp.task_names import TaskName
+from userdp.names.tasks import TaskName
 
 
 def refuse(name: str, value: Any, reason: str) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from userdp.continuing import charged_ledger
-from userdp.earlier import Earlier
 from userdp.errors import InputError
 from userdp.models.checks import trainable_parameters
 from userdp.plan import Plan
+from userdp.prices.earlier import Earlier
+from userdp.runs.continuing import charged_ledger
 
 
 def goes_on(asked: str | bool | None, args: Any, run: Path) -> bool:

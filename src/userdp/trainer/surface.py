@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import transformers
 from transformers.trainer_callback import CallbackHandler
 
-from userdp.durable import write_file
 from userdp.errors import InputError
+from userdp.files.durable import write_file
 from userdp.trainer.loop import Loop, Metrics, callbacks_of
 from userdp.trainer.measuring import Measuring, refuse_decisions
 

@@ -16,7 +16,7 @@ from userdp.data.store import UserStore
 from userdp.data.tokens import holds_chats
 from userdp.errors import InputError
 from userdp.models.heads import named_classes, task_of_head
-from userdp.task_names import TaskName
+from userdp.names.tasks import TaskName
 from userdp.tasks import MaskedTask, Task
 from userdp.tasks.chat_tokens import has_template
 

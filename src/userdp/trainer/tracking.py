@@ -1,7 +1,7 @@
 """The trackers in `report_to`: they are told what callbacks are told, and no time of a step.
 
 How long a step took tells how many users took part in it. The callbacks of `transformers` write the
-time of every number, and send it away. So `userdp.trackers` keeps the numbers instead.
+time of every number, and send it away. So `userdp.training.trackers` keeps the numbers instead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from transformers.trainer_callback import TrainerCallback
 
 from userdp.errors import InputError
-from userdp.trackers import TRACKERS, Tracker, check_trackers, open_trackers
+from userdp.training.trackers import TRACKERS, Tracker, check_trackers, open_trackers
 
 
 class Tracking(TrainerCallback):

@@ -16,22 +16,21 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
 
 from userdp.bounding.selection import Selection
-from userdp.checkpoints import Saving
 from userdp.clipping.settings import StepSettings
-from userdp.configured import named_task
 from userdp.data.store import UserStore
-from userdp.durable import write_file
-from userdp.earlier import Earlier
 from userdp.errors import InputError
-from userdp.lineage import earlier_runs
+from userdp.files.durable import write_file
+from userdp.ledger.lineage import earlier_runs
 from userdp.losses import RecordLoss
 from userdp.models.heads import refuse_other_head
 from userdp.models.load import classes_of
-from userdp.paid import Paid
+from userdp.optimizers.public_gradient import PublicData
 from userdp.plan import Plan
-from userdp.public_gradient import PublicData
+from userdp.prices.earlier import Earlier
+from userdp.prices.paid import Paid
 from userdp.ranks import Ranks
 from userdp.report.closing import unfinished_card
+from userdp.runs.checkpoints import Saving
 from userdp.statement import Statement
 from userdp.tasks import Task, TaskName
 from userdp.trainer.arguments import check_arguments
@@ -57,7 +56,8 @@ from userdp.trainer.settings import (
 from userdp.trainer.starting import check_trained, check_unchanged, goes_on, has_steps
 from userdp.trainer.surface import Surface, refuse_given, refuse_overridden
 from userdp.trainer.task import check_collator, check_template, trained_task
-from userdp.training import Run, train
+from userdp.training.configured import named_task
+from userdp.training.loop import Run, train
 
 NO_LOSS = (
     "a loss over a batch mixes users: leave it out, or give record_loss=, a function of the model "

@@ -2,7 +2,7 @@
 
 A group's update depends on that group alone, whatever else is in the step. The clip rule decides
 how large it may be, so an update rule needs no price of its own. A rule with a `halting_test` has
-one (`prices.py`): which groups count then depends on all of them.
+one (`prices/table.py`): which groups count then depends on all of them.
 
 torch is needed only to compute an update.
 """

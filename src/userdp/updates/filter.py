@@ -3,7 +3,7 @@
 Every user's clipped mean gradient is kept. A noised score says whether most of them lie within tau
 of each other. If so, users with few others nearby are left out, and the mean of the rest gets noise
 in proportion to tau, not to the clip norm. If not, the run ends. It pays only where tau is far
-below the clip norm (`userdp.filter_noise.effective_noise`).
+below the clip norm (`userdp.planner.filter_noise.effective_noise`).
 
 Reference: Chua et al. 2024, App. A, Alg. 3; Asi and Liu 2024.
 """

@@ -8,7 +8,7 @@ about the inverse of its usual size (scale-then-privatise; Li et al. 2022, AdaDP
 The scales of a step come from what was released before it, or from public records. So they are
 public when the step is taken. The scaled gradient is clipped, summed and noised like any other, and
 costs the same. Whoever makes the scales keeps their tensors and changes the values in place,
-because captured steps on a GPU read them where they are (`userdp.scaled_momentum`).
+because captured steps on a GPU read them where they are (`userdp.optimizers.scaled_momentum`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from userdp.errors import InputError
-from userdp.schedules import share_of_rate
+from userdp.optimizers.schedules import share_of_rate
 
 Floats = NDArray[np.float64]
 

@@ -1,0 +1,1 @@
+"""Names that a configuration shares with the code behind it. Needs no torch."""

@@ -1,0 +1,1 @@
+"""What takes the noised gradients: optimizers and schedules by name, averages, public gradients."""

@@ -1,0 +1,325 @@
+"""The table of prices: what the first t steps of a sampler and a noise cost under an adjacency.
+
+The table is keyed by all three. The adjacency matters, because a sampler that draws one update of a
+user where each record has one owner can draw several where owners share records. What is not in the
+table cannot be planned.
+
+An entry prices the first t steps as a whole. For independent steps that is the event of one step, t
+times (`each_step`). Some runs have no price for a single step: noise may be correlated over steps,
+or a sampler may spread a user's records over the whole run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from userdp.accounting import accountant, events
+from userdp.errors import InputError, UnaccountedPlanError
+from userdp.noise import Banded, Discrete, Gaussian, Noise
+from userdp.prices import correlated
+from userdp.prices.earlier import Earlier, by_people
+from userdp.prices.paid import Paid, all_events
+from userdp.sampling import (
+    Allocation,
+    BalancedIteration,
+    BallsInBins,
+    CappedPoissonUsers,
+    CyclicPoissonRecords,
+    CyclicPoissonUsers,
+    MinSeparated,
+    PoissonRecords,
+    PoissonUsers,
+    Sampler,
+    Shuffled,
+    ShuffledRecords,
+    WithoutReplacement,
+)
+from userdp.statement import epsilon_text
+from userdp.units import Adjacency
+from userdp.updates.halting import HaltingTest
+
+# A price maps a sampler, a noise and t to the event of the first t steps.
+Price = Callable[[Any, Any, int], events.DpEvent]
+
+
+def each_step(step: Callable[[Any, Any], events.DpEvent]) -> Price:
+    """The price of independent steps, where `step` gives the event of one step."""
+    return lambda sampler, noise, steps: events.repeated(step(sampler, noise), steps)
+
+
+def _users(sampler: PoissonUsers | CyclicPoissonUsers, noise: Gaussian) -> events.DpEvent:
+    return events.poisson_users_gaussian(
+        user_sampling_prob=sampler.user_sampling_prob, noise_multiplier=noise.noise_multiplier
+    )
+
+
+def _records(sampler: PoissonRecords | CyclicPoissonRecords, noise: Gaussian) -> events.DpEvent:
+    if sampler.is_unbounded:
+        raise UnaccountedPlanError("users with any number of records have no price.")
+    return events.poisson_records_gaussian(
+        record_sampling_prob=sampler.record_sampling_prob,
+        group_size=sampler.group_size,
+        noise_multiplier=noise.noise_multiplier,
+    )
+
+
+def _capped(sampler: CappedPoissonUsers, noise: Gaussian) -> events.DpEvent:
+    return events.capped_poisson_users_gaussian(
+        user_sampling_prob=sampler.user_sampling_prob,
+        cap=sampler.cap,
+        num_users=sampler.num_users,
+        noise_multiplier=noise.noise_multiplier,
+    )
+
+
+def _without_replacement(sampler: WithoutReplacement, noise: Gaussian) -> events.DpEvent:
+    return events.without_replacement_gaussian(
+        num_users=sampler.num_users,
+        cohort_size=sampler.cohort_size,
+        noise_multiplier=noise.noise_multiplier,
+    )
+
+
+def rounds_begun(steps: int, length: int) -> int:
+    """How many rounds of so many steps have begun after `steps` steps; each is priced whole."""
+    return -(-steps // length)
+
+
+def _cyclic_users(sampler: CyclicPoissonUsers, noise: Gaussian, steps: int) -> events.DpEvent:
+    return events.repeated(_users(sampler, noise), rounds_begun(steps, sampler.parts))
+
+
+def _cyclic_records(sampler: CyclicPoissonRecords, noise: Gaussian, steps: int) -> events.DpEvent:
+    # All of a user's rows may have their coin in the same step: the price is that of one step each
+    # time that it is the part's turn.
+    return events.repeated(_records(sampler, noise), rounds_begun(steps, sampler.parts))
+
+
+def _min_separated(sampler: MinSeparated, noise: Gaussian, steps: int) -> events.DpEvent:
+    del steps
+    return events.min_separated_gaussian(
+        participations=sampler.participations, noise_multiplier=noise.noise_multiplier
+    )
+
+
+def _balls_in_bins(sampler: BallsInBins, noise: Gaussian, steps: int) -> events.DpEvent:
+    return events.balls_in_bins_gaussian(
+        bins=sampler.bins,
+        rounds=rounds_begun(steps, sampler.bins),
+        noise_multiplier=noise.noise_multiplier,
+    )
+
+
+def _balanced(sampler: BalancedIteration, noise: Gaussian, steps: int) -> events.DpEvent:
+    return events.balanced_iteration_gaussian(
+        round_length=sampler.round_length,
+        rounds=rounds_begun(steps, sampler.round_length),
+        noise_multiplier=noise.noise_multiplier,
+    )
+
+
+def _allocation(sampler: Allocation, noise: Gaussian, steps: int) -> events.DpEvent:
+    # Whatever comes first: where a user takes part was drawn for the whole run.
+    del steps
+    return events.random_allocation_gaussian(
+        steps=sampler.steps,
+        participations=sampler.participations,
+        noise_multiplier=noise.noise_multiplier,
+    )
+
+
+def _no_price(sampler: Sampler, noise: Gaussian, steps: int) -> events.DpEvent:
+    raise UnaccountedPlanError(f"{type(sampler).__name__} has no accounting rule.")
+
+
+# Under fixed-graph adjacency each row has a coin of its own, so a user who owns k rows can enter a
+# step k times. So there is no rule for sampling "users" there (Ganesh et al. 2025, Def. 2.1).
+ONE_OWNER = (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT, Adjacency.REPLACE)
+# The proof of random allocation compares a user with nobody, and not with another user.
+PRESENT_OR_NOT = (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT)
+FIXED_GRAPH = (Adjacency.FIXED_GRAPH_ZERO_OUT, Adjacency.FIXED_GRAPH_REPLACE)
+
+Table = dict[tuple[type[Sampler], type[Noise], Adjacency], Price]
+_PRICES: Table = {}
+
+
+def set_price(
+    sampler: type[Sampler], noise: type[Noise], adjacencies: Sequence[Adjacency], price: Price
+) -> None:
+    """Add a line to the table. A price that is already there cannot be changed."""
+    for adjacency in adjacencies:
+        if _PRICES.get((sampler, noise, adjacency), price) is not price:
+            raise UnaccountedPlanError(
+                f"{sampler.__name__} + {noise.__name__} has a price under {adjacency.value} "
+                "adjacency already."
+            )
+    _PRICES.update({(sampler, noise, adjacency): price for adjacency in adjacencies})
+
+
+set_price(PoissonUsers, Gaussian, ONE_OWNER, each_step(_users))
+set_price(PoissonRecords, Gaussian, tuple(Adjacency), each_step(_records))
+set_price(CappedPoissonUsers, Gaussian, ONE_OWNER, each_step(_capped))
+set_price(WithoutReplacement, Gaussian, ONE_OWNER, each_step(_without_replacement))
+set_price(CyclicPoissonUsers, Gaussian, ONE_OWNER, _cyclic_users)
+set_price(CyclicPoissonRecords, Gaussian, tuple(Adjacency), _cyclic_records)
+# Which record is in which batch depends on who owns what, so that must be public.
+set_price(MinSeparated, Gaussian, FIXED_GRAPH, _min_separated)
+set_price(BallsInBins, Gaussian, PRESENT_OR_NOT, _balls_in_bins)
+set_price(BalancedIteration, Gaussian, PRESENT_OR_NOT, _balanced)
+set_price(Allocation, Gaussian, PRESENT_OR_NOT, _allocation)
+set_price(PoissonUsers, Banded, ONE_OWNER, correlated.of_sampled_users)
+set_price(PoissonRecords, Banded, tuple(Adjacency), correlated.of_sampled_records)
+set_price(CyclicPoissonUsers, Banded, ONE_OWNER, correlated.of_users_in_turn)
+# Where records have several owners, a user's records may be in several parts, with too few steps
+# between their turns.
+set_price(CyclicPoissonRecords, Banded, ONE_OWNER, correlated.of_records_in_turn)
+set_price(BallsInBins, Banded, PRESENT_OR_NOT, correlated.of_bins)
+set_price(MinSeparated, Banded, FIXED_GRAPH, correlated.of_fixed_order)
+# These two can be planned with a mark alone (`marks.AsIfPoisson`), which prices another sampler.
+set_price(Shuffled, Gaussian, ONE_OWNER, _no_price)
+set_price(ShuffledRecords, Gaussian, ONE_OWNER, _no_price)
+
+
+def _users_discrete(sampler: PoissonUsers, noise: Discrete) -> events.DpEvent:
+    return events.poisson_users_discrete(
+        user_sampling_prob=sampler.user_sampling_prob, noise_multiplier=noise.noise_multiplier
+    )
+
+
+# The proof compares a sampled user with nobody. For two users who may both be sampled, as under
+# replace, and for several records of a user, there is none here.
+set_price(
+    PoissonUsers,
+    Discrete,
+    (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT),
+    each_step(_users_discrete),
+)
+
+
+def _everybody(sampler: PoissonUsers, noise: Gaussian) -> events.DpEvent:
+    if sampler.user_sampling_prob != 1:
+        raise UnaccountedPlanError(
+            "a filter has a price where every user is in every step: set expected_cohort_size to "
+            "num_users, or use another update."
+        )
+    return _users(sampler, noise)
+
+
+# With a halting test a step's noise is scaled to how far one user moves the filtered mean, and the
+# test itself is paid for once (docs/accounting.md). That bound holds for a user who is exchanged,
+# too, but the events of replace would count it twice.
+_TESTED: Table = {
+    (PoissonUsers, Gaussian, adjacency): each_step(_everybody)
+    for adjacency in (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT)
+}
+
+
+def check_test(test: HaltingTest, delta: float, *, is_usual: bool) -> None:
+    """Refuse a test that proves nothing, or that has no price in its plan.
+
+    A plan is usual if its clip norm is finite and fixed, and if it has no mark.
+    """
+    test.check()
+    if not test.delta < delta:
+        raise InputError(
+            f"threshold_delta={test.delta:g} leaves nothing of delta={delta:g} for the steps: "
+            "lower it."
+        )
+    if not is_usual:
+        raise UnaccountedPlanError(
+            "a filter takes a fixed, finite clip norm, and neither record_level nor hypothetical "
+            "numbers: it has no price otherwise. Use another update."
+        )
+
+
+def event_of(
+    sampler: Sampler,
+    noise: Noise,
+    adjacency: Adjacency,
+    *,
+    steps: int,
+    test: HaltingTest | None = None,
+) -> events.DpEvent:
+    """The cost of the first `steps` steps of these parts; parts without a price are refused.
+
+    >>> event_of(PoissonUsers(user_sampling_prob=0.1, group_size=4),
+    ...          Gaussian(noise_multiplier=2.0), Adjacency.ADD_REMOVE, steps=9).count
+    9
+    """
+    taken = price_of(sampler, noise, adjacency, test)(sampler, noise, steps)
+    if test is None:
+        return taken
+    return events.combined([taken, events.above_threshold(epsilon=test.epsilon, delta=test.delta)])
+
+
+def price_of(
+    sampler: object, noise: object, adjacency: Adjacency, test: HaltingTest | None = None
+) -> Price:
+    """The table's entry for these parts."""
+    table = _PRICES if test is None else _TESTED
+    price = table.get((type(sampler), type(noise), adjacency))  # type: ignore[arg-type]
+    if price is None:
+        known = ", ".join(
+            sorted({f"{s.__name__} + {n.__name__}" for s, n, a in table if a is adjacency})
+        )
+        raise UnaccountedPlanError(
+            f"{type(sampler).__name__} + {type(noise).__name__} has no accounting rule here under "
+            f"{adjacency.value} adjacency: what is drawn would not be what is priced. Known: "
+            f"{known}."
+        )
+    return price
+
+
+def is_priced(sampler: type[Sampler], noise: type[Noise], adjacency: Adjacency) -> bool:
+    """Whether the table has an entry for these parts."""
+    return (sampler, noise, adjacency) in _PRICES
+
+
+def calibrate(
+    sampler: Sampler,
+    noise: Noise | None = None,
+    *,
+    steps: int,
+    epsilon: float,
+    delta: float,
+    adjacency: Adjacency,
+    paid: Sequence[Paid] = (),
+    earlier: Sequence[Earlier] = (),
+    test: HaltingTest | None = None,
+) -> float:
+    """The least noise multiplier at which everything together costs at most `epsilon`.
+
+    Everything is `steps` steps, what was `paid`, and `earlier` runs on the same people. Only the
+    noise of the steps can be chosen, since the rest has been released already. `noise` is Gaussian
+    by default, and its own multiplier is ignored.
+    """
+    kind = noise or Gaussian(noise_multiplier=0.0)
+    fixed = [*all_events(paid), *by_people(earlier)[0]]
+    if fixed:
+        accountant.check_epsilon(epsilon)
+        spent = accountant.epsilon(events.combined(fixed), delta=delta, adjacency=adjacency)
+        if not spent < epsilon:
+            raise InputError(
+                f"epsilon={epsilon:g} leaves nothing for the steps: what was paid for or spent "
+                f"before costs {epsilon_text(spent)} alone at delta={delta:g}. Use a larger "
+                "epsilon."
+            )
+    return accountant.calibrate(
+        lambda noise_multiplier: events.combined(
+            [
+                *fixed,
+                event_of(
+                    sampler,
+                    replace(kind, noise_multiplier=noise_multiplier),
+                    adjacency,
+                    steps=steps,
+                    test=test,
+                ),
+            ]
+        ),
+        target=epsilon,
+        delta=delta,
+        adjacency=adjacency,
+    )

@@ -1,0 +1,60 @@
+"""A run that ends before its last planned step: what it costs, and what its statement says.
+
+Whoever decides to stop may have looked at the weights, and so at the users. What the whole plan
+costs covers every such decision, because it is post-processing of the whole run. What the steps
+taken cost does not: a bound at a time that is chosen on the way needs more (Rogers et al. 2016,
+"Privacy Odometers and Filters"). So the planned steps that are not taken are charged, too. The same
+holds for every other end: a run that is given up, forked or halted, a copy of its weights that is
+taken on the way, and a loop of one's own (`Ledger.priced_steps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from userdp.report.closing import write_words
+from userdp.runs.files import RecordedRun
+from userdp.runs.record import RunRecord
+
+
+def charge_all(record: RunRecord, people: dict[str, Any]) -> None:
+    """Charge for every planned step and close the ledger, with nothing trained."""
+    for _ in range(record.ledger.plan.steps):
+        record.charge_step()
+        record.step_done()
+    record.ledger.finish({}, people=people)
+    if record.path is not None:
+        write_words(RecordedRun(run=record.path, ledger=record.ledger))
+
+
+class EarlyEnd:
+    """Asks after each step whether to stop, and charges for the rest if so."""
+
+    def __init__(self, record: RunRecord, asked: Callable[[], bool] | None) -> None:
+        self._record = record
+        self._asked = asked
+        self._after: int | None = None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the training shall end here, before the last planned step."""
+        planned = self._record.ledger.plan.steps
+        is_over = self._record.is_halted or self._record.steps >= planned
+        return self._asked is not None and not is_over and self._asked()
+
+    def charge_rest(self) -> None:
+        """Charge for all planned steps that are left."""
+        self._after = self._record.steps
+        while self._record.steps < self._record.ledger.plan.steps:
+            self._record.charge_step()
+
+    def told(self, people: dict[str, Any]) -> dict[str, Any]:
+        """What the closing row says beside the steps, with the early end among the cautions."""
+        if self._after is None:
+            return people
+        caution = (
+            f"training stopped after {self._after:,} of {self._record.steps:,} planned steps; all "
+            "of them are charged, because the decision to stop may depend on the weights"
+        )
+        return {**people, "cautions": [*people.get("cautions", ()), caution]}

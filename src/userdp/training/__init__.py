@@ -1,0 +1,1 @@
+"""The private loop over a store, with what it takes and what it tells."""
