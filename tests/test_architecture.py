@@ -191,7 +191,8 @@ ABOVE = {
         "training.configured training.step_log training.trackers training.validation "
         "training.watching updates"
     ),
-    "training.step_log": "runs.record statement training.watching",
+    "training.progress": "plan prices.earlier prices.marked prices.paid statement",
+    "training.step_log": "training.progress runs.record statement training.watching",
     "training.configured": "config.file data losses models tasks",
     "training.from_config": (
         "clipping config.file data optimizers.by_name optimizers.public_gradient plan ranks "
@@ -258,6 +259,7 @@ TORCH_FREE = [
     "runs.files",
     "runs.facts",
     "runs.validation_curve",
+    "training.progress",
     "runs.check",
     "runs.finalize",
     "runs.export",

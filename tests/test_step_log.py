@@ -62,3 +62,18 @@ def test_whoever_shows_progress_gets_no_second_one(
     seen: list[int] = []
     assert not lines_of(base_model, train_store, caplog, steps=2, on_step=seen.append)
     assert seen == [1, 2]
+
+
+def test_a_terminal_shows_a_bar_and_no_lines(
+    base_model: Path,
+    train_store: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # rich takes the stream for a terminal then.
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    assert not lines_of(base_model, train_store, caplog, steps=3)
+    assert "3/3" in capsys.readouterr().err
+    assert not lines_of(base_model, train_store, caplog, steps=3, on_step=lambda done: None)
+    assert "3/3" not in capsys.readouterr().err

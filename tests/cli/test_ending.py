@@ -112,3 +112,21 @@ def test_the_program_ends_with_the_exit_code_of_a_command_as_a_shell_sees_it() -
     assert wrong.stderr.endswith("See `userdp account --help`.\n")
     assert wrong.stderr.count("\n") == 1
     assert python(code, "account", "--help").returncode == 0
+
+
+def test_ctrl_c_while_the_commands_are_imported_is_one_line() -> None:
+    code = (
+        "import sys\n"
+        "from userdp.__main__ import main\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'userdp.cli':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "main()\n"
+    )
+    result = python(code)
+    assert (result.returncode, result.stderr) == (
+        130,
+        "error: interrupted: nothing was done.\n",
+    )

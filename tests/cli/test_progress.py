@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from userdp.cli.common import TrainingProgress
 from userdp.plan import Plan
 from userdp.prices.marked import epsilon_of
 from userdp.prices.marks import Hypothetical, RecordLevel
 from userdp.statement import epsilon_text
+from userdp.training.progress import TrainingProgress
 
 PLAN = Plan.sample_users(
     num_users=1000,

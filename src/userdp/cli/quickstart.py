@@ -16,6 +16,8 @@ from userdp.cli import common
 from userdp.errors import InputError
 from userdp.plan import Plan
 from userdp.report.bars import bar
+from userdp.statement import epsilon_text
+from userdp.training.progress import training_progress
 
 
 class Base(StrEnum):
@@ -83,7 +85,7 @@ def _picture(outcome: object) -> str:
             *(f"  {name:>8} | {bar(n / planted, 40)} {n} of {planted}" for name, n in leaks),
             "",
             f"the private model closes {values['gap_closed']:.0%} of the loss gap with "
-            f"(epsilon={common.epsilon_text(values['epsilon'])}, delta={values['delta']:g}) "
+            f"(epsilon={epsilon_text(values['epsilon'])}, delta={values['delta']:g}) "
             "user-level differential privacy",
             f"report: {values['report']}",
         ]
@@ -93,7 +95,7 @@ def _picture(outcome: object) -> str:
 @contextmanager
 def _stage(title: str, work: Plan | int | None) -> Iterator[Callable[[int], None]]:
     if isinstance(work, Plan):
-        with common.training_progress(work, title) as progress:
+        with training_progress(work, title) as progress:
             yield progress.on_step
     else:
         with common.stage_progress(title, work) as on_step:

@@ -24,6 +24,7 @@ from userdp.prices.paid import Paid
 from userdp.ranks_launched import is_restarted, launched_rank
 from userdp.runs.files import Overlap, overlap, shared_users
 from userdp.runs.validation_curve import Point, released_curve
+from userdp.training.progress import training_progress
 from userdp.units import SamplingUnit
 
 # Declared numbers are rounded, and some users may have left; beyond this factor it is a mistake.
@@ -76,7 +77,7 @@ def train(
     from userdp.training import from_config as training_from_config
 
     with (
-        common.training_progress(
+        training_progress(
             ready.plan,
             paid=ready.paid,
             earlier=ready.earlier,

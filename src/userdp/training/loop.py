@@ -56,7 +56,7 @@ from userdp.step import PrivateStep
 from userdp.streams import RunSecret
 from userdp.tasks import OwnLoss, Task, TaskName, cohort_batches
 from userdp.training.configured import named_task
-from userdp.training.step_log import StepLog
+from userdp.training.step_log import shown
 from userdp.training.trackers import check_trackers, open_trackers
 from userdp.training.validation import Validation
 from userdp.training.watching import Watch
@@ -146,8 +146,9 @@ def train(
     With `out`, the ledger is written to that directory, row by row, before each step's weights
     exist. The model and the statement follow at the end. `config` is the configuration file of the
     run. Looks at the data that were `paid` for are charged before the first step. `on_step` is told
-    how many steps are done, and nothing else: losses, norms and cohorts are secret. Without it, the
-    logger `userdp.training.step_log` tells at level INFO how far the run is.
+    how many steps are done, and nothing else: losses, norms and cohorts are secret. Without it, a
+    terminal shows a bar, and elsewhere the logger `userdp.training.step_log` tells at level INFO
+    how far the run is.
 
     `validation` measures the model on other people's records. `trackers` log public numbers.
 
@@ -300,7 +301,8 @@ def train(
         measure(watch.begin)
         early_end = EarlyEnd(record, stop_early)
         # Whoever gives `on_step` shows progress in a way of their own.
-        log = StepLog(record) if on_step is None and ranks.is_first else None
+        is_shown = on_step is None and ranks.is_first
+        show_step = during.enter_context(shown(record)) if is_shown else None
         is_settled = False
         for cohort in step.cohorts():
             step.apply(
@@ -318,8 +320,8 @@ def train(
             if average is not None and not record.is_halted:
                 average.update()
             record.step_done()
-            if log is not None:
-                log.step_done()
+            if show_step is not None:
+                show_step()
             # Before the checkpoint: a run that goes on from it has this step's point.
             measure(watch.after_step)
             wishes = Wishes(
