@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from userdp.cli import common
 from userdp.config.file import load_config
 from userdp.units import SamplingUnit
+
+if TYPE_CHECKING:
+    from userdp.probe.seen import Probe
+
+# Where in its cohort the user of a probe was.
+PLACES = (", first", ", in the middle", ", last")
 
 
 def verify(
@@ -47,10 +54,6 @@ def verify(
             path=settings.training.path,
             settings=step_settings(settings),
         )
-    lines = [
-        f"{p.name}: {p.movement:.6f} clip norms, {p.coupling:.1e} of it not the user's own"
-        for p in found.probes
-    ]
     verdict = (
         f"safe: one user moves the clipped sum by at most {found.largest_movement:.6f} clip norms "
         f"in {len(found.probes)} probes"
@@ -72,7 +75,28 @@ def verify(
                 for p in found.probes
             ],
         },
-        "\n".join([*lines, verdict]),
+        f"{verdict}\n\n{_table(found.probes)}",
     )
     if not found.safe:
         raise typer.Exit(1)
+
+
+def _table(probes: Sequence[Probe]) -> str:
+    """A line for each kind of made-up user, wherever in the cohort; unsafe probes by themselves."""
+    rows: dict[str, list[Probe]] = {}
+    for probe in probes:
+        kind = probe.name
+        for place in PLACES:
+            kind = kind.removesuffix(place)
+        rows.setdefault(kind if probe.safe else f"UNSAFE {probe.name}", []).append(probe)
+    width = max(map(len, rows), default=0)
+    lines = [f"{'in clip norms':{width}}  moved by at most  not the user's own  probes"]
+    for kind, own in rows.items():
+        moved, coupled = _worst(p.movement for p in own), _worst(p.coupling for p in own)
+        lines.append(f"{kind:{width}}  {moved:16.6f}  {coupled:18.1e}  {len(own):6}")
+    return "\n".join(lines)
+
+
+def _worst(numbers: Iterable[float]) -> float:
+    """The largest; what is no number is larger than any."""
+    return max(numbers, key=lambda number: (math.isnan(number), number))
