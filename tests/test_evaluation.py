@@ -94,15 +94,15 @@ def test_losses_of_a_users_records_do_not_depend_on_other_users_to_the_last_bit(
 
 
 class Watched(torch.nn.Module):
-    """Predicts nothing; notes the tokens of every batch."""
+    """Predicts nothing; tells the tokens of every batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[set[int]], object]) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.seen: list[set[int]] = []
+        self._tell = tell
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        self.seen.append(set(input_ids.flatten().tolist()) - {0})
+        self._tell(set(input_ids.flatten().tolist()) - {0})
         return self.weight * torch.ones(*input_ids.shape, 10)
 
 
@@ -115,9 +115,51 @@ def test_records_of_two_users_are_never_in_one_batch() -> None:
         owners=owners,
         num_users=4,
     )
-    model = Watched()
+    # What a model keeps of a user is put back, so the list is not one of the model's own.
+    seen: list[set[int]] = []
+    model = Watched(seen.append)
     mean_losses(model, data, np.arange(6), num_records=6, pad_token=0)
-    assert sorted(map(sorted, model.seen)) == [[1], [2], [3]]
+    assert sorted(map(sorted, seen)) == [[1], [2], [3]]
+
+
+class Remembers(torch.nn.Module):
+    """Counts what it has read in a buffer, computes by that, and fails on long rows."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__()
+        self.longest = longest
+        self.weight = torch.nn.Parameter(torch.ones(1))
+        self.register_buffer("read", torch.zeros(()), persistent=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.read = self.read + input_ids.sum()
+        if input_ids.shape[1] > self.longest:
+            raise ValueError("too long")
+        return self.weight * self.read * torch.arange(50.0).expand(*input_ids.shape, 50) / 1000
+
+
+def test_losses_do_not_depend_on_what_the_model_keeps_of_other_users() -> None:
+    data = rows([5, 9, 3, 11], [0, 1, 2, 3])
+    model = Remembers(longest=100)
+    found = mean_losses(model, data, np.arange(4), num_records=4, pad_token=0)
+    for user in range(4):
+        alone = rows([5, 9, 3, 11], [0, 1, 2, 3])
+        alone.owners[:] = np.where(np.arange(4) == user, 0, 1)
+        by_itself = mean_losses(model, alone, np.arange(4), num_records=4, pad_token=0)
+        assert by_itself[user] == found[user]
+    assert float(model.read) == 0
+
+
+def test_a_user_whom_the_model_cannot_read_has_no_losses_and_ends_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data = rows([5, 4, 9, 3], [0, 1, 1, 2])
+    found = mean_losses(Remembers(longest=8), data, np.arange(4), num_records=4, pad_token=0)
+    assert np.isnan(found).tolist() == [False, True, True, False]
+    assert not caplog.records
+    nobody = mean_losses(Remembers(longest=2), data, np.arange(4), num_records=4, pad_token=0)
+    assert np.isnan(nobody).all()
+    assert "no user" in caplog.text
 
 
 def token_losses(model: torch.nn.Module, tokens: list[int]) -> list[float]:

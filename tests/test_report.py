@@ -114,7 +114,7 @@ def test_the_validation_curve_shows_every_point_and_falls_with_the_loss() -> Non
         )
         for step in (0, 50, 100)
     ]
-    loss, worst = _points(pictures.validation_curve(curve))
+    loss, worst = _points(pictures.validation_curve(curve, "token"))
     assert len(loss) == 3
     assert [y for _, y in loss] == sorted(y for _, y in loss), "svg's y axis points down"
     assert len(worst) == 2

@@ -6,6 +6,7 @@ users, they would reveal more than the run's guarantee allows.
 
 from __future__ import annotations
 
+import logging
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -23,11 +24,13 @@ from userdp.history import history_of
 from userdp.index import IGNORED_LABEL
 from userdp.losses import sent
 from userdp.measuring import measuring, on_gpu, usual_tokens
+from userdp.module_state import ModuleState
 from userdp.tasks import CausalTask, Task, task_named, usual_task
 
 if TYPE_CHECKING:
     from userdp.data.store import UserStore
 
+_LOG = logging.getLogger(__name__)
 # Tokens in a row when records are scored, as `train` and `evaluate` cut them by default.
 ROW_TOKENS = 128
 # The seed of what a task draws in an evaluation. It is public: nothing here is private.
@@ -280,7 +283,6 @@ def record_losses(
     )
 
 
-@torch.no_grad()
 def mean_losses(
     model: nn.Module,
     rows: TokenRows,
@@ -294,28 +296,43 @@ def mean_losses(
 
     The exponential of the loss is the record's perplexity. Each batch holds the rows of one user
     only. How a product rounds may depend on the batch's shape. Where losses decide which records
-    are chosen, they must not depend on other users, not even in the last bit.
+    are chosen, they must not depend on other users, not even in the last bit. So what the model
+    keeps of a user is put back before the next one, and a user whom it cannot read has no losses.
     """
     device = next(model.parameters()).device
     task = CausalTask(pad_token=pad_token)
-    was_training = model.training
-    model.eval()
     loss = np.zeros(num_records)
     tokens = np.zeros(num_records, dtype=np.int64)
     lengths = np.diff(rows.indptr)
     index = rows.index()
+    state = ModuleState(model)
+    failures = 0
     for user in range(index.num_users):
         own = index.rows_of(user)
-        for batch in _batches(lengths[own], batch_tokens):
-            chosen = own[batch]
-            logits, targets = _predict(model, rows, chosen, device, task)
-            losses = F.cross_entropy(
-                logits.transpose(1, 2), targets, ignore_index=IGNORED_LABEL, reduction="none"
-            )
-            records = record_of_row[chosen]
-            np.add.at(loss, records, losses.double().sum(1).cpu().numpy())
-            np.add.at(tokens, records, (targets != IGNORED_LABEL).sum(1).cpu().numpy())
-    model.train(was_training)
+        try:
+            with measuring(model):
+                for batch in _batches(lengths[own], batch_tokens):
+                    chosen = own[batch]
+                    logits, targets = _predict(model, rows, chosen, device, task)
+                    losses = F.cross_entropy(
+                        logits.transpose(1, 2),
+                        targets,
+                        ignore_index=IGNORED_LABEL,
+                        reduction="none",
+                    )
+                    records = record_of_row[chosen]
+                    np.add.at(loss, records, losses.double().sum(1).cpu().numpy())
+                    np.add.at(tokens, records, (targets != IGNORED_LABEL).sum(1).cpu().numpy())
+        except (torch.OutOfMemoryError, MemoryError):
+            # Running out of memory is a matter of the machine, not of the data.
+            raise
+        except Exception:
+            failures += 1
+            tokens[record_of_row[own]] = 0
+        finally:
+            state.restore()
+    if failures and failures == index.num_users:
+        _LOG.warning("the model could read the records of no user: none has a score.")
     return np.divide(loss, tokens, out=np.full(num_records, np.nan), where=tokens > 0)
 
 

@@ -14,7 +14,7 @@ from userdp.noise.contract import Noise
 from userdp.noise.draw import PIECE
 from userdp.plan import Plan
 from userdp.ranks import Ranks
-from userdp.runs.repeated_sums import NoSums, RepeatedSums, SumOfStep
+from userdp.runs.repeated_sums import AnySums, SumOfStep, settled_together
 from userdp.sharded_tensors import is_shard
 from userdp.sharding.pieces import Pieces
 from userdp.streams import Streams
@@ -29,18 +29,22 @@ class Release:
     divisor: float
     step: int
     streams: Streams
-    # Sees the sum before its noise, where a run may be taken up again.
-    seen: SumOfStep | None = None
+    # See the sum before its noise, where a run may be taken up again.
+    sums: AnySums
+    seen: SumOfStep | None
+    # Whether the step was charged before.
+    is_repeated: bool
 
     def see(self, values: Tensor) -> None:
         """Show a piece of the sum, scaled and without noise."""
         if self.seen is not None:
             self.seen.see(values)
 
-    def settle(self) -> None:
+    def settle(self, ranks: Ranks, *, in_parts: bool) -> None:
         """Raise before anything is released, if the step was taken before with another sum."""
-        if self.seen is not None:
-            self.seen.settle()
+        settled_together(
+            self.sums, self.seen, ranks, in_parts=in_parts, is_repeated=self.is_repeated
+        )
 
 
 def release_of(
@@ -50,7 +54,8 @@ def release_of(
     *,
     step: int,
     streams: Streams,
-    sums: RepeatedSums | NoSums,
+    sums: AnySums,
+    is_repeated: bool,
 ) -> Release:
     """The release of a step's sum, as the plan says."""
     scale, noise_stddev = plan.averaging.scale(total.total_weight), plan.noise_stddev_of(clip)
@@ -65,6 +70,8 @@ def release_of(
         divisor=plan.divisor,
         step=step,
         streams=streams,
+        sums=sums,
+        is_repeated=is_repeated,
         seen=sums.of_step(step, numbers, bound=plan.averaging.sensitivity(clip.bound)),
     )
 
@@ -113,7 +120,9 @@ class WholeWeights:
             own = values[part]
             if release.scale != 1:
                 own *= release.scale
-            release.see(own)
+            # All ranks have the same sum.
+            if self._ranks.is_first:
+                release.see(own)
             # Every rank adds the same noise to the same sum, so it is in the weights once.
             self._noise.add_(
                 own,
@@ -124,7 +133,7 @@ class WholeWeights:
                 streams=release.streams,
             )
             own /= release.divisor
-        release.settle()
+        release.settle(self._ranks, in_parts=False)
         for parameter, value in zip(self._parameters, total.total.views, strict=True):
             parameter.grad = value.to(parameter.dtype)
 
@@ -148,6 +157,7 @@ class ShardedWeights:
 
     def __init__(self, parameters: Sequence[Tensor], noise: Noise, ranks: Ranks) -> None:
         self._pieces = Pieces(parameters, noise, ranks=ranks)
+        self._ranks = ranks
         self._layout = FlatBuffer(parameters, on="meta")
 
     def set_gradients(self, total: ClippedSum, release: Release) -> None:
@@ -158,7 +168,7 @@ class ShardedWeights:
             if release.scale != 1:
                 own *= release.scale
             release.see(own)
-        release.settle()
+        release.settle(self._ranks, in_parts=True)
         self._pieces.add_noise_(
             values,
             total.total,

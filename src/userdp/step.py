@@ -319,6 +319,7 @@ class PrivateStep:
             step=step,
             streams=self.record.streams(PURPOSE),
             sums=self.record.sums,
+            is_repeated=self.record.is_repeating,
         )
         # The charge is on disk before anyone can see a weight of this step. Other ranks cannot have
         # one before: their sum needs what the first rank adds after its charge.

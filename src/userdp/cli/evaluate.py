@@ -9,7 +9,7 @@ import typer
 
 from userdp.cli import common
 from userdp.cli.measured import about_loss, open_measured
-from userdp.names.tasks import TaskName
+from userdp.names.tasks import TaskName, predicted
 
 AllowOverlap = Annotated[
     bool,
@@ -40,7 +40,7 @@ def evaluate(
     unfinished: common.Unfinished = False,
     json: common.Json = False,
 ) -> None:
-    """Measure loss, perplexity and next-token accuracy on a store, over all tokens and by user."""
+    """Measure loss, perplexity and accuracy on a store, over everything predicted and by user."""
     found = open_measured(
         model,
         store,
@@ -60,6 +60,7 @@ def evaluate(
         sequence_length=found.sequence_length,
         task=found.task,
     )
+    told = predicted(found.task.name)
     common.emit(
         json,
         {
@@ -70,9 +71,10 @@ def evaluate(
             "own_loss": found.own_loss or None,
             "covered_by_statement": False,
         },
-        f"loss {result.loss:.4f}, perplexity {result.perplexity:.2f}, "
-        f"next token right {result.accuracy_top1:.1%}\n"
-        f"over {result.tokens:,} tokens of {result.users:,} users\n"
+        f"loss {result.loss:.4f}, "
+        + (f"perplexity {result.perplexity:.2f}, " if told.has_perplexity else "")
+        + f"{told.right} {result.accuracy_top1:.1%}\n"
+        f"over {result.tokens:,} {told.unit}s of {result.users:,} users\n"
         f"by user: mean {result.mean_user_loss:.4f}, worst tenth {result.worst_decile_loss:.4f}, "
         + ", ".join(
             f"{float(level):.0%} {value:.4f}" for level, value in result.user_loss_quantiles.items()

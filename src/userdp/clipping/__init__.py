@@ -6,7 +6,6 @@
     plain         the loop over users, one at a time: the oracle for everything below
     flat          the buffer that sums are added up in
     layer_groups  which parameters are clipped together
-    module_state  what a model remembers between two passes, and how it is put back
 
     fast          the way in: the same sum from batches of users, one backward pass each
     batches/      users into batches: padded to one size, ragged, several records in a row

@@ -41,12 +41,12 @@ from userdp.clipping.gradients.many_users import ManyUsers, look_at
 from userdp.clipping.gradients.one_user import OneUser
 from userdp.clipping.gradients.survey import Survey, stores_little_by_row
 from userdp.clipping.gradients.word_lstm import dictionary_size
-from userdp.clipping.module_state import ModuleState
 from userdp.clipping.plain import Failures, PlainClipping
 from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
 from userdp.errors import MixedExamplesError
 from userdp.losses import Batch, RecordLoss, Update, joined_lm_loss
+from userdp.module_state import ModuleState
 from userdp.sharded_tensors import at_rest, is_shard
 from userdp.updates.contract import UpdateRule
 from userdp.updates.mean_gradient import MEAN_GRADIENT

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
 from userdp.clipping.flat import ClippedSum, FlatBuffer
 from userdp.clipping.layer_groups import Layers
-from userdp.clipping.module_state import ModuleState
 from userdp.clipping.rules import ClipRule
 from userdp.losses import Batch, RecordLoss, Update, at_least_float32, wide_dtype
+from userdp.module_state import ModuleState
 from userdp.sharded_tensors import leaf_of
 from userdp.updates.contract import UpdateRule
 from userdp.updates.mean_gradient import MEAN_GRADIENT

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from userdp.clipping.checks.made_up import MadeUp
-from userdp.clipping.module_state import ModuleState
 from userdp.losses import RecordLoss
 from userdp.models.checks import BufferGuard, trainable_parameters
+from userdp.module_state import ModuleState
 from userdp.sharded_tensors import leaf_of
 
 

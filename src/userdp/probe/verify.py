@@ -20,13 +20,13 @@ from userdp.clipping.checks.computed import refuse_computed_weights
 from userdp.clipping.checks.made_up import MadeUp
 from userdp.clipping.checks.verify import refuse_dropout
 from userdp.clipping.execute.models import most_positions, pretrained
-from userdp.clipping.module_state import ModuleState
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.settings import StepSettings
 from userdp.errors import PLAIN, InputError, MixedExamplesError, UntriedModelError
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, causal_lm_loss
 from userdp.models.checks import BufferGuard, refuse_mixing
 from userdp.models.proven import is_proven
+from userdp.module_state import ModuleState
 from userdp.probe.kept import is_random, what_it_keeps
 from userdp.probe.neighbours import Path, Trial
 from userdp.probe.seen import Probe

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import userdp
 from userdp.ledger.book import Ledger
+from userdp.names.tasks import Predicted, predicted
 from userdp.report.templates import environment
 from userdp.runs.facts import HUB_NAME, RunFacts, base_name, known_facts, own_loss
 from userdp.runs.files import RecordedRun
@@ -62,6 +63,7 @@ def model_card(
         next((point for point in curve if point.step == step), None)
         for step in (0, statement.steps if last_step is None else last_step)
     )
+    told = predicted("" if facts is None else facts.task)
     values = {
         "statement": statement.to_json(),
         "epsilon": epsilon_text(statement.epsilon),
@@ -74,7 +76,8 @@ def model_card(
         "loss": loss,
         "names_hub": HUB_NAME.fullmatch(base) is not None,
         "after": after,
-        "quality": [] if after is None else quality(before, after),
+        "quality": [] if after is None else quality(before, after, told),
+        "unit": told.unit,
     }
     return environment().get_template("card.md.jinja").render(values)
 
@@ -89,7 +92,7 @@ def _loader(facts: RunFacts) -> str:
     return f"AutoModelFor{head}"
 
 
-def quality(before: Point | None, after: Point) -> list[tuple[str, str, str]]:
+def quality(before: Point | None, after: Point, told: Predicted) -> list[tuple[str, str, str]]:
     """What was measured, in words: its name, before training, and after it."""
 
     def row(name: str, form: str, value: Callable[[Point], float | None]) -> tuple[str, str, str]:
@@ -97,13 +100,14 @@ def quality(before: Point | None, after: Point) -> list[tuple[str, str, str]]:
         began, ended = ("-" if one is None else format(one, form) for one in found)
         return name, began, ended
 
-    return [
-        row("loss a token", ".4f", lambda point: point.loss),
+    found = [
+        row(f"loss a {told.unit}", ".4f", lambda point: point.loss),
         row("perplexity", ",.2f", lambda point: point.perplexity),
-        row("next token right", ".1%", lambda point: point.accuracy_top1),
+        row(told.right, ".1%", lambda point: point.accuracy_top1),
         row("loss, mean over users", ".4f", lambda point: point.mean_user_loss),
         row("loss, worst tenth of users", ".4f", lambda point: point.worst_decile_loss),
     ]
+    return [line for line in found if told.has_perplexity or line[0] != "perplexity"]
 
 
 def data_name(ledger: Ledger) -> str:

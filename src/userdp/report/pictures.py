@@ -43,11 +43,11 @@ def epsilon_spent(
     )
 
 
-def validation_curve(curve: Sequence[Point]) -> str:
-    """The loss on other people's records by step, and that of the worst tenth of them."""
+def validation_curve(curve: Sequence[Point], unit: str) -> str:
+    """The loss a `unit` on other people's records by step, and that of the worst tenth of them."""
     lines = [
         svg.Line(
-            label="loss a token",
+            label=f"loss a {unit}",
             points=[(float(p.step), p.loss) for p in curve if p.loss is not None],
         ),
         svg.Line(

@@ -10,6 +10,7 @@ from typing import Any
 import userdp
 from userdp.files.durable import write_file
 from userdp.ledger.book import Ledger
+from userdp.names.tasks import Predicted, predicted
 from userdp.plans.wording import degree_of
 from userdp.report import pictures
 from userdp.report.card import card_of_run, data_name
@@ -78,6 +79,7 @@ def write_report(
     facts = read_facts(run)
     base = base_name(run, facts)
     curve = released_curve(run)
+    told = predicted(facts.task)
     statement = record.statement()
     sections = list(story)
     finite = [point for point in curve if point.loss is not None]
@@ -85,8 +87,8 @@ def write_report(
         sections.append(
             Section(
                 heading="What it learned",
-                paragraphs=[_learned(finite)],
-                picture=pictures.validation_curve(finite),
+                paragraphs=[_learned(finite, told)],
+                picture=pictures.validation_curve(finite, told.unit),
             )
         )
     spent: dict[str, Any] = {"paid": ledger.paid, "earlier": ledger.earlier}
@@ -159,12 +161,13 @@ def _drawn(heading: str, words: str, draw: Callable[[], str]) -> Section:
         return Section(heading=heading, paragraphs=["No picture: its numbers cannot be computed."])
 
 
-def _learned(curve: Sequence[Point]) -> str:
+def _learned(curve: Sequence[Point], told: Predicted) -> str:
     first, last = curve[0], curve[-1]
     return (
-        f"Loss a token on {last.users:,} people who were not trained on: {first.loss:.4f} after "
-        f"{first.step:,} steps, {last.loss:.4f} after {last.step:,}. The next token is right for "
-        f"{last.accuracy_top1:.1%} of tokens, {first.accuracy_top1:.1%} before. No guarantee "
+        f"Loss a {told.unit} on {last.users:,} people who were not trained on: {first.loss:.4f} "
+        f"after {first.step:,} steps, {last.loss:.4f} after {last.step:,}. "
+        f"{told.right.capitalize()}: {last.accuracy_top1:.1%}, {first.accuracy_top1:.1%} before. "
+        "No guarantee "
         "covers these people: whoever trained the model declared that they agree to the release of "
         "these numbers, or that their records are public."
     )

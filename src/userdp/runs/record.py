@@ -40,7 +40,7 @@ from userdp.ranks import Ranks
 from userdp.report.closing import unfinished_card, write_words
 from userdp.runs.checkpoints import Checkpoints, Moment, Saving
 from userdp.runs.files import RecordedRun, discard, model_files
-from userdp.runs.repeated_sums import NoSums, RepeatedSums
+from userdp.runs.repeated_sums import AnySums, NoSums, RepeatedSums
 from userdp.runs.same import (
     NOISE_KEY,
     check_hardware,
@@ -87,7 +87,7 @@ class RunRecord:
         self._is_own_secret = False
         self.checkpoints = None if path is None else checkpoints_of(path, saving)
         # What steps that are taken again are compared with; of several ranks, by the first.
-        self.sums: RepeatedSums | NoSums = NoSums()
+        self.sums: AnySums = NoSums()
         # The digests of what must not change, by name; None before the run begins.
         self._frozen: dict[str, str] | None = None
 
@@ -179,7 +179,7 @@ class RunRecord:
             check_ranks(ledger, moment, path, num_ranks, sharded=sharded)
             check_noise(ledger, moment, plan)
             after = 0 if moment is None else moment.step
-            sums: RepeatedSums | NoSums = NoSums()
+            sums: AnySums = NoSums()
             if not secret.fixed_seed and not ledger.is_finished:
                 sums = RepeatedSums.opened(path, secret.key, after=after)
         except BaseException:

@@ -9,14 +9,18 @@ Of each sum a few totals with random signs are kept in the run's directory of se
 key of its noise, until the run is finalized. A difference of length d changes each of them by
 about d. What the noise is scaled by is kept as well.
 
-The totals of the last steps may be lost where a machine loses its power. Such a step is judged by
-the digests alone.
+CPUs repeat every bit, so any difference is refused there. GPUs do not: a small difference passes,
+and as it is a release without noise, so small as it is, a step is taken again only so often.
+
+On a GPU the totals of the last step may be lost with the process, because nobody waits for them.
+Such a step is judged by the digests alone.
 
 Secret: the totals, and whether they agree.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -29,27 +33,100 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from userdp.errors import FORK, InputError, LedgerError
 from userdp.files.chain import write_private
 from userdp.files.remembered import SUMS
+from userdp.ranks import Ranks
 
-# Values are first added up in so many columns, and then these with random signs.
-_COLUMNS = 4_096
-_TOTALS = 16
-# How far the sums may be apart, in bounds of one update. On one machine CPUs repeat every bit. GPUs
-# do not, unless they are told to, and later steps repeat the differences of earlier ones.
-_TOLERANCE = {"cpu": 1e-4}
+# A sum is written in rows of so many values. Every row and every column has signs of its own: where
+# gradients add up to zero along one of the two, as those of an output layer do, the other tells.
+_WIDTH = 4_096
+# So many choices of signs for the rows, and for each of them so many for the columns.
+_BY_ROW, _BY_COLUMN = 16, 4
+# How many rows are converted to float64 at a time.
+_ROWS_AT_ONCE = 1_024
+# How far the sums may be apart, in bounds of one update. On a CPU this is far below a rounding.
+_TOLERANCE = {"cpu": 1e-9}
 _USUAL_TOLERANCE = 1e-2
+# How often a step is taken again where small differences pass.
+_MOST_REPEATS = 10
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Row:
     """What is kept of a step: the numbers that must be the same, and the totals."""
 
     numbers: list[str]
-    totals: list[float]
+    totals: NDArray[np.float64]
+    repeats: int = 0
+
+
+class Signs:
+    """Random signs for the rows and columns of a sum, the same in each process of a run."""
+
+    def __init__(self, key: bytes, rank: int = 0) -> None:
+        digest = hashlib.sha256(b"userdp signs of sums\n" + key).digest()
+        self._seed = [*np.frombuffer(digest, np.uint32).tolist(), rank]
+        self._made: dict[tuple[Any, ...], Tensor] = {}
+
+    def _of(self, place: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        name = (place, shape, like.device, like.dtype)
+        if name not in self._made:
+            rng = np.random.default_rng([*self._seed, place])
+            signs = rng.integers(0, 2, shape, dtype=np.int8) * np.int8(2) - np.int8(1)
+            self._made[name] = torch.from_numpy(signs).to(like)
+        return self._made[name]
+
+    def of_rows(self, first: int, count: int, like: Tensor) -> Tensor:
+        """Those of some rows. The same rows are asked for at each step."""
+        return self._of(1 + first, (_BY_ROW, count), like)
+
+    def of_columns(self, like: Tensor) -> Tensor:
+        """Those of the columns."""
+        return self._of(0, (_BY_ROW, _WIDTH, _BY_COLUMN), like)
+
+
+class SumOfStep:
+    """What is seen of the sum of one step before it gets its noise."""
+
+    def __init__(self, signs: Signs, step: int, numbers: Sequence[float], bound: float) -> None:
+        self.step, self.bound = step, bound
+        self.numbers = [float(number).hex() for number in numbers]
+        self._signs = signs
+        self._rows = 0
+        # The rows added up with their signs.
+        self._folded: Tensor | None = None
+
+    def see(self, values: Tensor) -> None:
+        """A piece of the sum, flat. The same pieces come each time."""
+        whole = len(values) - len(values) % _WIDTH
+        self._add(values[:whole].view(-1, _WIDTH))
+        if whole < len(values):
+            last = values.new_zeros(1, _WIDTH)
+            last[0, : len(values) - whole] = values[whole:]
+            self._add(last)
+
+    def _add(self, rows: Tensor) -> None:
+        is_wide = rows.device.type == "cpu" or rows.dtype == torch.float64
+        dtype = torch.float64 if is_wide else torch.float32
+        if self._folded is None:
+            self._folded = rows.new_zeros((_BY_ROW, _WIDTH), dtype=dtype)
+        # A conversion needs memory, so it is done in parts.
+        parts = [rows] if rows.dtype == dtype else rows.split(_ROWS_AT_ONCE)
+        for part in parts:
+            wide = part.to(dtype)
+            self._folded += self._signs.of_rows(self._rows, len(wide), wide) @ wide
+            self._rows += len(wide)
+
+    def totals(self) -> Tensor | None:
+        """The totals, where the sum is; None if there was nothing to see."""
+        if self._folded is None:
+            return None
+        signs = self._signs.of_columns(self._folded)
+        return torch.einsum("iw,iwc->ic", self._folded, signs).flatten()
 
 
 class RepeatedSums:
@@ -58,9 +135,7 @@ class RepeatedSums:
     def __init__(self, run: Path, key: bytes, known: dict[int, _Row]) -> None:
         self._place = run / SUMS
         self._known = known
-        seed = np.frombuffer(hashlib.sha256(b"userdp signs of sums\n" + key).digest(), np.uint32)
-        signs = np.random.default_rng(seed).integers(0, 2, (_TOTALS, _COLUMNS)) * 2.0 - 1.0
-        self._signs = torch.from_numpy(signs)
+        self._signs = Signs(key)
         # The totals that a GPU has not computed yet.
         self._waiting: _Waiting | None = None
 
@@ -89,8 +164,11 @@ class RepeatedSums:
         try:
             for line in whole.splitlines():
                 row = json.loads(line)
-                if row["step"] >= after:
-                    totals = list(map(float.fromhex, row["totals"]))
+                if "repeats" in row:
+                    if row["step"] in known:
+                        known[row["step"]].repeats = int(row["repeats"])
+                elif row["step"] >= after:
+                    totals = np.frombuffer(base64.b64decode(row["totals"]), np.float64)
                     known[row["step"]] = _Row(numbers=row["numbers"], totals=totals)
         except (KeyError, TypeError, ValueError):
             raise LedgerError(f"{place}: this is no list of sums; restore it.") from None
@@ -98,44 +176,58 @@ class RepeatedSums:
 
     def of_step(self, step: int, numbers: Sequence[float], *, bound: float) -> SumOfStep:
         """The sum of one step, to be shown piece by piece. `numbers` scale it and its noise."""
-        return SumOfStep(self, step, [float(number).hex() for number in numbers], bound)
+        return SumOfStep(self._signs, step, numbers, bound)
 
-    def settle(self, seen: SumOfStep) -> None:
+    def settle(self, seen: SumOfStep, totals: Tensor) -> None:
         """Keep what was seen of a step, or refuse it if it is not what it was."""
-        columns = seen.columns
-        assert columns is not None
         before = self._known.pop(seen.step, None)
         if before is None:
             self.flush()
-            self._waiting = _Waiting(seen, columns)
-            if not columns.is_cuda:
+            self._waiting = _Waiting(seen, totals)
+            if not totals.is_cuda:
                 self.flush()
             return
-        now = self._totals(columns.cpu())
-        apart = math.sqrt(sum((a - b) ** 2 for a, b in zip(now, before.totals, strict=True)))
-        tolerance = _TOLERANCE.get(columns.device.type, _USUAL_TOLERANCE)
+        now = _numpy(totals)
+        tolerance = _TOLERANCE.get(totals.device.type, _USUAL_TOLERANCE)
+        is_same = now.shape == before.totals.shape and before.numbers == seen.numbers
+        apart = math.sqrt(np.mean((now - before.totals) ** 2)) if is_same else math.inf
         # "Not at most" is also true where a number is not finite.
-        is_same = apart / math.sqrt(_TOTALS) <= tolerance * seen.bound
-        if not is_same or before.numbers != seen.numbers:
+        if not apart <= tolerance * seen.bound:
             raise InputError(
                 f"step {seen.step + 1} is taken again, and its sum is not the one that it had: "
                 "something that decides it has changed since, such as what a callback, a loss or a "
                 "file does. With the same noise the difference would show the data, so the step is "
                 f"not taken. Put everything back, or say {FORK} to go on with new noise."
             )
+        if apart > 0 and totals.device.type not in _TOLERANCE:
+            self._count(seen.step, before.repeats + 1)
+
+    def _count(self, step: int, repeats: int) -> None:
+        if repeats > _MOST_REPEATS:
+            raise InputError(
+                f"step {step + 1} was taken again {_MOST_REPEATS} times. This device rounds "
+                "differently each time, and each time a little is released without noise. Say "
+                f"{FORK} to go on with new noise, and save more often."
+            )
+        self._write({"step": step, "repeats": repeats})
 
     def flush(self) -> None:
         """Write what is waiting for a GPU."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
-            totals = [total.hex() for total in self._totals(waiting.columns())]
-            row = {"step": waiting.step, "numbers": waiting.numbers, "totals": totals}
-            # A file that somebody took away is not made anew: others could read it.
-            file = os.open(self._place, os.O_WRONLY | os.O_APPEND)
-            try:
-                os.write(file, json.dumps(row).encode() + b"\n")
-            finally:
-                os.close(file)
+            totals = base64.b64encode(waiting.totals().tobytes()).decode()
+            self._write({"step": waiting.step, "numbers": waiting.numbers, "totals": totals})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        left = json.dumps(row).encode() + b"\n"
+        # A file that somebody took away is not made anew: others could read it.
+        file = os.open(self._place, os.O_WRONLY | os.O_APPEND)
+        try:
+            # A disk that is nearly full takes a part first, and then raises.
+            while left:
+                left = left[os.write(file, left) :]
+        finally:
+            os.close(file)
 
     def close(self) -> None:
         """Write the rest."""
@@ -143,15 +235,19 @@ class RepeatedSums:
         with contextlib.suppress(OSError, RuntimeError):
             self.flush()
 
-    def _totals(self, columns: Tensor) -> list[float]:
-        return (self._signs @ columns).tolist()
 
+class FollowedSums:
+    """On a rank that writes nothing: it tells the first rank the totals of its own part."""
 
-class NoSums:
-    """Of a run that nobody can go on with, or with a fixed seed: nothing is kept."""
+    def __init__(self, key: bytes, rank: int) -> None:
+        self._signs = Signs(key, rank)
 
-    def of_step(self, step: int, numbers: Sequence[float], *, bound: float) -> None:
-        """Nobody looks at the sum."""
+    def of_step(self, step: int, numbers: Sequence[float], *, bound: float) -> SumOfStep:
+        """This rank's part of the sum of one step."""
+        return SumOfStep(self._signs, step, numbers, bound)
+
+    def settle(self, seen: SumOfStep, totals: Tensor) -> None:
+        """The first rank compares."""
 
     def flush(self) -> None:
         """Nothing waits."""
@@ -160,43 +256,65 @@ class NoSums:
         """Nothing is open."""
 
 
-class SumOfStep:
-    """What is seen of the sum of one step before it gets its noise."""
+class NoSums:
+    """Of a run that nobody can go on with, or with a fixed seed: nothing is kept."""
 
-    def __init__(self, kept: RepeatedSums, step: int, numbers: list[str], bound: float) -> None:
-        self._kept = kept
-        self.step, self.numbers, self.bound = step, numbers, bound
-        self.columns: Tensor | None = None
+    def of_step(self, step: int, numbers: Sequence[float], *, bound: float) -> None:
+        """Nobody looks at the sum."""
 
-    def see(self, values: Tensor) -> None:
-        """A piece of the sum, flat. The same pieces come each time."""
-        if self.columns is None:
-            self.columns = values.new_zeros(_COLUMNS, dtype=torch.float64)
-        whole = len(values) - len(values) % _COLUMNS
-        self.columns += values[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.float64)
-        self.columns[: len(values) - whole] += values[whole:]
+    def settle(self, seen: SumOfStep, totals: Tensor) -> None:
+        """Nothing was seen."""
 
-    def settle(self) -> None:
-        """Everything was seen: raises `InputError` if the step was taken before with another."""
-        if self.columns is not None:
-            self._kept.settle(self)
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+AnySums = RepeatedSums | FollowedSums | NoSums
+
+
+def settled_together(
+    sums: AnySums, seen: SumOfStep | None, ranks: Ranks, *, in_parts: bool, is_repeated: bool
+) -> None:
+    """Settle a step on all ranks: what one of them refuses, none of them takes.
+
+    `in_parts`: every rank has seen a part of the sum, and not all of it. Nobody waits for a step
+    that was never taken before.
+    """
+    if seen is None:
+        return
+    totals = seen.totals()
+    if in_parts and ranks.count > 1:
+        size = _BY_ROW * _BY_COLUMN
+        own = np.zeros(size) if totals is None else _numpy(totals)
+        totals = torch.from_numpy(ranks.numbers(own.tolist()).sum(0))
+    # All ranks come here, also those that saw nothing.
+    with ranks.together() if is_repeated else contextlib.nullcontext():
+        if totals is not None:
+            sums.settle(seen, totals)
+
+
+def _numpy(totals: Tensor) -> NDArray[np.float64]:
+    return totals.detach().double().cpu().numpy()
 
 
 class _Waiting:
-    """Columns on their way from a GPU, which nobody waits for."""
+    """Totals on their way from a GPU, which nobody waits for."""
 
-    def __init__(self, seen: SumOfStep, columns: Tensor) -> None:
+    def __init__(self, seen: SumOfStep, totals: Tensor) -> None:
         self.step, self.numbers = seen.step, seen.numbers
         self._copied: Any = None
-        self._columns = columns
-        if columns.is_cuda:
-            self._columns = torch.empty(columns.shape, dtype=columns.dtype, pin_memory=True)
-            self._columns.copy_(columns, non_blocking=True)
+        self._totals = totals
+        if totals.is_cuda:
+            self._totals = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=True)
+            self._totals.copy_(totals, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def columns(self) -> Tensor:
-        """The columns, once they are there."""
+    def totals(self) -> NDArray[np.float64]:
+        """The totals, once they are there."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._columns
+        return _numpy(self._totals)

@@ -22,6 +22,7 @@ from userdp.ledger.lineage import begin_run
 from userdp.plan import Plan
 from userdp.ranks import Ranks
 from userdp.runs.record import OnStep, RunRecord
+from userdp.runs.repeated_sums import FollowedSums, NoSums
 from userdp.streams import RunSecret
 
 
@@ -33,6 +34,7 @@ class _Told:
     secret: RunSecret
     position: int
     charged_before: int
+    keeps_sums: bool
 
     @staticmethod
     def by(record: RunRecord) -> _Told:
@@ -41,6 +43,7 @@ class _Told:
             secret=record._secret,
             position=record._position,
             charged_before=record._charged_before,
+            keeps_sums=not isinstance(record.sums, NoSums),
         )
 
 
@@ -58,6 +61,7 @@ class FollowingRecord(RunRecord):
         self.ledger = LedgerCopy.of(told.rows)
         self._secret = told.secret
         self._position, self._charged_before = told.position, told.charged_before
+        self.sums = FollowedSums(told.secret.key, self.ranks.rank) if told.keeps_sums else NoSums()
 
 
 def shared(ranks: Ranks, make: Callable[[], RunRecord], on_step: OnStep | None = None) -> RunRecord:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import families
-from userdp.clipping.module_state import ModuleState
+from userdp.module_state import ModuleState
 
 
 class Remembers(nn.Module):
