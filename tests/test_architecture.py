@@ -140,9 +140,11 @@ ABOVE = {
     # Divides a model, and whatever belongs to its weights, over the ranks.
     "sharding": "clipping losses models noise optimizers.averaging plan ranks runs.checkpoints",
     "holding": "clipping noise plan ranks runs.repeated_sums sharding",
-    "runs.shared_record": "runs.repeated_sums ledger.book ledger.copied ledger.lineage plan ranks runs.record",
+    "runs.shared_record": (
+        "ledger.book ledger.copied ledger.lineage plan ranks runs.record runs.repeated_sums"
+    ),
     "runs.record": (
-        "clipping digests.of_runs ledger.book ledger.lineage models plan ranks report "
+        "clipping digests.of_runs ledger.book ledger.lineage models noise plan ranks report "
         "runs.checkpoints runs.files runs.repeated_sums runs.same statement"
     ),
     "step": (

@@ -36,8 +36,8 @@ from userdp.models.word_lstm import WordLSTM, WordLSTMConfig
 from userdp.noise import Banded, Gaussian, Noise
 from userdp.noise.draw import add_normal_
 from userdp.plan import Plan
-from userdp.runs.checkpoints import Saving
-from userdp.runs.record import RunRecord, checkpoints_of
+from userdp.runs.checkpoints import Saving, checkpoints_of
+from userdp.runs.record import RunRecord
 from userdp.runs.state import Checkpoint, restore
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret

@@ -250,13 +250,13 @@ def _refusal(path: Path, remembered: tuple[int, str]) -> str:
 def test_a_ledger_without_the_remembered_row_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger.create(plan(), path=path, bound_to={}, fixed_seed=False)
-    positions = [ledger.position]
+    positions = [(ledger.steps, ledger.head)]
     for step in range(4):
         ledger.charge_step()
-        positions.append(ledger.position)
+        positions.append((ledger.steps, ledger.head))
         if step == 1:
             ledger.doubt("a reason")
-            positions.append(ledger.position)
+            positions.append((ledger.steps, ledger.head))
     ledger.close()
     assert [steps for steps, _ in positions] == [0, 1, 2, 2, 3, 4]
     lines = path.read_text().splitlines(keepends=True)

@@ -24,8 +24,7 @@ from userdp.names.optimizers import OPTIMIZERS
 from userdp.noise import draw
 from userdp.optimizers.by_name import make_optimizer, make_schedule
 from userdp.runs.check import check_run
-from userdp.runs.checkpoints import Saving
-from userdp.runs.record import checkpoints_of
+from userdp.runs.checkpoints import Saving, checkpoints_of
 from userdp.streams import RunSecret
 from userdp.tasks import CausalTask
 from userdp.training.loop import Run
@@ -270,11 +269,31 @@ def test_without_a_fixed_seed_the_secret_is_kept_for_the_owner_alone(
         run(root, tmp_path / "r", stop_after=3, seed=None)
     secret = tmp_path / "r" / "secret" / "noise.key"
     assert secret.stat().st_mode & 0o777 == 0o600
-    shutil.copytree(tmp_path / "r", tmp_path / "copy")
     ended = run(root, tmp_path / "r", resume=True, seed=None)
-    # A copy that goes on as the run went on releases the same once more: nothing new.
-    assert_same(run(root, tmp_path / "copy", resume=True, seed=None), ended)
     assert ended.statement.guarantee
+    assert [step for step, _ in ended.ledger.continuations] == [3]
+
+
+def test_copies_of_a_run_that_go_on_repeat_what_was_charged_and_share_no_noise(
+    root: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(Stopped):
+        run(root, tmp_path / "r", stop_after=3, seed=None)
+    shutil.copytree(tmp_path / "r", tmp_path / "copy")
+    seen: dict[str, list[dict[str, torch.Tensor]]] = {"r": [], "copy": []}
+    for name, found in seen.items():
+        ended = run(root, tmp_path / name, resume=True, seed=None, seen=found)
+        assert ended.statement.guarantee
+    # The third step was charged: it is the same. Steps after it have noise of their own: with the
+    # same noise, another callback in the copy would show the data.
+    same = [
+        all(torch.equal(ours[name], theirs[name]) for name in ours)
+        for ours, theirs in zip(seen["r"], seen["copy"], strict=True)
+    ]
+    assert same == [True, *[False] * (len(same) - 1)]
+    rows = (tmp_path / "copy" / "ledger.jsonl").read_text().splitlines()
+    kinds = [json.loads(row)["kind"] for row in rows]
+    assert kinds[:6] == ["run", "step", "step", "step", "continued", "step"]
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(

@@ -27,7 +27,7 @@ from userdp.index import Rows, UserIndex
 from userdp.ledger.book import Ledger
 from userdp.losses import Batch, RecordLoss, causal_lm_loss, counted
 from userdp.models.checks import check_optimizer, refuse_mixing, trainable_parameters
-from userdp.noise.draw import NUMBER_PURPOSE, PURPOSE, noisy_number
+from userdp.noise.draw import NUMBER_PURPOSE, PURPOSE, SCORE_PURPOSE, noisy_number
 from userdp.optimizers.scaled_momentum import refuse_unlearnt, update_of_run
 from userdp.plan import Plan
 from userdp.probe.checked_model import CheckedModel, is_same_update, without_rows
@@ -285,7 +285,7 @@ class PrivateStep:
         return test.passes(
             total.concentration,
             on_threshold=float(self.record.streams("threshold of a test").rng(0).laplace()),
-            on_score=float(self.record.streams("score of a test").rng(self.record.steps).laplace()),
+            on_score=float(self.record.streams(SCORE_PURPOSE).rng(self.record.steps).laplace()),
         )
 
     def _refuse_memory(self) -> None:

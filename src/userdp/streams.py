@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,13 +64,19 @@ class RunSecret:
         key = hashlib.blake2b(context.encode(), key=self.key, digest_size=32).digest()
         return replace(self, key=key)
 
-    def streams(self, purpose: str, randomness: str = PHILOX) -> Streams:
-        """The streams of one purpose. A part sees nothing else of the secret."""
+    def streams(
+        self, purpose: str, randomness: str = PHILOX, *, changes: Sequence[tuple[int, str]] = ()
+    ) -> Streams:
+        """The streams of one purpose. A part sees nothing else of the secret.
+
+        `changes` are steps, in order, and what the secret is bound to from each of them on.
+        """
         check_randomness(randomness)
         if ":" in purpose:
             # "noise:1" at step 2 would be "noise" at step 1, piece 2.
             raise ValueError(f"purpose {purpose!r}: leave out the colon, which ends a purpose.")
-        return Streams(secret=self, purpose=purpose, randomness=randomness)
+        later = tuple((step, self.bound_to(nonce)) for step, nonce in changes)
+        return Streams(secret=self, purpose=purpose, randomness=randomness, later=later)
 
     def ledger_key(self) -> bytes:
         """256 bits that mark a ledger's rows. They say nothing about any stream."""
@@ -90,12 +97,17 @@ class Streams:
     secret: RunSecret
     purpose: str
     randomness: str = PHILOX
+    # Secrets that take the place of the first: each with the step that it begins with, in order.
+    later: tuple[tuple[int, RunSecret], ...] = ()
 
     def key(self, step: int, piece: int = 0) -> bytes:
         """The bits that key one stream: 128 of them, or 256 for ChaCha20."""
         size = KEY_BYTES[self.randomness]
         name = f"{self.purpose}:{step}" + (f":{piece}" if piece else "")
-        return hashlib.blake2b(name.encode(), key=self.secret.key, digest_size=size).digest()
+        secret = self.secret
+        for first, other in self.later:
+            secret = other if step >= first else secret
+        return hashlib.blake2b(name.encode(), key=secret.key, digest_size=size).digest()
 
     def rng(self, step: int, piece: int = 0) -> np.random.Generator:
         """One stream. Asked for again, it gives the same numbers again."""

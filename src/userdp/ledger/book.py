@@ -111,7 +111,7 @@ class Ledger:
         """The ledger at `path`, only to look at: charging it raises.
 
         Its chain is checked. If the run's key lies beside it, who wrote it is checked, too. A
-        `remembered` position (see `position`) must be among its rows; if none is given, that of the
+        `remembered` position must be among its rows; if none is given, that of the
         newest checkpoint. A last row that is cut short is refused, unless it is to be left out.
         """
         # Before the rows are read: a run that goes on may save one meanwhile.
@@ -135,7 +135,7 @@ class Ledger:
 
         Needs the run's key. Refuses a ledger that has its closing row or is open elsewhere. Nothing
         is promised before `finish`, because rows may have been cut off earlier. A checkpoint that
-        remembers a `position` shows that none were cut off before it, so give it as `remembered`.
+        remembers a position shows that none were cut off before it, so give it as `remembered`.
 
         A program that is stopped while it writes a row leaves a part of it. The part is cut off:
         nothing that it is about was visible to anyone.
@@ -212,11 +212,6 @@ class Ledger:
         return self._kept.head
 
     @property
-    def position(self) -> Position:
-        """The number of steps and the head: what a checkpoint remembers of its ledger."""
-        return self._kept.steps, self._kept.head
-
-    @property
     def run_digest(self) -> str:
         """The hash of the first row. It names the plan and what the run was bound to."""
         return self.first["hash"]
@@ -279,16 +274,22 @@ class Ledger:
         """Record the next step, and a phase that begins with it; returns once it is on disk."""
         self._append({"kind": "step", "step": self.steps, **self.plan.clip.begun_at(self.steps)})
 
-    def halt(self) -> None:
-        """Record that the last step failed its test, and so the run ends; returns once on disk.
+    def go_on(self, nonce: str) -> None:
+        """Record that a new process takes the next step, with noise of its own."""
+        self._append({"kind": "continued", "steps": self.steps, "nonce": nonce})
 
-        That step is charged, and it changed no weight.
-        """
+    @property
+    def continuations(self) -> list[tuple[int, str]]:
+        """The numbers of steps from which a new process went on, each with its nonce."""
+        return self._kept.continuations
+
+    def halt(self) -> None:
+        """Record that the last step, which changed no weight, failed its test: the run ends."""
         self._append({"kind": "halt", "steps": self.steps})
 
     @property
     def is_halted(self) -> bool:
-        """Whether a test ended the run before all planned steps were taken."""
+        """Whether a test ended the run early."""
         return self._kept.is_halted
 
     @property

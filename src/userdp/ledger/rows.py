@@ -50,6 +50,15 @@ class Kept:
         return any(row["kind"] == "halt" for row in self.rows)
 
     @property
+    def continuations(self) -> list[tuple[int, str]]:
+        """The numbers of steps from which a new process went on, each with the nonce of its noise.
+
+        Copies of one ledger that go on, each by itself, must share no noise: the difference of what
+        they release would show the data.
+        """
+        return [(row["steps"], row["nonce"]) for row in self.rows if row["kind"] == "continued"]
+
+    @property
     def is_closed(self) -> bool:
         """Whether the closing row is there."""
         return bool(self.rows) and self.rows[-1]["kind"] == "end"
@@ -96,8 +105,8 @@ def _check_first(row: Row, path: Path) -> None:
 def _check_next(row: Row, kept: Kept, path: Path) -> None:
     kind = row.get("kind")
     is_early = kind in ("paid", "earlier")
-    is_known = is_early or kind in ("step", "halt", "doubt", "end")
-    is_late = kept.is_halted and kind in ("step", "halt")
+    is_known = is_early or kind in ("step", "halt", "doubt", "continued", "end")
+    is_late = kept.is_halted and kind in ("step", "halt", "continued")
     if not is_known or kept.is_closed or (is_early and kept.steps) or is_late:
         raise LedgerError(
             f"{path}: after the run come the earlier runs and the paid rows, then the steps, then "
@@ -108,12 +117,18 @@ def _check_next(row: Row, kept: Kept, path: Path) -> None:
         raise LedgerError(f"{path}: a row of doubt gives no reason.")
     if kind == "halt" and not (kept.steps and row.get("steps") == kept.steps):
         raise LedgerError(f"{path}: the run halted at another step than the last one.")
+    if kind == "continued" and not _is_continuation(row, kept):
+        raise LedgerError(f"{path}: the run went on at another step than the last one.")
     if kind == "step" and row.get("step") != kept.steps:
         raise LedgerError(f"{path}: the steps are not consecutive.")
     if kind == "step" and "clip_norm" in row and not _is_planned(row, kept.rows[0]):
         raise LedgerError(f"{path}: a phase begins that the plan does not have.")
     if kind == "end" and row.get("steps") != kept.steps:
         raise LedgerError(f"{path}: the closing row counts other steps than there are.")
+
+
+def _is_continuation(row: Row, kept: Kept) -> bool:
+    return row.get("steps") == kept.steps and isinstance(row.get("nonce"), str)
 
 
 def _is_planned(row: Row, first: Row) -> bool:

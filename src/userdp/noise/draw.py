@@ -30,6 +30,9 @@ from userdp.streams import Streams
 
 PURPOSE = "noise"
 NUMBER_PURPOSE = "noise on a number"
+SCORE_PURPOSE = "score of a test"
+# What is drawn anew at each step and added to what is released.
+PURPOSES_OF_STEPS = frozenset({PURPOSE, NUMBER_PURPOSE, SCORE_PURPOSE})
 # The flat buffer is cut into pieces of this many numbers, and on the CPU each has a stream of its
 # own. So noise for all weights at once need not be held.
 PIECE = 2**23

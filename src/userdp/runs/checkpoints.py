@@ -38,9 +38,9 @@ from torch import Tensor
 
 from userdp.data.array_files import file_digest
 from userdp.errors import InputError, LedgerError
-from userdp.files.chain import canonical
+from userdp.files.chain import canonical, read_key
 from userdp.files.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE, new_directory
-from userdp.files.remembered import checkpoint_places, mark
+from userdp.files.remembered import CHECKPOINTS, checkpoint_places, mark
 from userdp.files.shards import load_shards
 
 FORMAT = 1
@@ -334,3 +334,11 @@ def unpacked(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "items":
         return {unpacked(name, tensors): unpacked(entry, tensors) for name, entry in content}
     raise ValueError(kind)
+
+
+def checkpoints_of(run: Path, saving: Saving | None = None) -> Checkpoints:
+    """The checkpoints of the run in this directory."""
+    key = read_key(run / "ledger.jsonl")
+    if key is None:
+        raise LedgerError(f"{run / 'secret'} lacks the run's key: no checkpoint can be trusted.")
+    return Checkpoints(run / CHECKPOINTS, key, saving)

@@ -22,9 +22,8 @@ from userdp.history import History, carry, history_of, merged
 from userdp.ledger.book import Ledger
 from userdp.plan import Plan
 from userdp.prices.paid import Paid
-from userdp.runs.checkpoints import Moment
+from userdp.runs.checkpoints import Moment, checkpoints_of
 from userdp.runs.files import discard, missing_rows
-from userdp.runs.record import checkpoints_of
 from userdp.runs.same import NOISE_KEY, stored_secret
 
 EARLIER = "earlier"

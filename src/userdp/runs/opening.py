@@ -36,11 +36,11 @@ from userdp.prices.marked import check_selection
 from userdp.prices.paid import Paid
 from userdp.probe.verify import check_positions
 from userdp.ranks import Ranks
-from userdp.runs.checkpoints import Moment, Saving, hardware_of
+from userdp.runs.checkpoints import Moment, Saving, checkpoints_of, hardware_of
 from userdp.runs.continuing import Beginning, beginning_of, move_parent, start
 from userdp.runs.facts import of_parts, write_facts
 from userdp.runs.files import overlap, write_training_users
-from userdp.runs.record import OnStep, RunRecord, checkpoints_of
+from userdp.runs.record import OnStep, RunRecord
 from userdp.runs.same import check_same, check_same_config, digests_of, write_ranks
 from userdp.runs.state import restore_beginning, restore_finished
 from userdp.sharded_tensors import device_of

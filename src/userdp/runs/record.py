@@ -25,9 +25,8 @@ from torch import nn
 from userdp.clipping.settings import StepSettings
 from userdp.digests.of_runs import base_digest, frozen_digests, trained_digest
 from userdp.errors import InputError, LedgerError, MixedExamplesError
-from userdp.files.chain import read_key, write_private
+from userdp.files.chain import write_private
 from userdp.files.durable import new_directory, write_file
-from userdp.files.remembered import CHECKPOINTS
 from userdp.history import ATTRIBUTE, carry, history_of, write_history
 from userdp.index import UserIndex
 from userdp.ledger.book import Ledger
@@ -35,10 +34,11 @@ from userdp.ledger.lineage import begin_run, check_current, past_cautions
 from userdp.models.checks import trainable_parameters
 from userdp.models.load import adapter_tensors, save_model
 from userdp.models.proven import model_check
+from userdp.noise.draw import PURPOSES_OF_STEPS
 from userdp.plan import Plan
 from userdp.ranks import Ranks
 from userdp.report.closing import unfinished_card, write_words
-from userdp.runs.checkpoints import Checkpoints, Moment, Saving
+from userdp.runs.checkpoints import Moment, Saving, checkpoints_of
 from userdp.runs.files import RecordedRun, discard, model_files
 from userdp.runs.repeated_sums import AnySums, NoSums, RepeatedSums
 from userdp.runs.same import (
@@ -80,14 +80,15 @@ class RunRecord:
         self._model: nn.Module | None = None
         self._secret = secret or RunSecret.from_system()
         self._on_step = on_step
-        # How many steps the weights in memory have taken, and how many were charged before: a run
-        # that goes on takes those in between again.
+        # How many steps the weights in memory have taken, and how many were charged before.
         self._position = self._charged_before = ledger.steps
         # Whether the secret is one that was made for this very run.
         self._is_own_secret = False
         self.checkpoints = None if path is None else checkpoints_of(path, saving)
         # What steps that are taken again are compared with; of several ranks, by the first.
         self.sums: AnySums = NoSums()
+        # Gives new steps other noise than a copy of this run has; empty once it is in the ledger.
+        self._nonce = ""
         # The digests of what must not change, by name; None before the run begins.
         self._frozen: dict[str, str] | None = None
 
@@ -190,6 +191,8 @@ class RunRecord:
         record._is_own_secret = True
         record._position = 0 if moment is None else moment.step
         record.sums = sums
+        if not secret.fixed_seed:
+            record._nonce = secrets.token_hex(16)
         return record
 
     def keep_beginning(
@@ -256,8 +259,11 @@ class RunRecord:
             raise InputError(f"{once}: only `train(resume=True)` goes on with its ledger.")
 
     def streams(self, purpose: str) -> Streams:
-        """The run's randomness for one purpose."""
-        return self._secret.streams(purpose, self.ledger.plan.randomness)
+        """The run's randomness for one purpose. Noise changes where a new process went on."""
+        went_on = self.ledger.continuations + [(self.ledger.steps, self._nonce)] * bool(self._nonce)
+        # Not what is drawn of people: some samplers deal all of them once.
+        changes = went_on if purpose in PURPOSES_OF_STEPS else []
+        return self._secret.streams(purpose, self.ledger.plan.randomness, changes=changes)
 
     @property
     def steps(self) -> int:
@@ -299,6 +305,9 @@ class RunRecord:
     def charge_step(self) -> None:
         """Record the next step; returns once it is on disk. A repeated step has its row already."""
         if not self.is_repeating:
+            if self._nonce:
+                self.ledger.go_on(self._nonce)
+                self._nonce = ""
             self.ledger.charge_step()
         self._position += 1
 
@@ -389,11 +398,3 @@ class RunRecord:
             if not self.ledger.steps and self.path is not None:
                 discard(self.path)
             raise
-
-
-def checkpoints_of(run: Path, saving: Saving | None = None) -> Checkpoints:
-    """The checkpoints of the run in this directory."""
-    key = read_key(run / "ledger.jsonl")
-    if key is None:
-        raise LedgerError(f"{run / 'secret'} lacks the run's key: no checkpoint can be trusted.")
-    return Checkpoints(run / CHECKPOINTS, key, saving)

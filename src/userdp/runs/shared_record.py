@@ -35,6 +35,7 @@ class _Told:
     position: int
     charged_before: int
     keeps_sums: bool
+    nonce: str
 
     @staticmethod
     def by(record: RunRecord) -> _Told:
@@ -44,6 +45,7 @@ class _Told:
             position=record._position,
             charged_before=record._charged_before,
             keeps_sums=not isinstance(record.sums, NoSums),
+            nonce=record._nonce,
         )
 
 
@@ -61,6 +63,7 @@ class FollowingRecord(RunRecord):
         self.ledger = LedgerCopy.of(told.rows)
         self._secret = told.secret
         self._position, self._charged_before = told.position, told.charged_before
+        self._nonce = told.nonce
         self.sums = FollowedSums(told.secret.key, self.ranks.rank) if told.keeps_sums else NoSums()
 
 

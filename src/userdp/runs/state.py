@@ -17,10 +17,10 @@ from userdp.losses import Batch
 from userdp.models.checks import trainable_parameters
 from userdp.optimizers.averaging import WeightAverage, restore_average
 from userdp.report.closing import write_words
-from userdp.runs.checkpoints import Moment, check_saveable
+from userdp.runs.checkpoints import Moment, check_saveable, checkpoints_of
 from userdp.runs.continuing import Beginning
 from userdp.runs.files import checked_run
-from userdp.runs.record import RunRecord, checkpoints_of
+from userdp.runs.record import RunRecord
 from userdp.sharded_tensors import is_shard, put_whole
 from userdp.sharding.dividing import divided_optimizer
 from userdp.sharding.saved import save_shards
