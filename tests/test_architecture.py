@@ -144,7 +144,8 @@ ABOVE = {
         "ledger.book ledger.copied ledger.lineage plan ranks runs.record runs.repeated_sums"
     ),
     "runs.record": (
-        "clipping digests.of_runs ledger.book ledger.lineage models noise plan ranks report "
+        "clipping digests.of_runs ledger.book ledger.lineage models noise "
+        "optimizers.scaled_momentum plan ranks report "
         "runs.checkpoints runs.files runs.repeated_sums runs.same statement"
     ),
     "step": (

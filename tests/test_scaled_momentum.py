@@ -21,8 +21,8 @@ from userdp import Plan, PrivateStep, StepSettings, UserIndex
 from userdp.data.store import UserStore, write_store
 from userdp.digests.of_runs import optimizer_digest
 from userdp.errors import InputError
-from userdp.optimizers.public_gradient import DECLARED, LEARNT, PublicData, learnt_before
-from userdp.optimizers.scaled_momentum import ScaledMomentum
+from userdp.optimizers.public_gradient import DECLARED, LEARNT, PublicData
+from userdp.optimizers.scaled_momentum import LEARNT_BEFORE, ScaledMomentum, learnt_before
 from userdp.streams import RunSecret
 from userdp.updates.fedavg import FedAvg
 
@@ -288,6 +288,17 @@ def test_gradients_of_zero_are_learnt_from_once_and_a_loaded_state_says_so() -> 
     loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert not loaded.lacks_public
     assert learnt_before(loaded)
+
+
+def test_a_loop_of_ones_own_says_that_scales_were_learnt_before() -> None:
+    def learnt(model: nn.Module) -> ScaledMomentum:
+        optimizer = ScaledMomentum(model.parameters(), scales="public")
+        optimizer.learn(public_gradients(model))
+        return optimizer
+
+    assert LEARNT_BEFORE in private_step(learnt).statement().cautions
+    step = private_step(lambda m: ScaledMomentum(m.parameters()))
+    assert LEARNT_BEFORE not in step.statement().cautions
 
 
 def test_every_setting_counts_where_a_run_goes_on() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+import transformers
 from importing import KEY
 from letters import ITEMS, Letters, store_of
 
@@ -275,3 +276,69 @@ def test_selected_row_is_the_beginning_of_its_record_alone(
     assert found == [tokens[:SELECTED_LENGTH] for tokens in closed]
     # The bound counts records: a long one is one row all the same.
     assert len(rows) == len(records)
+
+
+def no_unknown_word(kind: str) -> Any:
+    """A tokenizer that fails at words that it does not know."""
+    words = {
+        word: number for number, word in enumerate(["<end>", *(f"w{n}" for n in range(1, 20))])
+    }
+    models = tokenizers.models
+    core = tokenizers.Tokenizer(
+        models.WordLevel(words, unk_token="?")
+        if kind == "words"
+        else models.WordPiece(words, unk_token="?")
+    )
+    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<end>", pad_token="<end>"
+    )
+
+
+@pytest.mark.parametrize("kind", ["words", "pieces"])
+def test_a_tokenizer_that_fails_at_unknown_words_is_refused_before_it_reads_anybodys(
+    make_store: MakeStore, kind: str
+) -> None:
+    store = make_store(RECORDS)
+    for read in (tokenise, lambda *args, **_: tokens_per_record(*args)):
+        with pytest.raises(InputError, match=r"cannot read every text.*unk_token") as refused:
+            read(store, no_unknown_word(kind), sequence_length=4)
+        assert "zebra" not in str(refused.value)
+
+
+class Odd:
+    """A tokenizer in Python that does something to one word."""
+
+    def __init__(self, *, fails_at: str = "", learns: bool = False) -> None:
+        self._of = models_zoo.word_tokenizer()
+        self._fails_at, self._learns, self._size = fails_at, learns, 1000
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __call__(self, texts: Any, **options: Any) -> Any:
+        if self._fails_at and any(self._fails_at in text for text in texts):
+            raise ValueError("what somebody wrote")
+        self._size += self._learns
+        return self._of(texts, **options)
+
+
+def test_a_record_that_the_tokenizer_fails_at_has_no_row_and_changes_no_others(
+    make_store: MakeStore,
+) -> None:
+    store = make_store(RECORDS)
+    rows = tokenise(store, Odd(fails_at="w5"), sequence_length=4)
+    usual = tokenise(store, models_zoo.word_tokenizer(), sequence_length=4)
+    found, expected = row_lists(rows), row_lists(usual)
+    assert found == [row for row in expected if row != [6, 0]]
+    assert tokens_per_record(store, Odd(fails_at="w5")).tolist() == [4, 10, 0, 6]
+
+
+def test_a_tokenizer_that_learns_words_as_it_reads_is_refused(make_store: MakeStore) -> None:
+    store = make_store(RECORDS)
+    with pytest.raises(InputError, match="learns words as it reads"):
+        tokenise(store, Odd(learns=True), sequence_length=4)
+    assert not list((store.path / "tokens").iterdir())

@@ -122,17 +122,61 @@ def begins_texts(tokenizer: Any) -> bool:
     return getattr(tokenizer, "init_kwargs", {}).get(BEGINS_TEXTS) is True
 
 
+# No tokenizer was made with these words in mind.
+_MADE_UP = "q\u00fcxz \u0e5b\u0f00 \u2f00\U0001f9ff zzyzx"
+
+
+LEARNS = (
+    "the tokenizer learns words as it reads, so that one user's words decide how those of others "
+    "are read. Use one that stays as it is."
+)
+
+
+def what_it_reads(tokenizer: Any) -> tuple[int, list[int]]:
+    """The number of tokens and those of a made-up text: refuses who cannot read every text.
+
+    A tokenizer without a token for what it does not know fails at some word of somebody's. One that
+    learns words as it reads tells others by its numbers who came first: then this changes.
+    """
+    try:
+        found = list(_read([_MADE_UP], tokenizer)[0])
+        return getattr(tokenizer, "__len__", lambda: 0)(), found
+    except Exception as error:
+        raise InputError(
+            "the tokenizer cannot read every text: it failed at made-up words "
+            f"({type(error).__name__}). Give it a token for what it does not know (unk_token)."
+        ) from None
+
+
 def ids_of(texts: Sequence[str], kind: TextKind, tokenizer: Any) -> list[list[int]]:
-    """The tokens of each record's words, without special tokens: none of a chat that is refused."""
+    """The tokens of each record's words, without special tokens.
+
+    A chat that is refused has none, and no more has a text that the tokenizer fails at.
+    """
     words = list(texts) if kind == "plain" else [_words(text, kind, tokenizer) for text in texts]
-    found = tokenizer(
-        [word or "" for word in words],
-        add_special_tokens=False,
-        return_attention_mask=False,
-        verbose=False,
-    )["input_ids"]
+    try:
+        found = _read([word or "" for word in words], tokenizer)
+    except MemoryError:
+        raise
+    except Exception:
+        found = [_read_alone(word or "", tokenizer) for word in words]
     # A tokenizer may make something of an empty text.
     return [[] if word is None else ids for word, ids in zip(words, found, strict=True)]
+
+
+def _read(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+        "input_ids"
+    ]
+
+
+def _read_alone(text: str, tokenizer: Any) -> list[int]:
+    try:
+        return _read([text], tokenizer)[0]
+    except MemoryError:
+        raise
+    except Exception:
+        return []
 
 
 def _words(text: str, kind: TextKind, tokenizer: Any) -> str | None:

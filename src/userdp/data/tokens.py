@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from userdp.data.array_files import ArrayWriter, file_digest
 from userdp.data.contents import pair_of, refuse_unwritten
-from userdp.data.encoding import WHOLE_TEXT, Encoding, begins_texts, ids_of
+from userdp.data.encoding import LEARNS, WHOLE_TEXT, Encoding, begins_texts, ids_of, what_it_reads
 from userdp.data.remote_tokens import DIGESTS, LARGE, adopt, numbers, write_blocks
 from userdp.errors import InputError
 from userdp.files.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
@@ -66,10 +66,9 @@ class TokenRows:
         return self, group
 
     def padded(self, rows: Rows, *, pad_token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Input ids and labels of the rows, padded on the right. Padding has no label.
+        """Input ids and labels of the rows, padded on the right.
 
-        Neither has a token that carries no loss.
-
+        Neither padding nor a token that carries no loss has a label.
         Under causal attention a token does not depend on what follows, so padding on the right
         needs no mask.
         """
@@ -254,12 +253,16 @@ def _cache_of(
     store: UserStore, tokenizer: Any, sequence_length: int, encoding: Encoding, *, verify: bool
 ) -> Path:
     _refuse_unwritten(store, tokenizer)
-    encoding.check(store.text_kind, tokenizer, sequence_length)
     cache = store.path / "tokens" / _cache_name(store, tokenizer, sequence_length, encoding)
+    before = None if cache.is_dir() else what_it_reads(tokenizer)
+    encoding.check(store.text_kind, tokenizer, sequence_length)
     if not cache.is_dir() and store.url is not None:
         adopt(cache, store.path, store.url)
     if not cache.is_dir():
         _write_cache(cache, store, tokenizer, sequence_length, encoding)
+        if what_it_reads(tokenizer) != before:
+            shutil.rmtree(cache)
+            raise InputError(LEARNS)
     elif verify:
         _verify_cache(cache, is_remote=store.url is not None)
     return cache
@@ -268,11 +271,11 @@ def _cache_of(
 def tokens_per_record(store: UserStore, tokenizer: Any) -> NDArray[np.int64]:
     """How many tokens each record has, with those that begin and end a text; 0 if it has none."""
     _refuse_unwritten(store, tokenizer)
+    what_it_reads(tokenizer)
     around = 2 if begins_texts(tokenizer) else 1
     lengths: list[int] = []
-    kind = store.text_kind
     for start in range(0, store.num_records, ENCODE_BATCH):
-        found = ids_of(_texts(store, start), kind, tokenizer)
+        found = ids_of(_texts(store, start), store.text_kind, tokenizer)
         lengths += [len(ids) + around if ids else 0 for ids in found]
     return np.asarray(lengths, np.int64)
 
@@ -325,9 +328,9 @@ def _write_cache(
     if not total:
         shutil.rmtree(partial)
         raise InputError(
-            "no record has a token to predict: the store's texts are empty, or nothing in them "
-            "carries loss (no assistant's turn, no known label, no chat that the template takes). "
-            f"The task is {encoding.name}."
+            "no record has a token to predict: texts are empty, or nothing in them carries loss (no "
+            "assistant's turn, known label, or chat that the template takes). The task is "
+            f"{encoding.name}."
         )
     for name, is_used in (
         ("labelled.u8", encoding.has_labelled),

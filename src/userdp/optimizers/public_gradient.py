@@ -47,10 +47,6 @@ LEARNT = (
     "the scales of gradients come from records that were declared public: whoever has something in "
     "them is not protected"
 )
-LEARNT_BEFORE = (
-    "the scales of gradients were learnt before the run, from records that were declared public: "
-    "whoever has something in them is not protected"
-)
 
 
 # So many batches of public records tell how large gradients usually are.
@@ -158,12 +154,6 @@ def check_use(public: PublicData | None, optimizer: torch.optim.Optimizer) -> No
         refuse_unlearnt(optimizer)
     elif not public.weight and not is_scaled:
         raise InputError(NOTHING_USES_PUBLIC)
-
-
-def learnt_before(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What a reader must know of an optimizer that was given public gradients before the run."""
-    knows = isinstance(optimizer, ScaledMomentum) and optimizer.has_learnt
-    return [LEARNT_BEFORE] if knows else []
 
 
 def _gradient(step: PrivateStep, task: Task, batch: Batch) -> list[Tensor | None]:

@@ -245,3 +245,15 @@ def refuse_unlearnt(optimizer: torch.optim.Optimizer) -> None:
             "ScaledMomentum(scales='public') has no public gradients: name public records ([data] "
             "public), or call its learn() before the first step."
         )
+
+
+LEARNT_BEFORE = (
+    "the scales of gradients were learnt before the run, from records that were declared public: "
+    "whoever has something in them is not protected"
+)
+
+
+def learnt_before(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What a reader must know of an optimizer that was given public gradients before the run."""
+    knows = isinstance(optimizer, ScaledMomentum) and optimizer.has_learnt
+    return [LEARNT_BEFORE] if knows else []

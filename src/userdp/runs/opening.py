@@ -29,7 +29,7 @@ from userdp.history import history_of
 from userdp.ledger.book import Ledger
 from userdp.ledger.lineage import earlier_runs
 from userdp.optimizers.averaging import WeightAverage
-from userdp.optimizers.public_gradient import PublicData, learnt_before
+from userdp.optimizers.public_gradient import PublicData
 from userdp.plan import Plan
 from userdp.prices.earlier import Earlier
 from userdp.prices.marked import check_selection
@@ -199,7 +199,6 @@ def open_run(given: Given) -> Opened:
     cautions = (*store.cautions, *_check_declared((*homes, *parents), store, before))
     if given.public is not None:
         cautions += tuple(given.public.cautions(store, before, (*homes, *parents)))
-    cautions += tuple(learnt_before(given.optimizer))
     check_positions(model, given.sequence_length)
     validator = make_validator(before, (*homes, *parents), goes_on=started.goes_on)
     people = Population.of(store)

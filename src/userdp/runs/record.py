@@ -35,6 +35,7 @@ from userdp.models.checks import trainable_parameters
 from userdp.models.load import adapter_tensors, save_model
 from userdp.models.proven import model_check
 from userdp.noise.draw import PURPOSES_OF_STEPS
+from userdp.optimizers.scaled_momentum import learnt_before
 from userdp.plan import Plan
 from userdp.ranks import Ranks
 from userdp.report.closing import unfinished_card, write_words
@@ -82,8 +83,7 @@ class RunRecord:
         self._on_step = on_step
         # How many steps the weights in memory have taken, and how many were charged before.
         self._position = self._charged_before = ledger.steps
-        # Whether the secret is one that was made for this very run.
-        self._is_own_secret = False
+        self._is_own_secret = False  # whether it was made for this very run
         self.checkpoints = None if path is None else checkpoints_of(path, saving)
         # What steps that are taken again are compared with; of several ranks, by the first.
         self.sums: AnySums = NoSums()
@@ -132,7 +132,7 @@ class RunRecord:
             path=path / "ledger.jsonl" if path is not None else None,
             bound_to=bound,
             fixed_seed=secret.fixed_seed,
-            data_cautions=(*cautions, *past_cautions(model)),
+            data_cautions=(*cautions, *past_cautions(model), *learnt_before(optimizer)),
             # Under a fixed seed the whole record repeats; otherwise no two runs share a key.
             key=secret.ledger_key() if secret.fixed_seed else None,
             model_check=model_check(model, checked=settings.checks_model),

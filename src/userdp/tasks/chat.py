@@ -73,12 +73,17 @@ class AssistantTurns:
 
 
 def _tokens_of(stored: str, kind: TextKind, tokenizer: Any) -> Tokens:
-    if kind == "pair":
-        prompt, completion = pair_of(stored)
-        if isinstance(prompt, str):
-            return pair_tokens(prompt, cast(str, completion), tokenizer)
+    if kind != "pair":
+        return chat_tokens(chat_of(stored), tokenizer)
+    prompt, completion = pair_of(stored)
+    if not isinstance(prompt, str):
         return chat_pair_tokens(prompt, cast(Messages, completion), tokenizer)
-    return chat_tokens(chat_of(stored), tokenizer)
+    try:
+        return pair_tokens(prompt, cast(str, completion), tokenizer)
+    except (RefusedChatError, MemoryError):
+        raise
+    except Exception as error:
+        raise RefusedChatError("the tokenizer fails at it") from error
 
 
 @dataclass(frozen=True, kw_only=True)
