@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from dp_accounting.dp_event import GaussianDpEvent
 
+from userdp import defaults
 from userdp.accounting import accountant, events
 from userdp.clipping.rules import FlatClip
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
 from userdp.ledger.book import Ledger
 from userdp.plan import Plan
 from userdp.prices.earlier import Earlier
+from userdp.prices.marked import epsilon_of
 from userdp.prices.marks import AsIfPoisson, Hypothetical, RecordLevel
 from userdp.prices.paid import Paid
 from userdp.sampling import PublicNumbers, Shuffled
@@ -262,3 +264,22 @@ def test_the_epsilon_of_shuffled_batches_is_that_of_poisson_sampling_and_is_not_
     # A target is met by that number.
     plan = shuffled(noise_multiplier=None, epsilon=3.0)
     assert plan.statement().as_if_epsilon == pytest.approx(3.0, rel=1e-3)
+
+
+def test_the_usual_delta_is_for_the_hypothetical_people() -> None:
+    # With that of the real ones any noise would do: a user of a million is hardly ever drawn.
+    wanted: dict[str, Any] = {"noise_multiplier": None, "epsilon": 8.0, "delta": None}
+    mark = Hypothetical(num_users=1_000_000, expected_groups=20)
+    plan = users(mark=mark, num_users=73, **wanted)
+    assert plan.delta == defaults.delta(1_000_000)
+    epsilon = epsilon_of(plan, plan.steps)
+    assert epsilon == pytest.approx(8.0, rel=1e-3)
+    assert plan.noise.noise_multiplier > 0.2
+    assert users(mark=None, num_users=73, **wanted).delta == defaults.delta(73)
+
+
+def test_a_delta_that_protects_none_of_the_hypothetical_people_is_said() -> None:
+    mark = Hypothetical(num_users=1_000_000, expected_groups=20)
+    found = users(mark=mark, delta=1e-5).cautions()
+    assert any("publishing one user's data outright" in caution for caution in found)
+    assert not users(mark=mark, delta=1e-6).cautions()

@@ -143,10 +143,10 @@ def test_delta_above_one_over_n_is_refused_unless_nothing_is_promised() -> None:
         sample_users(delta=2e-3)
     assert sample_users(delta=1e-3).cautions() == []
     mark = Hypothetical(num_users=10_000, expected_groups=50.0)
-    for promises_nothing in ({"non_private": True}, {"mark": mark}):
+    for promises_nothing, limit in (({"non_private": True}, "0.001:"), ({"mark": mark}, "0.0001:")):
         plan = sample_users(delta=2e-3, **promises_nothing)
         (caution,) = plan.cautions()
-        assert "1/num_users=0.001" in caution
+        assert f"1/num_users={limit}" in caution
         assert caution in plan.statement().cautions
         assert not plan.statement().guarantee
 

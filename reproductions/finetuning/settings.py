@@ -79,7 +79,7 @@ def plan_of(setting: Setting, found: Set, index: UserIndex) -> Plan:
         "steps": setting.steps,
         "group_size": setting.k,
         "clip": clip_of(setting),
-        "delta": found.train.num_users**-1.1,
+        "delta": (found.train.num_users * setting.times_users) ** -1.1,
         "epsilon": setting.epsilon,
         "noise_multiplier": None if private else 0.0,
         "non_private": not private,

@@ -188,7 +188,6 @@ class Plan:
         multiplier that is given or found.
         """
         public.check(kind.unit)
-        delta = defaults.delta(public.num_users) if delta is None else delta
         if non_private and noise_multiplier is None:
             raise InputError(
                 "non_private=True claims no epsilon: give noise_multiplier instead, which is 0 for "
@@ -202,6 +201,8 @@ class Plan:
         groups = kind.expected_groups(public, **(own or {}))
         if mark is None and sampler.as_if is not None and not non_private:
             mark = AsIfPoisson()
+        people = public.num_users if mark is None else mark.people(public.num_users)
+        delta = defaults.delta(people) if delta is None else delta
         noise = noise or Gaussian(noise_multiplier=0.0)
         ratio = 1.0 if mark is None else mark.noise_ratio(groups)
         # Before noise is looked for, the plan is checked with much noise; a noisy count leaves some

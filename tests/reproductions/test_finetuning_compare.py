@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +125,11 @@ def test_compute_decides_the_cohort_and_more_users_only_the_noise(sets: Path) ->
     assert plan.divisor == pytest.approx(6 / rows_a_user)
     more = plan_of(Setting(data="made_up", k=2, compute=6, steps=3, times_users=10), found, index)
     assert more.divisor == plan.divisor
-    # Ten times as many users and draws have the same rate and the same noise on their sum. Their
-    # mean has a tenth of it.
-    assert more.noise_stddev == pytest.approx(plan.noise_stddev / 10)
+    # Ten times as many users and draws have the same rate. At the same delta they would have the
+    # same noise on their sum, and a tenth of it on their mean; their delta is smaller.
+    assert more.delta == pytest.approx(plan.delta * 10**-1.1)
+    same = replace(more, delta=plan.delta, mark=None, noise=plan.noise).noise_stddev / 10
+    assert same < more.noise_stddev < 2 * same
     assert str(more.statement()).startswith("HYPOTHETICAL")
 
 

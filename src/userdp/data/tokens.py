@@ -328,8 +328,8 @@ def _write_cache(
     if not total:
         shutil.rmtree(partial)
         raise InputError(
-            "no record has a token to predict: texts are empty, or nothing in them carries loss (no "
-            "assistant's turn, known label, or chat that the template takes). The task is "
+            "no record has a token to predict: texts are empty, or nothing in them carries loss "
+            "(no assistant's turn, known label, or chat that the template takes). The task is "
             f"{encoding.name}."
         )
     for name, is_used in (

@@ -69,12 +69,18 @@ FEW_PARTS = 0.01
 
 
 def cautions(
-    delta: float, num_users: int, parts: Sequence[Part], *, users_drawn: float
+    delta: float,
+    num_users: int,
+    parts: Sequence[Part],
+    *,
+    users_drawn: float,
+    people: int,
 ) -> list[str]:
     """What a careful reader would ask about, from public numbers alone.
 
     `users_drawn` is how many users all steps together take on average, each as often as it is
-    drawn; infinite where records are sampled.
+    drawn; infinite where records are sampled. Delta is for so many `people`,
+    which under a mark may be others than the `num_users`.
     """
     found: list[str] = []
     if users_drawn < num_users * FEW_PARTS:
@@ -83,7 +89,7 @@ def cautions(
             "together draw: hardly anybody takes part. If fewer people are in the data, steps have "
             "fewer users than asked for and are mostly noise"
         )
-    found += [why] if (why := too_large(delta, num_users)) else []
+    found += [why] if (why := too_large(delta, people)) else []
     for kind in (type(part) for part in parts if not is_our_own(part)):
         found.append(
             f"{kind.__module__}.{kind.__name__} is no part of userdp: that it does what its price "

@@ -126,4 +126,5 @@ def _unpromised(item: Earlier) -> str:
 def cautions_of(plan: Plan) -> list[str]:
     """What a careful reader would ask about, in words."""
     drawn = plan.steps * (plan.divisor if plan.sampler.unit is SamplingUnit.USER else math.inf)
-    return cautions(plan.delta, plan.num_users, plan.parts, users_drawn=drawn)
+    people = plan.num_users if plan.mark is None else plan.mark.people(plan.num_users)
+    return cautions(plan.delta, plan.num_users, plan.parts, users_drawn=drawn, people=people)

@@ -59,6 +59,10 @@ class RecordLevel:
         del groups
         return 1.0
 
+    def people(self, num_users: int) -> int:
+        """How many people there are by the mark: as many as there are."""
+        return num_users
+
     def words(self, *, num_users: int, groups: float) -> str:
         """The first words of a statement."""
         del num_users, groups
@@ -115,6 +119,11 @@ class Hypothetical:
         """The noise multiplier that runs, over the one that is priced."""
         return groups / self.expected_groups
 
+    def people(self, num_users: int) -> int:
+        """How many people there are by the mark. Delta is chosen for so many."""
+        del num_users
+        return self.num_users
+
     def words(self, *, num_users: int, groups: float) -> str:
         """The first words of a statement."""
         return (
@@ -152,6 +161,10 @@ class AsIfPoisson:
         """The noise multiplier that runs, over the one that is priced: they are the same."""
         del groups
         return 1.0
+
+    def people(self, num_users: int) -> int:
+        """How many people there are by the mark: as many as there are."""
+        return num_users
 
     def words(self, *, num_users: int, groups: float) -> str:
         """The first words of a statement."""
