@@ -196,7 +196,7 @@ PLAN_PROBLEMS: dict[str, tuple[str, str]] = {
         "group_size is missing",
     ),
     "group of nobody": (GOOD.replace("group_size = 4", "group_size = 0"), "group_size=0"),
-    "no steps": (GOOD.replace("steps = 7", "steps = 0"), "steps=0"),
+    "no steps": (GOOD.replace("steps = 7", "steps = 0"), "steps=0: give at least one step"),
     "target without a claim": (
         _add("privacy", "non_private = true").replace("noise_multiplier = 2.0", "epsilon = 8.0"),
         "claims no epsilon",

@@ -104,3 +104,18 @@ def test_a_marked_run_shows_what_its_mark_prices(
     spent = epsilon_text(epsilon_of(plan, 500) or math.nan)
     assert line == f"step 500/500, {name} <= {spent} of {spent}, held-out loss 3.0000"
     assert "inf" not in line
+
+
+def test_a_run_that_goes_on_says_where_and_counts_to_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress = TrainingProgress(PLAN, (), (), bar=None, is_composed=True, clock=lambda: 0.0)
+    progress.on_begin(480, 5)
+    progress.on_step(6)
+    progress.note(20, "held-out loss 3.0000")
+    assert capsys.readouterr().err.splitlines() == [
+        "goes on after step 485 of 500",
+        "step 500/500, 0 s left, held-out loss 3.0000",
+    ]
+    progress.on_begin(0, 0)
+    assert capsys.readouterr().err == ""

@@ -155,6 +155,16 @@ def test_a_dry_run_charges_and_trains_nothing(root: Path, tmp_path: Path) -> Non
     assert rows.count("step") == 6
     assert rows[-1] == "end"
     assert userdp("account", out, "--json").json["epsilon"] == found["epsilon"]
+    # Whoever reads any of its words sees that there is no model.
+    assert found["dry_run"]
+    assert not userdp("train", config(root, tmp_path, name="b.toml"), "--out", tmp_path / "b",
+                      "--json").json["dry_run"]  # fmt: skip
+    report = userdp("report", out, "--json").json
+    for name in ("html", "card", "statement"):
+        assert "this was a dry run" in Path(report[name]).read_text()
+    refused = userdp("evaluate", out, tmp_path / "store")
+    assert refused.code == 2
+    assert "has no model" in refused.err
 
 
 @pytest.mark.parametrize(

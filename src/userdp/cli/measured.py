@@ -59,6 +59,8 @@ def open_measured(
         record = read_run(run, unfinished=unfinished)
         for problem in record.problems:
             common.say(f"unfinished: {problem}")
+        if not (run / "model").is_dir():
+            raise InputError(f"{run} has no model: it was a dry run, or was stopped.")
     if not allow_overlap:
         _refuse_training_users(Path(model), run, held_out, has_allow_overlap)
     common.quiet_transformers()

@@ -95,6 +95,7 @@ def train(
             fork=fork,
             fork_step=from_step,
             dry_run=dry_run,
+            on_begin=progress.on_begin,
             on_step=progress.on_step,
             on_point=lambda point: progress.note(point.step, _told(point)),
         )
@@ -116,6 +117,7 @@ def train(
         {
             **common.promised(statement),
             "steps": run.before + statement.steps,
+            "dry_run": dry_run,
             "new_steps": statement.steps,
             "earlier": list(statement.earlier),
             "overlap_checked": None if held_out is None else not unchecked,

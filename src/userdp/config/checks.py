@@ -97,6 +97,8 @@ def check_steps(training: TrainingSettings, last_phase: int) -> None:
 
     The number of steps may come from the command line, so this is asked with the plan.
     """
+    if training.steps < 1:
+        raise InputError(f"[training] steps={training.steps}: give at least one step.")
     share_of_rate(
         training.schedule,
         training.steps,

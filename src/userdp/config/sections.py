@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from userdp import defaults
 from userdp.errors import InputError
-from userdp.names.optimizers import MOST_RATE, momentum_and_decay, refuse_unusable
+from userdp.names.optimizers import MOST_RATE, momentum_and_decay, usable
 from userdp.names.quantisation import Quantisation
 from userdp.names.tasks import TaskName
 from userdp.units import Adjacency, SamplingUnit
@@ -302,8 +302,7 @@ class TrainingSettings(WithParts):
     @field_validator("optimizer")
     @classmethod
     def _is_usable(cls, name: str) -> str:
-        refuse_unusable(name)
-        return name
+        return usable(name)
 
     @property
     def workload(self) -> dict[str, Any]:

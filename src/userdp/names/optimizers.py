@@ -61,20 +61,24 @@ def momentum_and_decay(
     return {"momentum": float(momentum), "decay": (learning_rate or 0.0) * decay}
 
 
-def refuse_unusable(name: str) -> None:
-    """Raise unless `name` is an optimizer that can be trained with.
+def usable(name: str) -> str:
+    """The name of an optimizer that can be trained with, in small letters; torch's is taken, too.
 
-    >>> refuse_unusable("lbfgs")
+    >>> usable("AdamW")
+    'adamw'
+    >>> usable("lbfgs")
     Traceback (most recent call last):
         ...
     userdp.errors.InputError: optimizer = 'lbfgs' cannot be used: it computes ...
     """
-    if name in UNUSABLE:
+    small = name.lower()
+    if small in UNUSABLE:
         raise InputError(
-            f"optimizer = {name!r} cannot be used: {UNUSABLE[name]}. Use another, such as 'adamw'."
+            f"optimizer = {name!r} cannot be used: {UNUSABLE[small]}. Use another, such as 'adamw'."
         )
     known = (*OPTIMIZERS, *OWN)
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if small not in known:
+        close = difflib.get_close_matches(small, known, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}."
         raise InputError(f"optimizer = {name!r} is not known; {hint}")
+    return small

@@ -22,7 +22,7 @@ from userdp.names.optimizers import (
     MOST_RATE,
     OPTIMIZERS,
     SCHEDULE_NAME,
-    refuse_unusable,
+    usable,
 )
 from userdp.optimizers.muon import MuonAndAdamW, is_hidden_matrix
 from userdp.optimizers.scaled_momentum import ScaledMomentum
@@ -78,7 +78,7 @@ def make_optimizer(
     optimizer, such as `betas` or `momentum`. `muon` is Muon for the matrices of hidden layers and
     AdamW for all other parameters; its options are those of Muon. `scaled` is `ScaledMomentum`.
     """
-    refuse_unusable(name)
+    name = usable(name)
     kind = _kind(name)
     arguments = _checked_options(name, kind, weight_decay, options or {})
     parameters = trainable_parameters(model)

@@ -17,9 +17,12 @@ from userdp.report.closing import write_words
 from userdp.runs.files import RecordedRun
 from userdp.runs.record import RunRecord
 
+DRY_RUN = "this was a dry run: every step was charged and nothing was trained, so it has no model"
+
 
 def charge_all(record: RunRecord, people: dict[str, Any]) -> None:
     """Charge for every planned step and close the ledger, with nothing trained."""
+    people = {**people, "cautions": [DRY_RUN, *people.get("cautions", ())]}
     for _ in range(record.ledger.plan.steps):
         record.charge_step()
         record.step_done()

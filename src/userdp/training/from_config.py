@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ def train_from_config(
     fork: bool = False,
     fork_step: int | None = None,
     dry_run: bool = False,
+    on_begin: Callable[[int, int], None] | None = None,
     on_step: OnStep | None = None,
     on_point: OnPoint | None = None,
 ) -> Run:
@@ -82,6 +84,7 @@ def train_from_config(
         fork=fork,
         fork_step=fork_step,
         dry_run=dry_run,
+        on_begin=on_begin,
         on_step=on_step,
     )
 

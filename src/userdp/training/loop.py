@@ -116,6 +116,7 @@ def train(
     fork: bool = False,
     fork_step: int | None = None,
     dry_run: bool = False,
+    on_begin: Callable[[int, int], None] | None = None,
     on_step: OnStep | None = None,
     stop_early: Callable[[], bool] | None = None,
 ) -> Run:
@@ -145,8 +146,9 @@ def train(
 
     With `out`, the ledger is written to that directory, row by row, before each step's weights
     exist. The model and the statement follow at the end. `config` is the configuration file of the
-    run. Looks at the data that were `paid` for are charged before the first step. `on_step` is told
-    how many steps are done, and nothing else: losses, norms and cohorts are secret. Without it, a
+    run. Looks at the data that were `paid` for are charged before the first step. `on_begin` is
+    told after how many steps a run goes on: those of the runs before it, and its own. `on_step` is
+    told how many steps are done, and nothing else: losses, norms and cohorts are secret. Without it, a
     terminal shows a bar, and elsewhere the logger `userdp.training.step_log` tells at level INFO
     how far the run is.
 
@@ -293,6 +295,8 @@ def train(
         with ranks.together():
             step.check_model(example)
         before = opened.beginning.before
+        if on_begin is not None and ranks.is_first:
+            on_begin(before, record.steps)
         checkpoint = Checkpoint(record, model, optimizer, scheduler, step, before, average)
         during.enter_context(mixed_in(public, step, tokenizer, task, sequence_length))
         watch = Watch(record, step, model, optimizer, opened.validator, tracked or [], average)

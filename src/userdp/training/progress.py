@@ -59,11 +59,21 @@ class TrainingProgress:
         self._shows_epsilon = not plan.non_private and not is_composed
         self._clock = clock
         self._shown: dict[int, str] = {}
+        # The steps of the runs that this one goes on from. The plan counts them, and this run's own
+        # numbers do not.
+        self._before = 0
         self._began: tuple[int, float] | None = None
         self._last = clock()
 
+    def on_begin(self, before: int, done: int) -> None:
+        """Say where a run goes on: after those `before` it, and `done` steps of its own."""
+        self._before = before
+        if before + done:
+            say(f"goes on after step {before + done:,} of {self._plan.steps:,}")
+
     def on_step(self, done: int) -> None:
         """Show that so many steps are done; in a log not too often."""
+        done += self._before
         if self._bar is not None:
             self._bar(done, self._spent(done))
             return
@@ -76,6 +86,7 @@ class TrainingProgress:
 
     def note(self, done: int, words: str) -> None:
         """Show something that was found after `done` steps."""
+        done += self._before
         if self._bar is None:
             self._last = self._clock()
             say(f"{self._line(done, self._last)}, {words}")
