@@ -21,7 +21,7 @@ from userdp.data.store import UserStore, write_batches
 from userdp.errors import InputError
 from userdp.evaluation import evaluate_store
 from userdp.models.load import Lora, add_lora
-from userdp.personalization import personalize
+from userdp.personalization import Personalization, personalize
 from userdp.stacked_lora import adapter_layers, stacked
 from userdp.tasks import task_named
 
@@ -294,3 +294,12 @@ def test_a_model_with_a_head_for_another_task_is_refused_by_name(store: UserStor
     model = models_zoo.of_family("Bert", "ForMaskedLM", vocab_size=len(tokenizer))
     with pytest.raises(InputError, match="BertForMaskedLM, which has no head"):
         personalize(model, tokenizer, store, sequence_length=16)
+
+
+def test_what_is_printed_tells_the_losses() -> None:
+    found = Personalization(
+        before=np.array([2.0, 4.0]), after=np.array([1.0, 2.0]), left_out=1, how="weights"
+    )
+    assert repr(found) == (
+        "Personalization(loss_before=3.0000, loss_after=1.5000, users=2, tuned='weights')"
+    )

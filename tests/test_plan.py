@@ -87,7 +87,10 @@ def test_pair_without_accounting_rule_cannot_be_built() -> None:
         "num_users": 10,
         "delta": 1e-3,
     }
-    with pytest.raises(UnaccountedPlanError, match="Shuffled \\+ Gaussian has no accounting rule"):
+    with pytest.raises(
+        UnaccountedPlanError,
+        match=r"\(Shuffled\) with noise 'gaussian' \(Gaussian\) has no accounting",
+    ):
         Plan(
             sampler=Shuffled(user_sampling_prob=0.1, group_size=1),  # type: ignore[arg-type]
             noise=Gaussian(noise_multiplier=1.0),

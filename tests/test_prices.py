@@ -45,7 +45,7 @@ def test_user_sampling_has_a_price_where_a_record_has_one_owner(adjacency: Adjac
     if adjacency in prices.ONE_OWNER:
         assert event_of(USERS, NOISE, adjacency, steps=2)
     else:
-        with pytest.raises(UnaccountedPlanError, match=r"PoissonUsers \+ Gaussian"):
+        with pytest.raises(UnaccountedPlanError, match=r"\(PoissonUsers\) with noise 'gaussian'"):
             event_of(USERS, NOISE, adjacency, steps=2)
     assert event_of(RECORDS, NOISE, adjacency, steps=2)
 
@@ -96,7 +96,7 @@ def test_a_part_does_not_inherit_the_price_of_another() -> None:
     # Its own price serves it alone, and under the adjacency it was given for.
     set_price(OtherUsers, Gaussian, (Adjacency.ADD_REMOVE,), each_step(prices._users))
     assert event_of(others[0], NOISE, Adjacency.ADD_REMOVE, steps=3)
-    with pytest.raises(UnaccountedPlanError, match="Known"):
+    with pytest.raises(UnaccountedPlanError, match="This sampler has a price with: no noise"):
         price_of(others[0], NOISE, Adjacency.ZERO_OUT)
 
 

@@ -62,6 +62,12 @@ class Personalization:
         """The mean over users, each with a model of their own."""
         return float(self.after.mean())
 
+    def __repr__(self) -> str:
+        return (
+            f"Personalization(loss_before={self.loss_before:.4f}, "
+            f"loss_after={self.loss_after:.4f}, users={len(self.before):,}, tuned={self.how!r})"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """All numbers."""
         gained = self.before - self.after

@@ -32,6 +32,7 @@ from userdp.prices.marks import AsIfPoisson, Mark
 from userdp.prices.paid import Paid
 from userdp.prices.table import calibrate, event_of
 from userdp.sampling import SAMPLERS, PoissonRecords, PoissonUsers, PublicNumbers, Sampler
+from userdp.sampling.contract import check_counts
 from userdp.sampling.poisson_records import UNBOUNDED
 from userdp.statement import Statement
 from userdp.streams import PHILOX
@@ -118,6 +119,7 @@ class Plan:
         most `group_size` records. What is not given is chosen from public numbers (`defaults.py`).
         Reference: Charles et al. 2024, Alg. 2.
         """
+        check_counts(num_users=num_users, steps=steps)
         update = chosen.get("update") or MEAN_GRADIENT
         expected = defaults.expected_cohort_size(
             num_users, expected_cohort_size, everybody=update.takes_everybody

@@ -40,6 +40,7 @@ def test_the_bound_holds_wherever_a_guarantee_is_claimed(method: str, graph: Edg
 def test_a_path_and_its_edges_give_the_same_selection(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", [1, 2, 5, 9])
     by_path = userdp.bound(str(store.path), 2).selection
+    assert userdp.bound(store, 2).selection.sha256() == by_path.sha256()
     by_edges = userdp.bound(Edges.load(store.path), 2).selection
     assert by_path.sha256() == by_edges.sha256()
     assert by_path.edges_digest == by_edges.edges_digest
@@ -72,5 +73,8 @@ def test_edges_alone_cannot_be_chosen_by_text() -> None:
 
 
 def test_unknown_words_are_refused() -> None:
-    with pytest.raises(ValueError, match="fairest"):
-        userdp.bound(Edges.from_lists([[0]], num_users=1), 1, method="fairest")
+    edges = Edges.from_lists([[0]], num_users=1)
+    with pytest.raises(InputError, match="method='fairest' is not known; there are 'greedy'"):
+        userdp.bound(edges, 1, method="fairest")
+    with pytest.raises(InputError, match="engine='cloud' is not known"):
+        userdp.bound(edges, 1, engine="cloud")

@@ -151,3 +151,8 @@ def test_classes(lora: bool, tmp_path: Path) -> None:
     assert tuned["users"] == 6
     assert tuned["loss_before"] != tuned["loss_after"]
     assert (measured["covered_by_statement"], tuned["covered_by_statement"]) == (False, False)
+    # What is told of classes has no words of tokens.
+    said = userdp("evaluate", tmp_path / "run", stores[1]).out
+    assert "class right" in said
+    assert "over 18 records of 6 users" in said
+    assert "perplexity" not in said

@@ -276,6 +276,8 @@ def test_evaluate_a_run_and_a_bare_model(run: Path, base_model: Path, held_out_s
         assert {"loss", "perplexity", "accuracy_top1", "tokens", "users"} <= set(data)
         assert data["users"] == 5
         assert data["perplexity"] == pytest.approx(math.exp(data["loss"]))
+        # A model of no run has no list of users to compare with.
+        assert data["overlap_checked"] is (True if model == run else None)
     words = userdp("evaluate", run, held_out_store)
     assert "not covered by any privacy statement" in words.out
 

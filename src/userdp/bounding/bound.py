@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from userdp.bounding.edges import Edges
 from userdp.bounding.greedy import check_bound
 from userdp.bounding.methods import METHODS, Found, Losses, Task
 from userdp.bounding.names import BY_PERPLEXITY, Method, Weight, Where
 from userdp.bounding.selection import Selection
+from userdp.data.store import UserStore
 from userdp.errors import InputError
+
+Name = TypeVar("Name", bound=StrEnum)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,8 +107,16 @@ class Bounded:
         return "\n".join(lines)
 
 
+def _named(kind: type[Name], name: str, what: str) -> Name:
+    try:
+        return kind(name)
+    except ValueError:
+        known = ", ".join(repr(str(one)) for one in kind)
+        raise InputError(f"{what}={name!r} is not known; there are {known}.") from None
+
+
 def bound(
-    source: str | Path | Edges,
+    source: str | Path | UserStore | Edges,
     max_records_per_user: int | None = None,
     *,
     method: str = Method.GREEDY,
@@ -124,9 +136,9 @@ def bound(
 ) -> Bounded:
     """Select records so that no user owns more than `max_records_per_user` of them.
 
-    `source` is a store's directory, an .npz with `indptr`, `indices` and `n_users`, or `Edges`. The
-    other arguments belong to single methods, as the options of `userdp bound` do. Perplexity
-    methods need `losses`: from a store to the mean loss of each record under a public model, one
+    `source` is a store or its directory, an .npz with `indptr`, `indices` and `n_users`, or
+    `Edges`. The other arguments belong to single methods, as the options of `userdp bound` do.
+    Perplexity methods need `losses`: from a store to the mean loss of each record under a public model, one
     that was not trained on these users.
 
     Guarantee: every user's records are counted before the selection is returned. Only the methods
@@ -136,7 +148,10 @@ def bound(
     >>> bound(edges, 1).selection.multiplicity.tolist()
     [0, 1, 0, 1]
     """
-    chosen, where, worth = Method(method), Where(engine), Weight(weight)
+    chosen, where = _named(Method, method, "method"), _named(Where, engine, "engine")
+    worth = _named(Weight, weight, "weight")
+    if isinstance(source, UserStore):
+        source = source.path
     _check(chosen, where, worth, max_records_per_user, losses)
     path = None if isinstance(source, Edges) else Path(source)
     edges = source if isinstance(source, Edges) else Edges.load(Path(source))

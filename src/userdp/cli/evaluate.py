@@ -65,7 +65,7 @@ def evaluate(
         json,
         {
             **result.to_json(),
-            "overlap_checked": not allow_overlap,
+            "overlap_checked": found.overlap_checked,
             "unfinished": found.unfinished,
             "base_checked": found.base_checked,
             "own_loss": found.own_loss or None,

@@ -56,7 +56,10 @@ def import_(
     ] = None,
     owners: Annotated[
         Owners,
-        typer.Option(help="All listed owners count, or only the first: the sender, the author."),
+        typer.Option(
+            help="All listed owners count, or only the first who is not dropped: the sender, the "
+            "author."
+        ),
     ] = Owners.ALL,
     threads: Annotated[
         bool, typer.Option("--threads", help="Stack Exchange: whole threads, owned by all writers.")

@@ -23,6 +23,8 @@ class Measured:
 
     `own_loss` names the loss that the run trained with, if it was not the task's.
     `base_checked` says whether an adapter's base is the one of the ledger; None if nobody can tell.
+    `overlap_checked` says whether users were compared with those of training; None if there are no
+    lists of them.
     """
 
     model: Any
@@ -33,6 +35,7 @@ class Measured:
     own_loss: str
     unfinished: bool
     base_checked: bool | None
+    overlap_checked: bool | None
 
 
 def open_measured(
@@ -61,10 +64,12 @@ def open_measured(
             common.say(f"unfinished: {problem}")
         if not (run / "model").is_dir():
             raise InputError(f"{run} has no model: it was a dry run, or was stopped.")
+    overlap_checked: bool | None = False
     if not allow_overlap:
-        _refuse_training_users(Path(model), run, held_out, has_allow_overlap)
+        overlap_checked = _refuse_training_users(Path(model), run, held_out, has_allow_overlap)
     common.quiet_transformers()
     from userdp.clipping.execute.models import most_positions
+    from userdp.models.heads import named_classes, task_of_head
     from userdp.models.load import load_model, moved
     from userdp.probe.verify import check_positions
     from userdp.runs import saved as saved_run
@@ -76,9 +81,9 @@ def open_measured(
         length = facts.sequence_length
         task = task or facts.task
     else:
-        loaded, tokenizer = load_model(
-            model if run is None else run / "model", task=task or "causal"
-        )
+        source = Path(model) if run is None else run / "model"
+        task = task or task_of_head(named_classes(source) if source.is_dir() else ())
+        loaded, tokenizer = load_model(model if run is None else source, task=task or "causal")
         # Nobody asked for this length, so it gives way to the model's.
         length = min(DEFAULT_LENGTH, most_positions(loaded) or DEFAULT_LENGTH)
     base_checked = None
@@ -100,6 +105,7 @@ def open_measured(
         own_loss="" if record is None else own_loss(record.ledger.bound_to, facts),
         unfinished=record is not None and (bool(record.problems) or base_checked is False),
         base_checked=base_checked,
+        overlap_checked=overlap_checked,
     )
 
 
@@ -115,8 +121,11 @@ def about_loss(found: Measured) -> str:
 
 def _refuse_training_users(
     model: Path, run: Path | None, held_out: UserStore, has_allow_overlap: bool
-) -> None:
-    """Raise if users of the store were trained on, or if that cannot be known."""
+) -> bool | None:
+    """Raise if users of the store were trained on, or if that cannot be known.
+
+    True if they were compared, and None for a model that is of no run.
+    """
     if run is not None:
         shared = shared_users(run, held_out)
     elif model.is_dir() and (past := read_history(model)) is not None:
@@ -126,10 +135,11 @@ def _refuse_training_users(
         shared = found.shared if found.shared or found.is_known else None
     else:
         # No run of ours made this model, so there are no training users.
-        return
+        return None
     told = " Or say --allow-overlap: a loss on training users is covered by no guarantee."
     if shared is None:
         way_out = told if has_allow_overlap else ""
         raise InputError(f"{model}: {common.UNCHECKED_OVERLAP}{way_out}")
     way_out = "Evaluate on others, or say --allow-overlap." if has_allow_overlap else "Take others."
     common.refuse_overlap(shared, held_out, way_out=way_out)
+    return True

@@ -199,16 +199,20 @@ def _ready(config: Path, out: Path, steps: int | None, *, resume: bool, fork: bo
 
     # Import torch only now, so that a wrong configuration is refused at once.
     common.quiet_transformers()
+    from torch.cuda import is_available as has_cuda
+
     from userdp.optimizers.by_name import check_options
     from userdp.training.configured import configured_loss
+    from userdp.training.from_config import check_out
     from userdp.training.trackers import check_trackers
 
+    check_out(out, goes_on=resume or fork)
     check_options(settings.training)
     check_trackers(settings.training.trackers, out)
     # A loss that cannot be imported is refused now, before the model is read.
     configured_loss(settings)
     unchecked = _check_held_out(settings)
-    if settings.training.on_cuda and settings.training.path == "fast":
+    if settings.training.on_cuda and settings.training.path == "fast" and has_cuda():
         common.say("the first steps compile the model for its batches: a minute or two")
     return _Ready(
         plan=plan,

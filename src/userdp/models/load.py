@@ -344,7 +344,14 @@ def _not_loaded(what: str, source: str, error: Exception) -> Exception:
     """The error for files that transformers cannot read: it raises whatever it meets in them."""
     if isinstance(error, MemoryError):
         return error
-    asked = "" if Path(source).exists() else "there is no such directory, and as a name on the hub "
+    place = Path(source)
+    known = ("config.json", "tokenizer_config.json", "adapter_config.json")
+    if place.is_dir() and not any((place / name).exists() for name in known):
+        return InputError(
+            f"{what}: it holds no model. Name a directory that `save_pretrained` wrote, or with "
+            "gguf_file one that holds a GGUF file."
+        )
+    asked = "" if place.exists() else "there is no such directory, and as a name on the hub "
     return InputError(f"{what}: {asked}it could not be loaded: {_first_line(error)}")
 
 

@@ -261,15 +261,22 @@ def price_of(
     table = _PRICES if test is None else _TESTED
     price = table.get((type(sampler), type(noise), adjacency))  # type: ignore[arg-type]
     if price is None:
-        known = ", ".join(
-            sorted({f"{s.__name__} + {n.__name__}" for s, n, a in table if a is adjacency})
-        )
+        pairs = [(s, n) for s, n, a in table if a is adjacency]
+        noises = sorted({n.name for s, n in pairs if s is type(sampler)})
+        samplers = sorted({f"{s.name} of {s.unit}s" for s, n in pairs if n is type(noise)})
         raise UnaccountedPlanError(
-            f"{type(sampler).__name__} + {type(noise).__name__} has no accounting rule here under "
-            f"{adjacency.value} adjacency: what is drawn would not be what is priced. Known: "
-            f"{known}."
+            f"sampler {_called(sampler)} with noise {_called(noise)} has no accounting rule here "
+            f"under {adjacency.value} adjacency: what is drawn would not be what is priced. This "
+            f"sampler has a price with: {', '.join(noises) or 'no noise'}. This noise has one "
+            f"with: {', '.join(samplers) or 'no sampler'}."
         )
     return price
+
+
+def _called(part: object) -> str:
+    """A part as a configuration calls it, and its class: a part of one's own may share a name."""
+    kind = type(part)
+    return f"'{getattr(kind, 'name', '')}' ({kind.__name__})"
 
 
 def is_priced(sampler: type[Sampler], noise: type[Noise], adjacency: Adjacency) -> bool:

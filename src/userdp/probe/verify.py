@@ -9,6 +9,7 @@ the first step of every run (`PrivateStep`).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,6 +121,11 @@ def usual_length(model: nn.Module, batch: Batch | None = None) -> int:
 
 
 def _made_up(model: nn.Module, batch: Batch | None) -> MadeUp:
+    if batch is not None and not isinstance(batch, Mapping):
+        raise InputError(
+            f"verify() takes made-up rows by name, such as {{'input_ids': ...}}, and not a "
+            f"{type(batch).__name__}: it tests the model, whatever the plan."
+        )
     if batch is not None:
         return MadeUp.like(batch)
     vocabulary = vocabulary_of(model)

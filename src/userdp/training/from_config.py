@@ -40,7 +40,7 @@ def train_from_config(
 ) -> Run:
     """Train as the configuration says and leave the run in `out`."""
     ranks = Ranks.found()
-    ranks.on_first(lambda: _check_out(out, goes_on=resume or fork))
+    ranks.on_first(lambda: check_out(out, goes_on=resume or fork))
     settings = config.training
     # Either every rank has its model and its data, or none of them begins.
     with ranks.together():
@@ -89,7 +89,8 @@ def train_from_config(
     )
 
 
-def _check_out(out: Path, *, goes_on: bool) -> None:
+def check_out(out: Path, *, goes_on: bool) -> None:
+    """Refuse a directory that holds something else than a run to go on with."""
     names = [path.name for path in out.iterdir()] if out.is_dir() else []
     holds_something = bool(names) or (out.exists() and not out.is_dir())
     # A run that was stopped at once has a secret alone.

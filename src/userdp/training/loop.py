@@ -147,10 +147,9 @@ def train(
     With `out`, the ledger is written to that directory, row by row, before each step's weights
     exist. The model and the statement follow at the end. `config` is the configuration file of the
     run. Looks at the data that were `paid` for are charged before the first step. `on_begin` is
-    told after how many steps a run goes on: those of the runs before it, and its own. `on_step` is
-    told how many steps are done, and nothing else: losses, norms and cohorts are secret. Without it, a
-    terminal shows a bar, and elsewhere the logger `userdp.training.step_log` tells at level INFO
-    how far the run is.
+    told after how many steps a run goes on. `on_step` is told how many steps are done, and nothing
+    else: losses, norms and cohorts are secret. Without it, a terminal shows a bar, and elsewhere
+    the logger `userdp.training.step_log` tells at level INFO how far the run is.
 
     `validation` measures the model on other people's records. `trackers` log public numbers.
 
