@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from userdp.noise.contract import Noise
 from userdp.noise.draw import PIECE
 from userdp.plan import Plan
 from userdp.ranks import Ranks
-from userdp.runs.repeated_sums import AnySums, SumOfStep, settled_together
+from userdp.runs.repeated_sums import AnySums, NoSums, SumOfStep, settled_together
 from userdp.sharded_tensors import is_shard
 from userdp.sharding.pieces import Pieces
 from userdp.streams import Streams
@@ -30,10 +30,10 @@ class Release:
     step: int
     streams: Streams
     # See the sum before its noise, where a run may be taken up again.
-    sums: AnySums
-    seen: SumOfStep | None
+    sums: AnySums = field(default_factory=NoSums)
+    seen: SumOfStep | None = None
     # Whether the step was charged before.
-    is_repeated: bool
+    is_repeated: bool = False
 
     def see(self, values: Tensor) -> None:
         """Show a piece of the sum, scaled and without noise."""

@@ -138,8 +138,8 @@ def bound(
 
     `source` is a store or its directory, an .npz with `indptr`, `indices` and `n_users`, or
     `Edges`. The other arguments belong to single methods, as the options of `userdp bound` do.
-    Perplexity methods need `losses`: from a store to the mean loss of each record under a public model, one
-    that was not trained on these users.
+    Perplexity methods need `losses`: from a store to the mean loss of each record under a public
+    model, one that was not trained on these users.
 
     Guarantee: every user's records are counted before the selection is returned. Only the methods
     named unbounded ignore the bound, and `Selection.check` refuses to train on what they select.
