@@ -43,7 +43,7 @@ test-extras: $(EXTRAS)
 		tests/data/test_spark.py tests/data/test_spark_cluster.py tests/bounding/test_rounds.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu and not fuzz" -n 2 --dist loadfile \
 		tests/clipping/test_models_quantised.py tests/clipping/test_triton_kernels.py \
-		tests/clipping/test_local_kernels.py tests/noise/test_kernels.py tests/test_trackers.py
+		tests/clipping/test_local_kernels.py tests/noise/test_kernels.py tests/training/test_trackers.py
 
 # Plants one fault after another and sees that its test fails: the tests of the tests.
 test-mutants: $(READY)

@@ -1,6 +1,6 @@
 """The architectures in which tests showed that users do not affect each other.
 
-`tests/test_probe_families.py` builds a small model of each and probes it thoroughly on both paths,
+`tests/probe/test_probe_families.py` builds a small model of each and probes it thoroughly on both paths,
 in several sizes. Any other model is judged by the probe alone, and the statement says so.
 """
 

@@ -294,7 +294,7 @@ def test_where_everybody_is_in_every_step_all_samplers_cost_the_same(sampler: Sa
 
 # ---- the table of docs/sampling.md
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "sampling.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "sampling.md"
 USERS = PublicNumbers(
     num_users=10_000, num_records=40_000, expected_groups=100, group_size=4, steps=1_000
 )

@@ -25,7 +25,7 @@ from userdp.planner.scale import (
 )
 from userdp.planner.search import Candidate
 
-RESULTS = Path(__file__).parent.parent / "benchmarks/results"
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 H200 = Machine()
 # A batch of 16 rows of 1,024 tokens, as most was measured with.
 BATCH = Work(cohort_size=4, group_size=4, length=1_024, steps=1)
