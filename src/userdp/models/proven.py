@@ -1,7 +1,7 @@
 """The architectures in which tests showed that users do not affect each other.
 
-`tests/probe/test_probe_families.py` builds a small model of each and probes it thoroughly on both paths,
-in several sizes. Any other model is judged by the probe alone, and the statement says so.
+`tests/probe/test_probe_families.py` builds a small model of each and probes it thoroughly on both
+paths, in several sizes. Any other model is judged by the probe alone, and the statement says so.
 """
 
 from __future__ import annotations
