@@ -34,7 +34,8 @@ def place_of_call() -> str:
     frame = sys._getframe(2)
     found = "other"
     while frame is not None:
-        file, name = Path(frame.f_code.co_filename).name, frame.f_code.co_name
+        file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+        name = frame.f_code.co_name
         if file == "runs/checkpoints.py":
             return "save"
         if file == "runs/record.py" and name == "finish":
