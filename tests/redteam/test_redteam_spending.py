@@ -435,6 +435,12 @@ def test_evaluate_finds_training_users_from_anywhere(
         assert refused.code == 2
         assert "20 of its users are training users too" in refused.err
         assert command("evaluate", model, root / "others", "--json").json["users"] == 20
+    # A model is that of its run, where the run is: an unfinished one is refused under both names.
+    shutil.copytree(root / "run", tmp_path / "cut")
+    ledger = tmp_path / "cut" / "ledger.jsonl"
+    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
+    for model in (tmp_path / "cut", tmp_path / "cut" / "model"):
+        assert command("evaluate", model, root / "others").code == 2
     shutil.copytree(root / "run", tmp_path / "moved")
     assert command("evaluate", tmp_path / "moved", root / "store").code == 2
 
