@@ -73,7 +73,7 @@ ABOVE = {
         "statement updates"
     ),
     "planner.search": (
-        "accounting clipping noise plan planner.norms prices.table sampling statement"
+        "accounting clipping defaults noise plan planner.norms prices.table sampling statement"
     ),
     "planner.scale": "",
     "planner.mechanisms": "accounting noise prices.table sampling",
@@ -140,13 +140,15 @@ ABOVE = {
     # Divides a model, and whatever belongs to its weights, over the ranks.
     "sharding": "clipping losses models noise optimizers.averaging plan ranks runs.checkpoints",
     "holding": "clipping noise plan ranks runs.repeated_sums sharding",
+    "runs.continuation": "ledger.book noise runs.repeated_sums",
     "runs.shared_record": (
-        "ledger.book ledger.copied ledger.lineage plan ranks runs.record runs.repeated_sums"
+        "ledger.book ledger.copied ledger.lineage plan ranks runs.continuation runs.record "
+        "runs.repeated_sums"
     ),
     "runs.record": (
-        "clipping digests.of_runs ledger.book ledger.lineage models noise "
-        "optimizers.scaled_momentum plan ranks report "
-        "runs.checkpoints runs.files runs.repeated_sums runs.same statement"
+        "clipping digests.of_runs ledger.book ledger.lineage models optimizers.scaled_momentum "
+        "plan ranks report runs.checkpoints runs.continuation runs.files runs.repeated_sums "
+        "runs.same statement"
     ),
     "step": (
         "clipping holding ledger.book losses models noise optimizers.scaled_momentum plan "

@@ -16,7 +16,7 @@ import models_zoo
 from userdp.data.record import Record
 from userdp.data.store import UserStore
 from userdp.data.tokens import TokenRows
-from userdp.errors import InputError
+from userdp.errors import InputError, MixedExamplesError
 from userdp.evaluation import evaluate, evaluate_store, mean_losses
 from userdp.measuring import measuring, on_gpu, usual_tokens
 from userdp.tasks import ClassificationTask, MaskedTask
@@ -148,6 +148,20 @@ def test_losses_do_not_depend_on_what_the_model_keeps_of_other_users() -> None:
         by_itself = mean_losses(model, alone, np.arange(4), num_records=4, pad_token=0)
         assert by_itself[user] == found[user]
     assert float(model.read) == 0
+
+
+class Writes(Remembers):
+    """Learns as it reads."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.weight.data.add_(input_ids.sum())
+        return super().forward(input_ids)
+
+
+def test_a_model_that_writes_to_its_weights_scores_nothing() -> None:
+    data = rows([5, 9, 3], [0, 1, 2])
+    with pytest.raises(MixedExamplesError, match="changes its weights or its modules as it reads"):
+        mean_losses(Writes(longest=100), data, np.arange(3), num_records=3, pad_token=0)
 
 
 def test_a_user_whom_the_model_cannot_read_has_no_losses_and_ends_nothing(

@@ -124,3 +124,14 @@ def test_a_listed_tensor_that_is_no_weight_is_put_back() -> None:
     assert state.changed() == ["kept"]
     state.restore()
     assert torch.equal(model.kept[0], torch.zeros(2))
+
+
+def test_what_was_made_in_inference_mode_is_put_back() -> None:
+    model = nn.Linear(2, 2)
+    with torch.inference_mode():
+        model.register_buffer("longest", torch.tensor(3.0))
+    state = ModuleState(model)
+    with torch.inference_mode():
+        model.longest.add_(4.0)  # type: ignore[operator]
+    state.restore()
+    assert float(model.longest) == 3.0  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from userdp.data.tokens import TokenRows, tokenise_by_record, tokenise_with_records
-from userdp.errors import InputError
+from userdp.errors import InputError, MixedExamplesError
 from userdp.history import history_of
 from userdp.index import IGNORED_LABEL
 from userdp.losses import sent
@@ -306,6 +306,7 @@ def mean_losses(
     lengths = np.diff(rows.indptr)
     index = rows.index()
     state = ModuleState(model)
+    as_it_was = _version(model)
     failures = 0
     for user in range(index.num_users):
         own = index.rows_of(user)
@@ -326,14 +327,28 @@ def mean_losses(
         except (torch.OutOfMemoryError, MemoryError):
             # Running out of memory is a matter of the machine, not of the data.
             raise
-        except Exception:
+        except Exception as error:
+            if "DefaultCPUAllocator" in str(error):
+                raise
             failures += 1
             tokens[record_of_row[own]] = 0
         finally:
             state.restore()
+    if _version(model) != as_it_was:
+        raise MixedExamplesError(
+            "the model changes its weights or its modules as it reads, so that one user's records "
+            "change the scores of others. Choose records by another criterion."
+        )
     if failures and failures == index.num_users:
         _LOG.warning("the model could read the records of no user: none has a score.")
     return np.divide(loss, tokens, out=np.full(num_records, np.nan), where=tokens > 0)
+
+
+def _version(model: nn.Module) -> list[tuple[int, float]]:
+    """What differs once a weight was written to, or a module came or went."""
+    found = [(id(module), 0.0) for module in model.modules()]
+    # Versions do not count what is written through `.data`.
+    return found + [(id(p), float(p.detach().double().sum())) for p in model.parameters()]
 
 
 def _predict(

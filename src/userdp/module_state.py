@@ -13,6 +13,7 @@ neighbour probe looks at behaviour, and so at those, too.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +111,9 @@ class ModuleState:
                 del place[key]
         with torch.no_grad():
             for tensor, value in self._values:
-                tensor.copy_(value)
+                # What was made in inference mode is written to in inference mode only.
+                with torch.inference_mode() if tensor.is_inference() else nullcontext():
+                    tensor.copy_(value)
         for noted in self._noted:
             noted.place[noted.key] = _copied(noted.value)
         self._note()

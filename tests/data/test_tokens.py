@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -306,39 +308,67 @@ def test_a_tokenizer_that_fails_at_unknown_words_is_refused_before_it_reads_anyb
         assert "zebra" not in str(refused.value)
 
 
-class Odd:
-    """A tokenizer in Python that does something to one word."""
+class FailsAt:
+    """A tokenizer in Python that fails at one word."""
 
-    def __init__(self, *, fails_at: str = "", learns: bool = False) -> None:
-        self._of = models_zoo.word_tokenizer()
-        self._fails_at, self._learns, self._size = fails_at, learns, 1000
+    eos_token_id = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._of, name)
-
-    def __len__(self) -> int:
-        return self._size
+    def __init__(self, word: str) -> None:
+        self._word, self._of = word, models_zoo.word_tokenizer()
 
     def __call__(self, texts: Any, **options: Any) -> Any:
-        if self._fails_at and any(self._fails_at in text for text in texts):
+        if any(self._word in text for text in texts):
             raise ValueError("what somebody wrote")
-        self._size += self._learns
         return self._of(texts, **options)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._of.get_vocab()
 
 
 def test_a_record_that_the_tokenizer_fails_at_has_no_row_and_changes_no_others(
     make_store: MakeStore,
 ) -> None:
     store = make_store(RECORDS)
-    rows = tokenise(store, Odd(fails_at="w5"), sequence_length=4)
-    usual = tokenise(store, models_zoo.word_tokenizer(), sequence_length=4)
-    found, expected = row_lists(rows), row_lists(usual)
+    rows = tokenise(store, FailsAt("w5"), sequence_length=4)
+    found = row_lists(rows)
+    shutil.rmtree(store.path / "tokens")
+    expected = row_lists(tokenise(store, models_zoo.word_tokenizer(), sequence_length=4))
     assert found == [row for row in expected if row != [6, 0]]
-    assert tokens_per_record(store, Odd(fails_at="w5")).tolist() == [4, 10, 0, 6]
+    assert tokens_per_record(store, FailsAt("w5")).tolist() == [4, 10, 0, 6]
+
+
+class Learner:
+    """A tokenizer that gives new words the next numbers."""
+
+    eos_token_id = 0
+
+    def __init__(self) -> None:
+        self.words: dict[str, int] = {}
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {
+            "input_ids": [
+                [self.words.setdefault(word, len(self.words) + 1) for word in text.split()]
+                for text in texts
+            ]
+        }
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+
+class AtRandom(Letters):
+    """A tokenizer that cuts words otherwise each time."""
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        found = super().__call__(texts)["input_ids"]
+        return {"input_ids": [[*ids, random.randrange(10**9)] for ids in found]}
 
 
 def test_a_tokenizer_that_learns_words_as_it_reads_is_refused(make_store: MakeStore) -> None:
     store = make_store(RECORDS)
     with pytest.raises(InputError, match="learns words as it reads"):
-        tokenise(store, Odd(learns=True), sequence_length=4)
+        tokenise(store, Learner(), sequence_length=4)
     assert not list((store.path / "tokens").iterdir())
+    # Chance teaches nothing.
+    assert len(tokenise(store, AtRandom(), sequence_length=64)) == len(RECORDS)

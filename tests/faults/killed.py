@@ -40,7 +40,7 @@ def place_of_call() -> str:
             return "save"
         if file == "runs/record.py" and name == "finish":
             return "final"
-        if file == "ledger/book.py" and name == "charge_step":
+        if file == "ledger/book.py" and name in ("charge_step", "go_on"):
             found = "ledger"
         frame = frame.f_back
     return found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from userdp import defaults
 from userdp.errors import InputError
 from userdp.planner import norms as norm_models
 from userdp.planner import search as planner
@@ -128,3 +130,17 @@ def test_impossible_settings_are_refused(wrong):
     }  # fmt: skip
     with pytest.raises(InputError):
         Setting(**(values | wrong))
+
+
+def test_more_users_have_the_delta_of_so_many():
+    # A delta of 5e-4 protects none of a million people, and asks for hardly any noise.
+    few = replace(figure_2(4.0, 64), delta=5e-4)
+    people = few.num_users * 1000
+    many = replace(few, num_users=people, delta=defaults.delta(people))
+    (best,) = (one for one in recommend(many, NORMS["same"]).candidates if one.method == ELS)
+    (found,) = (
+        one
+        for one in recommend(few, NORMS["same"], user_factors=(1000,)).hypothetical
+        if one.method == ELS
+    )
+    assert found.noise_multiplier == best.noise_multiplier

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,11 @@ import userdp
 from tiny import make_model, make_store
 from userdp.errors import InputError, LedgerError
 from userdp.files.remembered import SUMS
+from userdp.ledger.book import Ledger
 from userdp.ranks import Ranks
 from userdp.runs import repeated_sums
+from userdp.runs.check import check_run
+from userdp.runs.continuation import Continuation
 from userdp.runs.repeated_sums import FollowedSums, NoSums, RepeatedSums, settled_together
 
 KEY = bytes(range(32))
@@ -51,7 +55,7 @@ def kept_of(values: Tensor, run: Path) -> RepeatedSums:
     for step in range(3):
         shown(kept, step, values + step)
     kept.close()
-    return RepeatedSums.opened(run, KEY, after=1)
+    return RepeatedSums.opened(run, KEY, (1, 3), "cpu")
 
 
 def test_the_same_sums_are_taken_again_and_new_ones_are_kept(
@@ -120,7 +124,7 @@ def test_where_small_differences_pass_a_step_is_taken_again_only_so_often(
     kept_of(values, tmp_path).close()
 
     def again(change: float) -> None:
-        kept = RepeatedSums.opened(tmp_path, KEY, after=0)
+        kept = RepeatedSums.opened(tmp_path, KEY, (0, 3), "cpu")
         shown(kept, 1, values + 1 + change)
         kept.close()
 
@@ -142,7 +146,7 @@ def test_a_row_that_the_disk_takes_in_parts_is_written_whole(
     shown(kept, 0, values)
     monkeypatch.undo()
     with pytest.raises(InputError, match="its sum is not"):
-        shown(RepeatedSums.opened(tmp_path, KEY, after=0), 0, values + 1)
+        shown(RepeatedSums.opened(tmp_path, KEY, (0, 1), "cpu"), 0, values + 1)
 
     def full(file: int, content: bytes) -> int:
         raise OSError(errno.ENOSPC, "no space left")
@@ -171,7 +175,7 @@ def test_a_torn_row_is_cut_off_and_other_damage_is_refused(values: Tensor, tmp_p
     place = tmp_path / SUMS
     content = place.read_bytes()
     place.write_bytes(content[:-9])
-    kept = RepeatedSums.opened(tmp_path, KEY, after=0)
+    kept = RepeatedSums.opened(tmp_path, KEY, (0, 3), "cpu")
     # The lost row is that of the last step, which is judged by nothing here.
     shown(kept, 2, 7 * values)
     with pytest.raises(InputError, match="its sum is not"):
@@ -179,10 +183,10 @@ def test_a_torn_row_is_cut_off_and_other_damage_is_refused(values: Tensor, tmp_p
     kept.close()
     place.write_bytes(b"{}\n" + content)
     with pytest.raises(LedgerError, match="no list of sums"):
-        RepeatedSums.opened(tmp_path, KEY, after=0)
+        RepeatedSums.opened(tmp_path, KEY, (0, 3), "cpu")
     place.unlink()
     with pytest.raises(LedgerError, match="is not there: without it nobody can tell"):
-        RepeatedSums.opened(tmp_path, KEY, after=0)
+        RepeatedSums.opened(tmp_path, KEY, (0, 3), "cpu")
 
 
 def test_nothing_is_kept_where_nobody_goes_on() -> None:
@@ -317,7 +321,7 @@ def test_what_one_rank_refuses_no_rank_takes(
 
     def step(change: float, is_repeated: bool) -> list[BaseException | None]:
         first = (
-            RepeatedSums.opened(tmp_path, KEY, after=0)
+            RepeatedSums.opened(tmp_path, KEY, (0, 1), "cpu")
             if is_repeated
             else RepeatedSums.begun(tmp_path, KEY)
         )
@@ -338,3 +342,55 @@ def test_what_one_rank_refuses_no_rank_takes(
     # Where all ranks have the whole sum, that of the first is looked at.
     is_seen = in_parts or changed == 0
     assert [isinstance(error, InputError) for error in found] == [is_seen, is_seen]
+
+
+def test_a_step_that_was_charged_and_not_taken_gets_noise_of_its_own(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = RepeatedSums._write
+
+    def stopped(self: RepeatedSums, row: dict[str, Any]) -> None:
+        if row["step"] == 1:
+            raise StoppedError
+        kept(self, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RepeatedSums, "_write", stopped)
+        with pytest.raises(StoppedError):
+            train(nothing)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    # Nobody has seen its second step, so another callback does no harm, in a copy neither.
+    assert train(halved, resume=True).statement.guarantee
+    first = Ledger.read(tmp_path / "run" / "ledger.jsonl").continuations
+    shutil.rmtree(tmp_path / "run")
+    shutil.move(tmp_path / "copy", tmp_path / "run")
+    run = train(nothing, resume=True)
+    assert run.statement.guarantee
+    assert run.ledger.steps == 3
+    assert check_run(tmp_path / "run").problems == ()
+    second = run.ledger.continuations
+    assert [step for step, _ in first + second] == [1, 1]
+    assert first != second
+
+
+def test_a_sum_that_is_lost_before_others_is_missed(train: Train, tmp_path: Path) -> None:
+    with pytest.raises(StoppedError):
+        train(stop)
+    place = tmp_path / "run" / SUMS
+    rows = place.read_bytes().splitlines(keepends=True)
+    assert len(rows) == 2
+    place.write_bytes(rows[1])
+    with pytest.raises(LedgerError, match="lacks the sum of step 1, which was charged"):
+        train(nothing, resume=True)
+
+
+def test_who_takes_part_is_drawn_anew_where_each_step_is_drawn_by_itself(train: Train) -> None:
+    with pytest.raises(StoppedError):
+        train(stop)
+    ledger = train(nothing, resume=True).ledger
+    found = Continuation()
+    for purpose in ("noise", "noise on a number", "score of a test", "cohort", "rows"):
+        assert found.changes(ledger, purpose) == ledger.continuations != []
+    # Some decide once for the whole run.
+    for purpose in ("threshold of a test", "choose rows", "limit contributions"):
+        assert found.changes(ledger, purpose) == []

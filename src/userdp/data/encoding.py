@@ -6,6 +6,7 @@ cannot read has no row, so it contributes nothing: one user's record must not en
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -122,30 +123,51 @@ def begins_texts(tokenizer: Any) -> bool:
     return getattr(tokenizer, "init_kwargs", {}).get(BEGINS_TEXTS) is True
 
 
-# No tokenizer was made with these words in mind.
+# No tokenizer was made with these words in mind; they have none of each other's.
 _MADE_UP = "q\u00fcxz \u0e5b\u0f00 \u2f00\U0001f9ff zzyzx"
-
-
+_OTHERS = "jw\u00f8k \u0e4f\u0f01 \u2f01\U0001f9fe vvuvv"
 LEARNS = (
     "the tokenizer learns words as it reads, so that one user's words decide how those of others "
     "are read. Use one that stays as it is."
 )
 
 
-def what_it_reads(tokenizer: Any) -> tuple[int, list[int]]:
-    """The number of tokens and those of a made-up text: refuses who cannot read every text.
-
-    A tokenizer without a token for what it does not know fails at some word of somebody's. One that
-    learns words as it reads tells others by its numbers who came first: then this changes.
-    """
+def refuse_unknown_words(tokenizer: Any) -> None:
+    """Refuse a tokenizer without a token for what it does not know: it fails at somebody's word."""
     try:
-        found = list(_read([_MADE_UP], tokenizer)[0])
-        return getattr(tokenizer, "__len__", lambda: 0)(), found
+        _read([_MADE_UP], tokenizer)
     except Exception as error:
         raise InputError(
             "the tokenizer cannot read every text: it failed at made-up words "
             f"({type(error).__name__}). Give it a token for what it does not know (unk_token)."
         ) from None
+
+
+NOTHING = (
+    "no record has a token to predict: texts are empty, or nothing in them carries loss (no "
+    "assistant's turn, known label, or chat that the template takes). The task is {}."
+)
+
+
+def copied(tokenizer: Any) -> Any:
+    """A copy of the tokenizer as it is now; None of one that cannot be copied."""
+    try:
+        return copy.deepcopy(tokenizer)
+    except Exception:
+        return None
+
+
+def learns(tokenizer: Any, before: Any) -> bool:
+    """Whether reading has changed the tokenizer, of which `before` is a copy.
+
+    One that learns words as it reads tells others by its numbers who came first. New made-up words
+    then have other numbers than in the copy. Whoever reads at random differs from itself, too.
+    """
+    copies = copied(before), copied(before), copied(tokenizer)
+    if any(one is None for one in copies):
+        return False
+    first, second, now = (_read([_OTHERS], one) for one in copies)
+    return first == second != now
 
 
 def ids_of(texts: Sequence[str], kind: TextKind, tokenizer: Any) -> list[list[int]]:

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from userdp.data import encoding as reading
 from userdp.data.array_files import ArrayWriter, file_digest
 from userdp.data.contents import pair_of, refuse_unwritten
-from userdp.data.encoding import LEARNS, WHOLE_TEXT, Encoding, begins_texts, ids_of, what_it_reads
+from userdp.data.encoding import WHOLE_TEXT, Encoding, begins_texts, ids_of, refuse_unknown_words
 from userdp.data.remote_tokens import DIGESTS, LARGE, adopt, numbers, write_blocks
 from userdp.errors import InputError
 from userdp.files.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
@@ -254,15 +255,13 @@ def _cache_of(
 ) -> Path:
     _refuse_unwritten(store, tokenizer)
     cache = store.path / "tokens" / _cache_name(store, tokenizer, sequence_length, encoding)
-    before = None if cache.is_dir() else what_it_reads(tokenizer)
+    if not cache.is_dir():
+        refuse_unknown_words(tokenizer)
     encoding.check(store.text_kind, tokenizer, sequence_length)
     if not cache.is_dir() and store.url is not None:
         adopt(cache, store.path, store.url)
     if not cache.is_dir():
         _write_cache(cache, store, tokenizer, sequence_length, encoding)
-        if what_it_reads(tokenizer) != before:
-            shutil.rmtree(cache)
-            raise InputError(LEARNS)
     elif verify:
         _verify_cache(cache, is_remote=store.url is not None)
     return cache
@@ -271,7 +270,7 @@ def _cache_of(
 def tokens_per_record(store: UserStore, tokenizer: Any) -> NDArray[np.int64]:
     """How many tokens each record has, with those that begin and end a text; 0 if it has none."""
     _refuse_unwritten(store, tokenizer)
-    what_it_reads(tokenizer)
+    refuse_unknown_words(tokenizer)
     around = 2 if begins_texts(tokenizer) else 1
     lengths: list[int] = []
     for start in range(0, store.num_records, ENCODE_BATCH):
@@ -301,6 +300,7 @@ def _write_cache(
     cache: Path, store: UserStore, tokenizer: Any, sequence_length: int, encoding: Encoding
 ) -> None:
     """Write rows batch by batch, so that the tokens of a large store need not fit into memory."""
+    before = reading.copied(tokenizer)
     partial = cache.with_name(f".{cache.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     # Tokens are the texts in other words.
@@ -325,13 +325,9 @@ def _write_cache(
                 record_of_row.write(start + rows.records)
                 classes.write(rows.classes)
                 total += int(rows.lengths.sum())
-    if not total:
+    if not total or reading.learns(tokenizer, before):
         shutil.rmtree(partial)
-        raise InputError(
-            "no record has a token to predict: texts are empty, or nothing in them carries loss "
-            "(no assistant's turn, known label, or chat that the template takes). The task is "
-            f"{encoding.name}."
-        )
+        raise InputError(reading.LEARNS if total else reading.NOTHING.format(encoding.name))
     for name, is_used in (
         ("labelled.u8", encoding.has_labelled),
         ("classes.npy", encoding.has_classes),

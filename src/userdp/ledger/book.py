@@ -274,9 +274,9 @@ class Ledger:
         """Record the next step, and a phase that begins with it; returns once it is on disk."""
         self._append({"kind": "step", "step": self.steps, **self.plan.clip.begun_at(self.steps)})
 
-    def go_on(self, nonce: str) -> None:
-        """Record that a new process takes the next step, with noise of its own."""
-        self._append({"kind": "continued", "steps": self.steps, "nonce": nonce})
+    def go_on(self, first: int, nonce: str) -> None:
+        """Record that a new process goes on, with noise of its own from step `first` on."""
+        self._append({"kind": "continued", "steps": self.steps, "first": first, "nonce": nonce})
 
     @property
     def continuations(self) -> list[tuple[int, str]]:

@@ -56,7 +56,7 @@ class Kept:
         Copies of one ledger that go on, each by itself, must share no noise: the difference of what
         they release would show the data.
         """
-        return [(row["steps"], row["nonce"]) for row in self.rows if row["kind"] == "continued"]
+        return [(row["first"], row["nonce"]) for row in self.rows if row["kind"] == "continued"]
 
     @property
     def is_closed(self) -> bool:
@@ -128,7 +128,10 @@ def _check_next(row: Row, kept: Kept, path: Path) -> None:
 
 
 def _is_continuation(row: Row, kept: Kept) -> bool:
-    return row.get("steps") == kept.steps and isinstance(row.get("nonce"), str)
+    # The last steps may have been charged and not taken: then they have other noise, too.
+    first = row.get("first")
+    is_step = isinstance(first, int) and 0 <= first <= kept.steps
+    return is_step and row.get("steps") == kept.steps and isinstance(row.get("nonce"), str)
 
 
 def _is_planned(row: Row, first: Row) -> bool:

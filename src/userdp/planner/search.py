@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from userdp import defaults
 from userdp.accounting import accountant, events
 from userdp.errors import InputError
 from userdp.noise import Gaussian
@@ -385,14 +386,15 @@ def _best_of(planner: Planner, compute: int, steps: int) -> list[Candidate]:
 
 
 def _more_users(setting: Setting, norms: Norms, factor: int) -> list[Candidate]:
-    """The best ELS and ULS candidates if there were `factor` times the users."""
+    """The best ELS and ULS candidates for `factor` times the users, at a delta for so many."""
     if factor < 1:
         raise InputError(f"{factor} times the users: give 1 or more.")
-    more = replace(setting, num_users=setting.num_users * factor, hypothetical=True)
+    people = setting.num_users * factor
+    delta = min(setting.delta, defaults.delta(people))
+    more = replace(setting, num_users=people, delta=delta, hypothetical=True)
     if setting.num_records is not None:
         more = replace(more, num_records=setting.num_records * factor)
     planner = Planner(more, norms)
     splits = planner.splits()
     found = [planner.uls(exhaustive(splits, planner.objective))] if splits else []
-    els = planner.els()
-    return found + ([els] if els is not None else [])
+    return found + [els for els in [planner.els()] if els is not None]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import platform
 import shutil
 import threading
 import time
@@ -269,7 +270,17 @@ def hardware_of(device: torch.device) -> str:
             precision = str(torch.backends.cuda.matmul.fp32_precision)
         return f"{chip}, {precision} precision of products"
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{device.type} {capability}, {torch.get_num_threads()} threads"
+    return f"{device.type} {_processor()} {capability}, {torch.get_num_threads()} threads"
+
+
+def _processor() -> str:
+    """The model of the processor, by which libraries choose how they add up."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor())
 
 
 def check_saveable(state: Any) -> None:

@@ -60,7 +60,7 @@ LEDGER_FIELDS = {
     "paid": {"what", "event"},
     "step": {"step"},
     "halt": {"steps"},
-    "continued": {"steps", "nonce"},
+    "continued": {"steps", "first", "nonce"},
     "doubt": {"reason"},
     "end": {"steps", "event", "digests", "model_files", "people"},
 }

@@ -34,12 +34,12 @@ from userdp.ledger.lineage import begin_run, check_current, past_cautions
 from userdp.models.checks import trainable_parameters
 from userdp.models.load import adapter_tensors, save_model
 from userdp.models.proven import model_check
-from userdp.noise.draw import PURPOSES_OF_STEPS
 from userdp.optimizers.scaled_momentum import learnt_before
 from userdp.plan import Plan
 from userdp.ranks import Ranks
 from userdp.report.closing import unfinished_card, write_words
 from userdp.runs.checkpoints import Moment, Saving, checkpoints_of
+from userdp.runs.continuation import Continuation
 from userdp.runs.files import RecordedRun, discard, model_files
 from userdp.runs.repeated_sums import AnySums, NoSums, RepeatedSums
 from userdp.runs.same import (
@@ -87,8 +87,7 @@ class RunRecord:
         self.checkpoints = None if path is None else checkpoints_of(path, saving)
         # What steps that are taken again are compared with; of several ranks, by the first.
         self.sums: AnySums = NoSums()
-        # Gives new steps other noise than a copy of this run has; empty once it is in the ledger.
-        self._nonce = ""
+        self._continuation = Continuation()
         # The digests of what must not change, by name; None before the run begins.
         self._frozen: dict[str, str] | None = None
 
@@ -182,7 +181,8 @@ class RunRecord:
             after = 0 if moment is None else moment.step
             sums: AnySums = NoSums()
             if not secret.fixed_seed and not ledger.is_finished:
-                sums = RepeatedSums.opened(path, secret.key, after=after)
+                device = device_of(model, sharded=sharded).type
+                sums = RepeatedSums.opened(path, secret.key, (after, ledger.steps), device)
         except BaseException:
             ledger.close()
             raise
@@ -191,8 +191,7 @@ class RunRecord:
         record._is_own_secret = True
         record._position = 0 if moment is None else moment.step
         record.sums = sums
-        if not secret.fixed_seed:
-            record._nonce = secrets.token_hex(16)
+        record._continuation = Continuation.of(ledger, sums)
         return record
 
     def keep_beginning(
@@ -259,10 +258,8 @@ class RunRecord:
             raise InputError(f"{once}: only `train(resume=True)` goes on with its ledger.")
 
     def streams(self, purpose: str) -> Streams:
-        """The run's randomness for one purpose. Noise changes where a new process went on."""
-        went_on = self.ledger.continuations + [(self.ledger.steps, self._nonce)] * bool(self._nonce)
-        # Not what is drawn of people: some samplers deal all of them once.
-        changes = went_on if purpose in PURPOSES_OF_STEPS else []
+        """The run's randomness for one purpose, which may change where a new process went on."""
+        changes = self._continuation.changes(self.ledger, purpose)
         return self._secret.streams(purpose, self.ledger.plan.randomness, changes=changes)
 
     @property
@@ -304,10 +301,8 @@ class RunRecord:
 
     def charge_step(self) -> None:
         """Record the next step; returns once it is on disk. A repeated step has its row already."""
+        self._continuation.record_if_due(self.ledger, self._position)
         if not self.is_repeating:
-            if self._nonce:
-                self.ledger.go_on(self._nonce)
-                self._nonce = ""
             self.ledger.charge_step()
         self._position += 1
 

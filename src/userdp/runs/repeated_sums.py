@@ -12,8 +12,9 @@ about d. What the noise is scaled by is kept as well.
 CPUs repeat every bit, so any difference is refused there. GPUs do not: a small difference passes,
 and as it is a release without noise, so small as it is, a step is taken again only so often.
 
-On a GPU the totals of the last step may be lost with the process, because nobody waits for them.
-Such a step is judged by the digests alone.
+A process may be stopped between the charge of a step and its sum, or charge the rest of a run that
+ends early. Steps at the end that have no sum were not taken then, and they get new noise. On a GPU
+the last sum is on its way while its step is taken: such a step is judged by the digests alone.
 
 Secret: the totals, and whether they agree.
 """
@@ -132,9 +133,11 @@ class SumOfStep:
 class RepeatedSums:
     """The sums of a run's steps, as far as they are kept in its directory."""
 
-    def __init__(self, run: Path, key: bytes, known: dict[int, _Row]) -> None:
+    def __init__(self, run: Path, key: bytes, known: dict[int, _Row], *, untaken: int = 0) -> None:
         self._place = run / SUMS
         self._known = known
+        # How many of the steps that were charged last were never taken.
+        self.untaken = untaken
         self._signs = Signs(key)
         # The totals that a GPU has not computed yet.
         self._waiting: _Waiting | None = None
@@ -146,8 +149,8 @@ class RepeatedSums:
         return RepeatedSums(run, key, {})
 
     @staticmethod
-    def opened(run: Path, key: bytes, *, after: int) -> RepeatedSums:
-        """Of a run that goes on after so many steps."""
+    def opened(run: Path, key: bytes, steps: tuple[int, int], device: str) -> RepeatedSums:
+        """Of a run that goes on after the first number of `steps`, of those charged."""
         place = run / SUMS
         if not place.is_file() or place.is_symlink():
             raise LedgerError(
@@ -167,12 +170,21 @@ class RepeatedSums:
                 if "repeats" in row:
                     if row["step"] in known:
                         known[row["step"]].repeats = int(row["repeats"])
-                elif row["step"] >= after:
+                elif steps[0] <= row["step"] < steps[1]:
                     totals = np.frombuffer(base64.b64decode(row["totals"]), np.float64)
                     known[row["step"]] = _Row(numbers=row["numbers"], totals=totals)
         except (KeyError, TypeError, ValueError):
             raise LedgerError(f"{place}: this is no list of sums; restore it.") from None
-        return RepeatedSums(run, key, known)
+        lost = [step for step in range(*steps) if step not in known]
+        if lost != list(range(*steps))[len(known) :]:
+            raise LedgerError(
+                f"{place} lacks the sum of step {lost[0] + 1}, which was charged: nobody can tell "
+                f"whether it is the same when it is taken again. Restore the file, or say {FORK}."
+            )
+        # On a CPU a sum is written before anybody sees a weight of its step. On a GPU the last one
+        # may come later: that step may have been seen, and with other noise it would be seen twice.
+        was_seen = len(lost) == 1 and device not in _TOLERANCE
+        return RepeatedSums(run, key, known, untaken=0 if was_seen else len(lost))
 
     def of_step(self, step: int, numbers: Sequence[float], *, bound: float) -> SumOfStep:
         """The sum of one step, to be shown piece by piece. `numbers` scale it and its noise."""
@@ -196,8 +208,9 @@ class RepeatedSums:
             raise InputError(
                 f"step {seen.step + 1} is taken again, and its sum is not the one that it had: "
                 "something that decides it has changed since, such as what a callback, a loss or a "
-                "file does. With the same noise the difference would show the data, so the step is "
-                f"not taken. Put everything back, or say {FORK} to go on with new noise."
+                "file does, or the machine. With the same noise the difference would show the "
+                f"data, so the step is not taken. Put everything back, or say {FORK} to go on with "
+                "new noise."
             )
         if apart > 0 and totals.device.type not in _TOLERANCE:
             self._count(seen.step, before.repeats + 1)
@@ -226,6 +239,7 @@ class RepeatedSums:
             # A disk that is nearly full takes a part first, and then raises.
             while left:
                 left = left[os.write(file, left) :]
+            os.fsync(file)
         finally:
             os.close(file)
 

@@ -36,6 +36,8 @@ RANKS = Path("secret", "ranks")
 
 # What a run is bound to, in words.
 MEANINGS = {
+    # First: where it differs, others may differ because of it.
+    "code": "version of this package, torch, transformers or peft",
     "plan": "privacy settings or another number of steps",
     "data": "store or other data in it",
     "selection": "selection of records",
@@ -52,7 +54,6 @@ MEANINGS = {
     "ema": "average of the weights (ema)",
     "settings": "settings of the step",
     "device": "device",
-    "code": "version of this package, torch, transformers or peft",
     "parts": "code of its parts",
     "config": "configuration",
 }

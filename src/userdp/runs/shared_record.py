@@ -8,7 +8,7 @@ cohorts and the same noise, and charges the same rows; only those of the first a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from userdp.ledger.copied import LedgerCopy, Rows
 from userdp.ledger.lineage import begin_run
 from userdp.plan import Plan
 from userdp.ranks import Ranks
+from userdp.runs.continuation import Continuation
 from userdp.runs.record import OnStep, RunRecord
 from userdp.runs.repeated_sums import FollowedSums, NoSums
 from userdp.streams import RunSecret
@@ -35,7 +36,7 @@ class _Told:
     position: int
     charged_before: int
     keeps_sums: bool
-    nonce: str
+    continuation: Continuation
 
     @staticmethod
     def by(record: RunRecord) -> _Told:
@@ -45,7 +46,7 @@ class _Told:
             position=record._position,
             charged_before=record._charged_before,
             keeps_sums=not isinstance(record.sums, NoSums),
-            nonce=record._nonce,
+            continuation=replace(record._continuation),
         )
 
 
@@ -63,7 +64,7 @@ class FollowingRecord(RunRecord):
         self.ledger = LedgerCopy.of(told.rows)
         self._secret = told.secret
         self._position, self._charged_before = told.position, told.charged_before
-        self._nonce = told.nonce
+        self._continuation = replace(told.continuation)
         self.sums = FollowedSums(told.secret.key, self.ranks.rank) if told.keeps_sums else NoSums()
 
 
