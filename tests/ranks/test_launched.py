@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import RECORDS, rows
+from ranks_runs import RECORDS, rows
 from tiny_llama import make_llama
 
 import userdp

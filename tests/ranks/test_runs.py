@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import CASES, RECORDS, Seen, Stopped, distance, rows, run, store_of
+from ranks_runs import CASES, RECORDS, Seen, Stopped, distance, rows, run, store_of
 
 from ranks_runner import answers, on_ranks
 from tiny import make_model, make_store
