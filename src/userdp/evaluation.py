@@ -324,11 +324,11 @@ def mean_losses(
                     records = record_of_row[chosen]
                     np.add.at(loss, records, losses.double().sum(1).cpu().numpy())
                     np.add.at(tokens, records, (targets != IGNORED_LABEL).sum(1).cpu().numpy())
-        except (torch.OutOfMemoryError, MemoryError):
-            # Running out of memory is a matter of the machine, not of the data.
-            raise
         except Exception as error:
-            if "DefaultCPUAllocator" in str(error):
+            # Running out of memory is a matter of the machine, not of the data. On a CPU torch
+            # raises a usual error for it.
+            is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+            if is_memory or "DefaultCPUAllocator" in str(error):
                 raise
             failures += 1
             tokens[record_of_row[own]] = 0
