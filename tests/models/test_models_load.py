@@ -308,3 +308,16 @@ def test_a_tokenizers_own_files_are_read_before_a_gguf_file(base_model: Path) ->
     beside = load_tokenizer(str(base_model), gguf_file="weights.gguf")
     assert beside.get_vocab() == own.get_vocab()
     assert beside.eos_token == own.eos_token
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [("tiny.gguf", "give gguf_file='tiny.gguf'"), ("model.safetensors", "Name the directory")],
+)
+def test_a_file_for_a_model_says_what_to_name_instead(
+    tmp_path: Path, name: str, way_out: str
+) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(InputError, match=f"this is a file.*{way_out}") as caught:
+        load_model(tmp_path / name)
+    assert str(tmp_path) in str(caught.value)

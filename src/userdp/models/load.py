@@ -302,11 +302,13 @@ def moved(model: nn.Module, device: str) -> nn.Module:
 
 
 def _refuse_missing_path(source: str) -> None:
-    """Refuse a path that does not exist; otherwise the hub would be asked for it, which takes long.
+    """Refuse a path that is no directory; otherwise the hub would be asked, which takes long.
 
     A hub name is one word, or two words with one slash between them.
     """
     path = Path(source)
+    if path.is_file():
+        raise InputError(f"model {source!r}: this is a file. {_way_to_file(path)}")
     if not source or path.exists():
         return
     meant = _meant(path)
@@ -324,6 +326,13 @@ def _refuse_missing_path(source: str) -> None:
     if not is_path:
         way_out += f" If it is the name of a model on the hub, {path.parent}/ hides it here."
     raise InputError(f"model {source!r}: there is no such directory. {way_out}")
+
+
+def _way_to_file(path: Path) -> str:
+    """How a model is named of which somebody named a file."""
+    if path.suffix == ".gguf":
+        return f"Name its folder, {str(path.parent)!r}, and give gguf_file={path.name!r} beside it."
+    return f"Name the directory that it is in: {str(path.parent)!r}."
 
 
 def _meant(path: Path) -> Path | None:
