@@ -100,7 +100,8 @@ ABOVE = {
     "training.trackers": "",
     "personalization": "data evaluation losses models tasks training.configured",
     "training.watching": (
-        "ledger.book optimizers.averaging runs.record step training.trackers training.validation"
+        "ledger.book optimizers.averaging runs.record step training.progress training.trackers "
+        "training.validation"
     ),
     "budget.spending": "accounting prices.paid statement",
     "budget.reservation": "accounting budget.spending prices.earlier prices.paid",
@@ -193,11 +194,10 @@ ABOVE = {
         "optimizers.averaging optimizers.choice optimizers.public_gradient plan prices.paid "
         "ranks runs.checkpoints runs.early_end runs.opening runs.opening_together runs.record "
         "runs.shared_record runs.state runs.validation_curve sharding statement step tasks "
-        "training.configured training.step_log training.trackers training.validation "
+        "training.configured training.progress training.trackers training.validation "
         "training.watching updates"
     ),
     "training.progress": "plan prices.earlier prices.marked prices.paid statement",
-    "training.step_log": "training.progress runs.record statement training.watching",
     "training.configured": "config.file data losses models tasks",
     "training.from_config": (
         "clipping config.file data optimizers.by_name optimizers.public_gradient plan ranks "

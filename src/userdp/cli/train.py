@@ -19,12 +19,9 @@ from userdp.files.interrupts import InterruptedRunError
 from userdp.history import read_history
 from userdp.plan import Plan
 from userdp.planner.filter_noise import whether_it_pays
-from userdp.prices.earlier import Earlier
-from userdp.prices.paid import Paid
 from userdp.ranks_launched import is_restarted, launched_rank
 from userdp.runs.files import Overlap, overlap, shared_users
 from userdp.runs.validation_curve import Point, released_curve
-from userdp.training.progress import training_progress
 from userdp.units import SamplingUnit
 
 # Declared numbers are rounded, and some users may have left; beyond this factor it is a mistake.
@@ -76,16 +73,7 @@ def train(
     common.quiet_transformers()
     from userdp.training import from_config as training_from_config
 
-    with (
-        training_progress(
-            ready.plan,
-            paid=ready.paid,
-            earlier=ready.earlier,
-            is_composed=fork or ready.goes_on,
-            is_silent=follows,
-        ) as progress,
-        _saying_how_to_go_on(),
-    ):
+    with _saying_how_to_go_on():
         run = training_from_config.train_from_config(
             config,
             settings,
@@ -95,9 +83,6 @@ def train(
             fork=fork,
             fork_step=from_step,
             dry_run=dry_run,
-            on_begin=progress.on_begin,
-            on_step=progress.on_step,
-            on_point=lambda point: progress.note(point.step, _told(point)),
         )
     leave()
     if follows:
@@ -136,9 +121,6 @@ class _Ready:
     """What is known before torch is loaded: all checks of the configuration are passed."""
 
     plan: Plan
-    paid: list[Paid]
-    earlier: list[Earlier]
-    goes_on: bool
     unchecked: bool
 
     def held_out(self, settings: Config) -> UserStore | None:
@@ -170,11 +152,11 @@ def _configured(config: Path, steps: int | None) -> Config:
 def _ready(config: Path, out: Path, steps: int | None, *, resume: bool, fork: bool) -> _Ready:
     """Check everything that can be checked at once; several ranks do so on the first."""
     settings = _configured(config, steps)
-    longer = _going_on(out, steps) if resume and not fork else None
+    plan = _going_on(out, steps) if resume and not fork else None
     store = _store_of(settings)
     if store is not None:
         _check_owners(settings, store)
-    plan = longer or settings.plan()
+    plan = plan or settings.plan()
     paid = settings.load_paid()
     earlier = settings.load_earlier()
     plan.check_paid(paid, earlier=earlier)
@@ -214,13 +196,7 @@ def _ready(config: Path, out: Path, steps: int | None, *, resume: bool, fork: bo
     unchecked = _check_held_out(settings)
     if settings.training.on_cuda and settings.training.path == "fast" and has_cuda():
         common.say("the first steps compile the model for its batches: a minute or two")
-    return _Ready(
-        plan=plan,
-        paid=list(paid),
-        earlier=list(earlier),
-        goes_on=longer is not None,
-        unchecked=unchecked,
-    )
+    return _Ready(plan=plan, unchecked=unchecked)
 
 
 def _far_from_the_declared(store: UserStore, plan: Plan) -> str:
@@ -280,10 +256,6 @@ def _check_held_out(settings: Config) -> bool:
     return unchecked
 
 
-def _told(point: Point) -> str:
-    return "held-out loss " + ("not finite" if point.loss is None else f"{point.loss:.4f}")
-
-
 def _in_all(before: int, new: int) -> str:
     if not before:
         return ""
@@ -295,7 +267,7 @@ def _held_out_line(before: Point | None, after: Point | None, is_released: bool)
         return ""
     began = "" if before is None or before.loss is None else f", {before.loss:.4f} before training"
     kept = "" if is_released else " (not for release: kept in secret/validation.jsonl)"
-    return f"{_told(after)}{began}{kept}\n"
+    return f"{after.in_words}{began}{kept}\n"
 
 
 @contextmanager

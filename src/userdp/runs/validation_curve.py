@@ -40,6 +40,11 @@ class Point:
     tokens: int
     users: int
 
+    @property
+    def in_words(self) -> str:
+        """What is told of it in a line."""
+        return "held-out loss " + ("not finite" if self.loss is None else f"{self.loss:.4f}")
+
     def numbers(self) -> dict[str, float]:
         """What a tracker shows of it."""
         named = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from userdp.runs.same import NOISE_KEY
 from userdp.streams import RunSecret
 from userdp.training.configured import configured_loss, load_configured_model
 from userdp.training.loop import Run, train
-from userdp.training.validation import OnPoint, Validation
+from userdp.training.validation import Validation
 
 
 def train_from_config(
@@ -34,9 +33,7 @@ def train_from_config(
     fork: bool = False,
     fork_step: int | None = None,
     dry_run: bool = False,
-    on_begin: Callable[[int, int], None] | None = None,
     on_step: OnStep | None = None,
-    on_point: OnPoint | None = None,
 ) -> Run:
     """Train as the configuration says and leave the run in `out`."""
     ranks = Ranks.found()
@@ -71,7 +68,7 @@ def train_from_config(
         out=out,
         config=config_path,
         paid=paid,
-        validation=Validation.configured(config, on_point),
+        validation=Validation.configured(config),
         trackers=settings.trackers,
         other_people=config.privacy.other_people,
         secret=None if seed is None else RunSecret.fixed_for_tests(seed),
@@ -84,7 +81,6 @@ def train_from_config(
         fork=fork,
         fork_step=fork_step,
         dry_run=dry_run,
-        on_begin=on_begin,
         on_step=on_step,
     )
 

@@ -56,7 +56,7 @@ from userdp.step import PrivateStep
 from userdp.streams import RunSecret
 from userdp.tasks import OwnLoss, Task, TaskName, cohort_batches
 from userdp.training.configured import named_task
-from userdp.training.step_log import shown
+from userdp.training.progress import NoProgress, training_progress
 from userdp.training.trackers import check_trackers, open_trackers
 from userdp.training.validation import Validation
 from userdp.training.watching import Watch
@@ -116,7 +116,6 @@ def train(
     fork: bool = False,
     fork_step: int | None = None,
     dry_run: bool = False,
-    on_begin: Callable[[int, int], None] | None = None,
     on_step: OnStep | None = None,
     stop_early: Callable[[], bool] | None = None,
 ) -> Run:
@@ -146,10 +145,9 @@ def train(
 
     With `out`, the ledger is written to that directory, row by row, before each step's weights
     exist. The model and the statement follow at the end. `config` is the configuration file of the
-    run. Looks at the data that were `paid` for are charged before the first step. `on_begin` is
-    told after how many steps a run goes on. `on_step` is told how many steps are done, and nothing
-    else: losses, norms and cohorts are secret. Without it, a terminal shows a bar, and elsewhere
-    the logger `userdp.training.step_log` tells at level INFO how far the run is.
+    run. Looks at the data that were `paid` for are charged before the first step. `on_step` is told
+    how many steps are done, and nothing else: losses, norms and cohorts are secret. Without it,
+    stderr shows how far the run is: a bar on a terminal, a line now and then elsewhere.
 
     `validation` measures the model on other people's records. `trackers` log public numbers.
 
@@ -289,23 +287,32 @@ def train(
             row_lengths=row_choice.row_lengths,
         )
         example = task.example(tokenizer)
+        before = opened.beginning.before
+        # Whoever gives `on_step` shows progress in a way of their own.
+        progress = NoProgress()
+        if on_step is None and ranks.is_first:
+            progress = during.enter_context(
+                training_progress(
+                    plan,
+                    paid=record.ledger.paid,
+                    earlier=record.ledger.earlier,
+                    is_composed=fork or before > 0,
+                )
+            )
         if opened.moment is not None:
             restore(opened.moment, model, optimizer, scheduler, step, example, average)
         with ranks.together():
             step.check_model(example)
-        before = opened.beginning.before
-        if on_begin is not None and ranks.is_first:
-            on_begin(before, record.steps)
+        progress.on_begin(before, record.steps)
         checkpoint = Checkpoint(record, model, optimizer, scheduler, step, before, average)
         during.enter_context(mixed_in(public, step, tokenizer, task, sequence_length))
-        watch = Watch(record, step, model, optimizer, opened.validator, tracked or [], average)
+        watch = Watch(
+            record, step, model, optimizer, opened.validator, tracked or [], progress, average
+        )
         # Measuring takes the first rank a while, and the others wait for it there.
         measure = _call if validation is None else partial(first_runs, model, ranks)
         measure(watch.begin)
         early_end = EarlyEnd(record, stop_early)
-        # Whoever gives `on_step` shows progress in a way of their own.
-        is_shown = on_step is None and ranks.is_first
-        show_step = during.enter_context(shown(record)) if is_shown else None
         is_settled = False
         for cohort in step.cohorts():
             step.apply(
@@ -323,8 +330,7 @@ def train(
             if average is not None and not record.is_halted:
                 average.update()
             record.step_done()
-            if show_step is not None:
-                show_step()
+            progress.on_step(record.steps)
             # Before the checkpoint: a run that goes on from it has this step's point.
             measure(watch.after_step)
             wishes = Wishes(

@@ -1,4 +1,4 @@
-"""How far a run is, for whoever watches it: a bar on a terminal, lines elsewhere.
+"""How far a run is, for whoever watches it: a bar on a terminal, lines in a log or a notebook.
 
 What is shown is public but for the time: how long steps took tells how many users took part.
 """
@@ -132,9 +132,17 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def is_terminal() -> bool:
-    """Whether somebody can watch a bar."""
-    return Console(stderr=True).is_terminal
+class NoProgress:
+    """Shows nothing: somebody else does, or follows another rank."""
+
+    def on_begin(self, before: int, done: int) -> None:
+        """Nobody watches."""
+
+    def on_step(self, done: int) -> None:
+        """Nobody watches."""
+
+    def note(self, done: int, words: str) -> None:
+        """Nobody watches."""
 
 
 @contextmanager
@@ -145,17 +153,12 @@ def training_progress(
     paid: Sequence[Paid] = (),
     earlier: Sequence[Earlier] = (),
     is_composed: bool = False,
-    is_silent: bool = False,
 ) -> Iterator[TrainingProgress]:
     """The progress of a run on stderr, the epsilon of `paid` looks included.
 
     Where a run `is_composed` with the one that it goes on from, the plan alone does not tell what
-    was spent so far. Then no epsilon is shown before the statement. Ranks that follow another are
-    silent.
+    was spent so far. Then no epsilon is shown before the statement.
     """
-    if is_silent:
-        yield TrainingProgress(plan, paid, earlier, bar=lambda done, spent: None, is_composed=True)
-        return
     console = Console(stderr=True)
     if not console.is_terminal:
         say(title)

@@ -49,7 +49,7 @@ class Validation:
     found: Callable[[int], Evaluation | None] | None = None
 
     @staticmethod
-    def configured(config: Config, on_point: OnPoint | None) -> Validation | None:
+    def configured(config: Config) -> Validation | None:
         """As a configuration says; None if it names nobody to measure on."""
         if config.data.evaluation is None:
             return None
@@ -57,7 +57,6 @@ class Validation:
             store=UserStore.open(config.data.evaluation),
             every=config.training.evaluate_every,
             secret=config.data.evaluation_private,
-            on_point=on_point,
         )
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from userdp.ledger.book import Ledger
 from userdp.optimizers.averaging import WeightAverage
 from userdp.runs.record import RunRecord
 from userdp.step import PrivateStep
+from userdp.training.progress import NoProgress, TrainingProgress
 from userdp.training.trackers import Tracker
 from userdp.training.validation import Validator
 
@@ -35,6 +36,7 @@ class Watch:
         optimizer: torch.optim.Optimizer,
         validator: Validator,
         trackers: Sequence[Tracker],
+        progress: TrainingProgress | NoProgress,
         average: WeightAverage | None = None,
     ) -> None:
         self._record = record
@@ -43,6 +45,7 @@ class Watch:
         self._optimizer = optimizer
         self._validator = validator
         self._trackers = trackers
+        self._progress = progress
         self._average = average
         self._steps = record.ledger.plan.steps
         self._used = self._settings()
@@ -64,6 +67,9 @@ class Watch:
         last = step if self._record.is_halted else self._steps
         with nullcontext() if self._average is None else self._average.in_model():
             point = self._validator.measure_if_due(self._model, step, last)
+        if point is not None:
+            # Numbers that are not for release may be seen by the owner, who runs this.
+            self._progress.note(step, point.in_words)
         if point is not None and self._validator.is_released:
             told |= point.numbers()
             is_due = True
