@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -260,7 +261,11 @@ def _are_known(sums: Mapping[str, str], kind: Any, path: Path) -> bool:
 
 
 def hardware_of(device: torch.device) -> str:
-    """What sums of floating-point numbers depend on: the chip, and how work is split on it."""
+    """What sums and noise depend on: the chip, how work is split on it, and who draws numbers.
+
+    A later numpy may draw other normal numbers from the same stream.
+    """
+    numbers = f"numpy {np.__version__}"
     if device.type == "cuda":
         chip = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
         try:
@@ -268,9 +273,10 @@ def hardware_of(device: torch.device) -> str:
         except RuntimeError:
             # The caller used only the newer setting. Then torch refuses to read the older one.
             precision = str(torch.backends.cuda.matmul.fp32_precision)
-        return f"{chip}, {precision} precision of products"
+        return f"{chip}, {precision} precision of products, {numbers}"
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{device.type} {_processor()} {capability}, {torch.get_num_threads()} threads"
+    threads = f"{torch.get_num_threads()} threads"
+    return f"{device.type} {_processor()} {capability}, {threads}, {numbers}"
 
 
 def _processor() -> str:

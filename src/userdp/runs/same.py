@@ -185,7 +185,7 @@ def stored_secret(path: Path, name: str | None) -> RunSecret:
 
 
 def check_hardware(ledger: Ledger, moment: Moment | None, device: torch.device) -> None:
-    """Refuse to repeat steps where they would be rounded in another way."""
+    """Refuse to repeat steps where they would be rounded, or their noise drawn, in another way."""
     repeated = ledger.steps - (0 if moment is None else moment.step)
     before, now = ledger.bound_to.get("hardware", ""), hardware_of(device)
     if repeated and before and before != now:
