@@ -40,6 +40,15 @@ class Release:
         if self.seen is not None:
             self.seen.see(values)
 
+    def settle_at_once(self, ranks: Ranks, values: Tensor) -> None:
+        """Show and settle a sum that every rank has, before a test says whether it is released.
+
+        A test that was failed is not asked once more with new noise, so its step is kept, too.
+        """
+        if ranks.is_first:
+            self.see(values)
+        self.settle(ranks, in_parts=False)
+
     def settle(self, ranks: Ranks, *, in_parts: bool) -> None:
         """Raise before anything is released, if the step was taken before with another sum."""
         settled_together(
@@ -64,6 +73,10 @@ def release_of(
     if clip.count_stddev is not None:
         # The count gets noise of its own, which is repeated too.
         numbers += [clip.count_stddev, total.num_updates, int(total.num_within)]
+    if total.concentration is not None:
+        # So does the score of a test.
+        numbers.append(total.concentration)
+    bound, device = plan.averaging.sensitivity(clip.bound), total.total.values.device.type
     return Release(
         scale=scale,
         noise_stddev=noise_stddev,
@@ -72,7 +85,7 @@ def release_of(
         streams=streams,
         sums=sums,
         is_repeated=is_repeated,
-        seen=sums.of_step(step, numbers, bound=plan.averaging.sensitivity(clip.bound)),
+        seen=sums.of_step(step, numbers, bound=bound, device=device),
     )
 
 
@@ -80,7 +93,10 @@ class Holding(Protocol):
     """The trained weights that this rank holds, and the noise on their sums."""
 
     def set_gradients(self, total: ClippedSum, release: Release) -> None:
-        """Add up the ranks' sums, noise and divide them, and set `.grad`. All ranks together."""
+        """Add up the ranks' sums, noise and divide them, and set `.grad`. All ranks together.
+
+        Where a test decides, the step has been settled before it.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,7 +137,7 @@ class WholeWeights:
             if release.scale != 1:
                 own *= release.scale
             # All ranks have the same sum.
-            if self._ranks.is_first:
+            if self._ranks.is_first and total.concentration is None:
                 release.see(own)
             # Every rank adds the same noise to the same sum, so it is in the weights once.
             self._noise.add_(
@@ -133,7 +149,8 @@ class WholeWeights:
                 streams=release.streams,
             )
             own /= release.divisor
-        release.settle(self._ranks, in_parts=False)
+        if total.concentration is None:
+            release.settle(self._ranks, in_parts=False)
         for parameter, value in zip(self._parameters, total.total.views, strict=True):
             parameter.grad = value.to(parameter.dtype)
 

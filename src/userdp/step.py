@@ -22,7 +22,7 @@ from userdp.clipping.flat import ClippedSum
 from userdp.clipping.rules import CLIP_RULES
 from userdp.clipping.settings import StepSettings
 from userdp.errors import BudgetExhaustedError, InputError, MixedExamplesError
-from userdp.holding import holding_of, release_of
+from userdp.holding import Release, holding_of, release_of
 from userdp.index import Rows, UserIndex
 from userdp.ledger.book import Ledger
 from userdp.losses import Batch, RecordLoss, causal_lm_loss, counted
@@ -240,10 +240,7 @@ class PrivateStep:
                     f"the paths were seen to differ after {self.record.steps:,} released steps"
                 )
             total = with_all_apart(self._ranks, total, self._places)
-            if self._passes(total):
-                self._release(total)
-            else:
-                self.record.halt()
+            self._release(total)
         if is_check_due(self.record.steps):
             self.check_ranks()
 
@@ -272,7 +269,7 @@ class PrivateStep:
         """Raise, on every rank, if the ranks do not have the same weights, bit for bit."""
         check_weights(self._ranks, self.model)
 
-    def _passes(self, total: ClippedSum) -> bool:
+    def _passes(self, total: ClippedSum, release: Release) -> bool:
         """Whether the step's noised score reaches the noised threshold, if the plan has a test.
 
         This is AboveThreshold: one noise for the threshold, and a new one for each score. The test
@@ -282,10 +279,12 @@ class PrivateStep:
         if test is None:
             return True
         assert total.concentration is not None
+        # Taken again, the test has the noise that it had: it must be of the same score and sum.
+        release.settle_at_once(self._ranks, total.total.values)
         return test.passes(
             total.concentration,
             on_threshold=float(self.record.streams("threshold of a test").rng(0).laplace()),
-            on_score=float(self.record.streams(SCORE_PURPOSE).rng(self.record.steps).laplace()),
+            on_score=float(self.record.streams(SCORE_PURPOSE).rng(release.step).laplace()),
         )
 
     def _refuse_memory(self) -> None:
@@ -310,13 +309,12 @@ class PrivateStep:
         ending(self._model_passes, partial(self._checked.check_model, example))()
 
     def _release(self, total: ClippedSum) -> None:
-        """Add noise to the sum, divide, take the step: all that leaves the private side."""
-        step = self.record.steps
+        """Charge, test, add noise to the sum, divide, take the step: all that leaves."""
         release = release_of(
             self.plan,
             self._clip,
             total,
-            step=step,
+            step=self.record.steps,
             streams=self.record.streams(PURPOSE),
             sums=self.record.sums,
             is_repeated=self.record.is_repeating,
@@ -324,11 +322,14 @@ class PrivateStep:
         # The charge is on disk before anyone can see a weight of this step. Other ranks cannot have
         # one before: their sum needs what the first rank adds after its charge.
         self.record.charge_step()
+        if not self._passes(total, release):
+            self.record.halt()
+            return
         self._holding.set_gradients(total, release)
         self.optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
-        self._clip = self._clip.following(self._noisy_share_within(total, step))
+        self._clip = self._clip.following(self._noisy_share_within(total, release.step))
 
     def _noisy_share_within(self, total: ClippedSum, step: int) -> float | None:
         """The noised share of updates within the clip norm; None if the rule does not ask for it.

@@ -94,10 +94,10 @@ def test_a_machine_that_fails_while_the_rest_is_charged_repeats_nothing_else(
 ) -> None:
     charge = Ledger.charge_step
 
-    def breaks(self: Ledger) -> None:
+    def breaks(self: Ledger, *, of_rest: bool = False) -> None:
         if self.steps == 4:
             raise RuntimeError("power cut")
-        charge(self)
+        charge(self, of_rest=of_rest)
 
     saving = Saving(every_steps=1)
     with monkeypatch.context() as patch:

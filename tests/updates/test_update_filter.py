@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import math
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from dp_accounting.dp_event import GaussianDpEvent
 from torch import Tensor, nn
 
 import filter_oracle
+import userdp
 from cli_runner import userdp as command
 from shared import SHARED, needs_shared
 from stores import KEY, sentences
@@ -39,6 +42,7 @@ from userdp.prices.marks import Hypothetical
 from userdp.prices.paid import Paid
 from userdp.report import pictures
 from userdp.report.write import write_report
+from userdp.runs.check import check_run
 from userdp.runs.record import RunRecord
 from userdp.runs.validation_curve import read_points
 from userdp.sampling import PoissonRecords
@@ -467,6 +471,66 @@ def test_a_halted_run_is_a_finished_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert drawn == [6, 6]
     exported = command("export", tmp_path / "run", "--out", tmp_path / "out", "--base", "x/y")
     assert exported.code == 0
+
+
+class StoppedError(Exception):
+    pass
+
+
+def test_a_test_is_asked_again_with_its_noise_of_the_same_gradients_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(tmp_path / "store", [1] * USERS)
+    model, tokenizer = make_model(tmp_path / "base")
+    # Everybody is near to all others, so that nobody is left out.
+    plan = the_plan(update=replace(RULE, concentration=3.0))
+    asked: list[tuple[float, float]] = []
+
+    def answers(self: HaltingTest, score: float, *, on_threshold: float, on_score: float) -> bool:
+        asked.append((score, on_score))
+        # The second step fails.
+        return len(asked) % 2 == 1
+
+    monkeypatch.setattr(HaltingTest, "passes", answers)
+
+    def train(on_step: Callable[[nn.Module, int], None], **options: Any) -> Any:
+        own = copy.deepcopy(model)
+        return userdp.train(
+            own,
+            tokenizer,
+            store,
+            plan,
+            optimizer="sgd",
+            learning_rate=0.1,
+            sequence_length=16,
+            out=tmp_path / "run",
+            saving=userdp.Saving(every_steps=100),
+            on_step=lambda step: on_step(own, step),
+            **options,
+        )
+
+    def stop(model: nn.Module, step: int) -> None:
+        if step == 2:
+            raise StoppedError
+
+    def moved(model: nn.Module, step: int) -> None:
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+
+    # Stopped after the halt and before the checkpoint of that step.
+    with pytest.raises(StoppedError):
+        train(stop)
+    before = list(asked)
+    with pytest.raises(InputError, match="step 2 is taken again, and its sum is not"):
+        train(moved, resume=True)
+    # The second step's test is not asked.
+    assert asked == [*before, before[0]]
+    asked.clear()
+    run = train(lambda model, step: None, resume=True)
+    assert asked == before
+    assert run.ledger.is_halted
+    assert run.ledger.continuations == []
+    assert check_run(tmp_path / "run").problems == ()
 
 
 def test_a_halt_without_a_test_or_before_more_steps_is_refused(tmp_path: Path) -> None:

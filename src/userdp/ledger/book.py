@@ -54,8 +54,7 @@ class Ledger:
         self._writable = writable
         # Held while a step is taken: two at a time would have the same number.
         self.turn = chain.Turn()
-        # Rows that were read back may be incomplete. Then only a closing row shows that nothing is
-        # missing, even if rows were added since.
+        # Of rows that were read back, only a closing row shows that none is missing.
         self._from_disk = bool(kept.rows)
         self._plan = Plan.from_json(kept.rows[0].get("plan", {})) if kept.rows else None
 
@@ -78,8 +77,7 @@ class Ledger:
         holder. By default a new key is made and kept beside the ledger in `secret/`.
         """
         if key is None:
-            # With a fixed seed everything repeats, the key too. `train` gives a key that it derives
-            # from the seed.
+            # With a fixed seed the key repeats, too. `train` derives one from the seed.
             fixed = hashlib.sha256(b"userdp fixed seed").digest()
             key = fixed if fixed_seed else chain.new_key()
         ledger = Ledger(Kept(), key=key, writable=True)
@@ -97,8 +95,7 @@ class Ledger:
                 "fixed_seed": fixed_seed,
                 "model_check": model_check,
                 "data_cautions": list(data_cautions),
-                # The nonce gives every run its own first row, and so its own noise, which is bound
-                # to that row.
+                # So every run has its own first row, to which its noise is bound.
                 "nonce": "" if fixed_seed else secrets.token_hex(16),
             }
         )
@@ -137,8 +134,7 @@ class Ledger:
         is promised before `finish`, because rows may have been cut off earlier. A checkpoint that
         remembers a position shows that none were cut off before it, so give it as `remembered`.
 
-        A program that is stopped while it writes a row leaves a part of it. The part is cut off:
-        nothing that it is about was visible to anyone.
+        The part of a row that a stopped program left is cut off: nobody saw what it is about.
         """
         # Only under the lock can nobody else add a row.
         file = RowsFile.open(path)
@@ -192,6 +188,11 @@ class Ledger:
     def steps(self) -> int:
         """How many steps were charged."""
         return self._kept.steps
+
+    @property
+    def steps_begun(self) -> int:
+        """How many steps were charged to be taken. What follows is the rest of a run that ended."""
+        return self._kept.steps_begun
 
     @property
     def paid(self) -> tuple[Paid, ...]:
@@ -270,9 +271,10 @@ class Ledger:
         for item in before:
             self._append({"kind": "earlier", **item.to_json()})
 
-    def charge_step(self) -> None:
-        """Record the next step, and a phase that begins with it; returns once it is on disk."""
-        self._append({"kind": "step", "step": self.steps, **self.plan.clip.begun_at(self.steps)})
+    def charge_step(self, *, of_rest: bool = False) -> None:
+        """Record the next step, or one of the rest that a run which ends early does not take."""
+        more = self.plan.clip.begun_at(self.steps) | ({"rest": True} if of_rest else {})
+        self._append({"kind": "step", "step": self.steps, **more})
 
     def go_on(self, first: int, nonce: str) -> None:
         """Record that a new process goes on, with noise of its own from step `first` on."""
@@ -298,10 +300,7 @@ class Ledger:
         return tuple(row["reason"] for row in self._rows_of("doubt"))
 
     def doubt(self, reason: str) -> None:
-        """Record that the guarantee does not hold, and why; returns once it is on disk.
-
-        From then on `statement().guarantee` is False.
-        """
+        """Record why the guarantee does not hold from here on; returns once it is on disk."""
         self._append({"kind": "doubt", "reason": reason})
 
     def finish(

@@ -29,17 +29,21 @@ Position = tuple[int, str]
 class Kept:
     """The rows of a ledger without those of the steps, which are only counted.
 
-    So a long run needs no more memory than a short one. `head` is the hash of the last row.
+    So a long run needs no more memory than a short one. `head` is the hash of the last row. Of the
+    steps, all after `steps_begun` were charged as the rest of a run that ends early.
     """
 
     rows: list[Row] = field(default_factory=list)
     steps: int = 0
+    steps_begun: int = 0
     head: str = ""
 
     def add(self, row: Row) -> None:
         """Take in the next row."""
         if row["kind"] == "step":
             self.steps += 1
+            if "rest" not in row:
+                self.steps_begun = self.steps
         else:
             self.rows.append(row)
         self.head = row["hash"]
@@ -121,6 +125,8 @@ def _check_next(row: Row, kept: Kept, path: Path) -> None:
         raise LedgerError(f"{path}: the run went on at another step than the last one.")
     if kind == "step" and row.get("step") != kept.steps:
         raise LedgerError(f"{path}: the steps are not consecutive.")
+    if kind == "step" and row.get("rest", True) is not True:
+        raise LedgerError(f"{path}: a step is the rest of a run, or it is not: {row['rest']!r}.")
     if kind == "step" and "clip_norm" in row and not _is_planned(row, kept.rows[0]):
         raise LedgerError(f"{path}: a phase begins that the plan does not have.")
     if kind == "end" and row.get("steps") != kept.steps:

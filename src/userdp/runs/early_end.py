@@ -24,7 +24,7 @@ def charge_all(record: RunRecord, people: dict[str, Any]) -> None:
     """Charge for every planned step and close the ledger, with nothing trained."""
     people = {**people, "cautions": [DRY_RUN, *people.get("cautions", ())]}
     for _ in range(record.ledger.plan.steps):
-        record.charge_step()
+        record.charge_step(of_rest=True)
         record.step_done()
     record.ledger.finish({}, people=people)
     if record.path is not None:
@@ -50,7 +50,7 @@ class EarlyEnd:
         """Charge for all planned steps that are left."""
         self._after = self._record.steps
         while self._record.steps < self._record.ledger.plan.steps:
-            self._record.charge_step()
+            self._record.charge_step(of_rest=True)
 
     def told(self, people: dict[str, Any]) -> dict[str, Any]:
         """What the closing row says beside the steps, with the early end among the cautions."""

@@ -182,7 +182,8 @@ class RunRecord:
             sums: AnySums = NoSums()
             if not secret.fixed_seed and not ledger.is_finished:
                 device = device_of(model, sharded=sharded).type
-                sums = RepeatedSums.opened(path, secret.key, (after, ledger.steps), device)
+                steps, begun = (after, ledger.steps), ledger.steps_begun
+                sums = RepeatedSums.opened(path, secret.key, steps, device, begun=begun)
         except BaseException:
             ledger.close()
             raise
@@ -299,11 +300,13 @@ class RunRecord:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError("the record of a run cannot be copied: both would draw the same noise.")
 
-    def charge_step(self) -> None:
-        """Record the next step; returns once it is on disk. A repeated step has its row already."""
+    def charge_step(self, *, of_rest: bool = False) -> None:
+        """Record the next step, or one of the rest that is not taken. Repeated ones have rows."""
+        # The steps before were seen, so none of them may lack its sum from here on.
+        self.sums.flush()
         self._continuation.record_if_due(self.ledger, self._position)
         if not self.is_repeating:
-            self.ledger.charge_step()
+            self.ledger.charge_step(of_rest=of_rest)
         self._position += 1
 
     @property
@@ -312,8 +315,8 @@ class RunRecord:
         return self.ledger.is_halted and not self.is_repeating
 
     def halt(self) -> None:
-        """Charge the next step, which failed its test: the run ends. Returns once on disk."""
-        self.charge_step()
+        """Record that the last step failed its test: the run ends. Returns once on disk."""
+        self.sums.flush()
         if not self.ledger.is_halted:
             self.ledger.halt()
 

@@ -5,16 +5,18 @@ were other ones, the difference of the two releases would show the data without 
 early what has changed (`digests`), as far as it can be described. Here the sums themselves are
 compared, so it does not matter what changed them: a callback, a file that a loss reads, a patch.
 
-Of each sum a few totals with random signs are kept in the run's directory of secrets, beside the
-key of its noise, until the run is finalized. A difference of length d changes each of them by
-about d. What the noise is scaled by is kept as well.
+What is known of each sum is kept in the run's directory of secrets, beside the key of its noise,
+until the run is finalized. What the noise is scaled by is kept as well.
 
-CPUs repeat every bit, so any difference is refused there. GPUs do not: a small difference passes,
-and as it is a release without noise, so small as it is, a step is taken again only so often.
+CPUs repeat every bit. There a keyed hash of the sum is kept, and any difference is refused. GPUs
+repeat no bits. There a few totals with random factors are kept, and a difference of length d
+changes each of them by about d. A small difference passes, and as it is a release without noise,
+so small as it is, a step is taken again only so often.
 
 A process may be stopped between the charge of a step and its sum, or charge the rest of a run that
-ends early. Steps at the end that have no sum were not taken then, and they get new noise. On a GPU
-the last sum is on its way while its step is taken: such a step is judged by the digests alone.
+ends early. Such steps were not taken, and they get new noise. No other step may lack its sum: it
+was seen, and with new noise it would be released twice for one charge. On a GPU the last sum is on
+its way while its step is taken: such a step is judged by the digests alone.
 
 Secret: the totals, and whether they agree.
 """
@@ -42,16 +44,19 @@ from userdp.files.chain import write_private
 from userdp.files.remembered import SUMS
 from userdp.ranks import Ranks
 
-# A sum is written in rows of so many values. Every row and every column has signs of its own: where
+# A sum is written in rows of so many values. Every row and column has factors of its own: where
 # gradients add up to zero along one of the two, as those of an output layer do, the other tells.
 _WIDTH = 4_096
-# So many choices of signs for the rows, and for each of them so many for the columns.
+# So many choices of factors for the rows, and for each of them so many for the columns.
 _BY_ROW, _BY_COLUMN = 16, 4
 # How many rows are converted to float64 at a time.
 _ROWS_AT_ONCE = 1_024
-# How far the sums may be apart, in bounds of one update. On a CPU this is far below a rounding.
-_TOLERANCE = {"cpu": 1e-9}
-_USUAL_TOLERANCE = 1e-2
+# Devices that repeat every bit.
+_EXACT = frozenset({"cpu"})
+# How many numbers of 32 bits a hash has.
+_WORDS = 8
+# How far the sums may be apart on other devices, in bounds of one update.
+_TOLERANCE = 1e-2
 # How often a step is taken again where small differences pass.
 _MOST_REPEATS = 10
 
@@ -65,20 +70,24 @@ class _Row:
     repeats: int = 0
 
 
-class Signs:
-    """Random signs for the rows and columns of a sum, the same in each process of a run."""
+class Factors:
+    """Random factors for the rows and columns of a sum, the same in each process of a run.
+
+    They are normal numbers. Of random signs, those of two rows would be the same now and then, and
+    nobody would see that these two were swapped.
+    """
 
     def __init__(self, key: bytes, rank: int = 0) -> None:
-        digest = hashlib.sha256(b"userdp signs of sums\n" + key).digest()
-        self._seed = [*np.frombuffer(digest, np.uint32).tolist(), rank]
+        self._key = hashlib.sha256(b"userdp factors of sums\n" + key).digest()
+        self._rank = rank
         self._made: dict[tuple[Any, ...], Tensor] = {}
 
     def _of(self, place: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
         name = (place, shape, like.device, like.dtype)
         if name not in self._made:
-            rng = np.random.default_rng([*self._seed, place])
-            signs = rng.integers(0, 2, shape, dtype=np.int8) * np.int8(2) - np.int8(1)
-            self._made[name] = torch.from_numpy(signs).to(like)
+            words = np.frombuffer(self._key, np.uint32).tolist()
+            drawn = np.random.default_rng([*words, self._rank, place]).standard_normal(shape)
+            self._made[name] = torch.from_numpy(drawn).to(like)
         return self._made[name]
 
     def of_rows(self, first: int, count: int, like: Tensor) -> Tensor:
@@ -89,20 +98,38 @@ class Signs:
         """Those of the columns."""
         return self._of(0, (_BY_ROW, _WIDTH, _BY_COLUMN), like)
 
+    def new_hash(self) -> Any:
+        """A hash that only a process of the run can compute."""
+        return hashlib.blake2b(key=self._key, person=str(self._rank).encode(), digest_size=32)
+
 
 class SumOfStep:
     """What is seen of the sum of one step before it gets its noise."""
 
-    def __init__(self, signs: Signs, step: int, numbers: Sequence[float], bound: float) -> None:
+    def __init__(
+        self, factors: Factors, step: int, numbers: Sequence[float], bound: float, device: str
+    ) -> None:
         self.step, self.bound = step, bound
         self.numbers = [float(number).hex() for number in numbers]
-        self._signs = signs
+        # Whether the device repeats every bit.
+        self.is_exact = device in _EXACT
+        self._factors = factors
+        self._hash: Any = None
         self._rows = 0
-        # The rows added up with their signs.
+        # The rows added up with their factors.
         self._folded: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """How many totals there are."""
+        return _WORDS if self.is_exact else _BY_ROW * _BY_COLUMN
 
     def see(self, values: Tensor) -> None:
         """A piece of the sum, flat. The same pieces come each time."""
+        if self.is_exact:
+            self._hash = self._hash or self._factors.new_hash()
+            self._hash.update(values.detach().contiguous().numpy())
+            return
         whole = len(values) - len(values) % _WIDTH
         self._add(values[:whole].view(-1, _WIDTH))
         if whole < len(values):
@@ -119,15 +146,18 @@ class SumOfStep:
         parts = [rows] if rows.dtype == dtype else rows.split(_ROWS_AT_ONCE)
         for part in parts:
             wide = part.to(dtype)
-            self._folded += self._signs.of_rows(self._rows, len(wide), wide) @ wide
+            self._folded += self._factors.of_rows(self._rows, len(wide), wide) @ wide
             self._rows += len(wide)
 
     def totals(self) -> Tensor | None:
-        """The totals, where the sum is; None if there was nothing to see."""
+        """The totals, or the hash as numbers, where the sum is; None if nothing was seen."""
+        if self._hash is not None:
+            words = np.frombuffer(self._hash.digest(), np.uint32)
+            return torch.from_numpy(words.astype(np.float64))
         if self._folded is None:
             return None
-        signs = self._signs.of_columns(self._folded)
-        return torch.einsum("iw,iwc->ic", self._folded, signs).flatten()
+        factors = self._factors.of_columns(self._folded)
+        return torch.einsum("iw,iwc->ic", self._folded, factors).flatten()
 
 
 class RepeatedSums:
@@ -138,7 +168,7 @@ class RepeatedSums:
         self._known = known
         # How many of the steps that were charged last were never taken.
         self.untaken = untaken
-        self._signs = Signs(key)
+        self._factors = Factors(key)
         # The totals that a GPU has not computed yet.
         self._waiting: _Waiting | None = None
 
@@ -149,8 +179,14 @@ class RepeatedSums:
         return RepeatedSums(run, key, {})
 
     @staticmethod
-    def opened(run: Path, key: bytes, steps: tuple[int, int], device: str) -> RepeatedSums:
-        """Of a run that goes on after the first number of `steps`, of those charged."""
+    def opened(
+        run: Path, key: bytes, steps: tuple[int, int], device: str, *, begun: int | None = None
+    ) -> RepeatedSums:
+        """Of a run that goes on after the first number of `steps`, of those charged.
+
+        `begun` is how many of those were charged to be taken, and not as the rest of a run that
+        ends early; by default all.
+        """
         place = run / SUMS
         if not place.is_file() or place.is_symlink():
             raise LedgerError(
@@ -176,19 +212,24 @@ class RepeatedSums:
         except (KeyError, TypeError, ValueError):
             raise LedgerError(f"{place}: this is no list of sums; restore it.") from None
         lost = [step for step in range(*steps) if step not in known]
-        if lost != list(range(*steps))[len(known) :]:
+        charged = steps[1]
+        # A step is charged after the sum of the step before is written.
+        may_be_lost = range(min(charged if begun is None else begun, charged - 1), charged)
+        if lost != list(range(*steps))[len(known) :] or any(s not in may_be_lost for s in lost):
             raise LedgerError(
                 f"{place} lacks the sum of step {lost[0] + 1}, which was charged: nobody can tell "
                 f"whether it is the same when it is taken again. Restore the file, or say {FORK}."
             )
         # On a CPU a sum is written before anybody sees a weight of its step. On a GPU the last one
         # may come later: that step may have been seen, and with other noise it would be seen twice.
-        was_seen = len(lost) == 1 and device not in _TOLERANCE
+        was_seen = len(lost) == 1 and device not in _EXACT
         return RepeatedSums(run, key, known, untaken=0 if was_seen else len(lost))
 
-    def of_step(self, step: int, numbers: Sequence[float], *, bound: float) -> SumOfStep:
+    def of_step(
+        self, step: int, numbers: Sequence[float], *, bound: float, device: str
+    ) -> SumOfStep:
         """The sum of one step, to be shown piece by piece. `numbers` scale it and its noise."""
-        return SumOfStep(self._signs, step, numbers, bound)
+        return SumOfStep(self._factors, step, numbers, bound, device)
 
     def settle(self, seen: SumOfStep, totals: Tensor) -> None:
         """Keep what was seen of a step, or refuse it if it is not what it was."""
@@ -200,11 +241,11 @@ class RepeatedSums:
                 self.flush()
             return
         now = _numpy(totals)
-        tolerance = _TOLERANCE.get(totals.device.type, _USUAL_TOLERANCE)
+        most = 0.0 if seen.is_exact else _TOLERANCE * seen.bound
         is_same = now.shape == before.totals.shape and before.numbers == seen.numbers
         apart = math.sqrt(np.mean((now - before.totals) ** 2)) if is_same else math.inf
         # "Not at most" is also true where a number is not finite.
-        if not apart <= tolerance * seen.bound:
+        if not apart <= most:
             raise InputError(
                 f"step {seen.step + 1} is taken again, and its sum is not the one that it had: "
                 "something that decides it has changed since, such as what a callback, a loss or a "
@@ -212,7 +253,7 @@ class RepeatedSums:
                 f"data, so the step is not taken. Put everything back, or say {FORK} to go on with "
                 "new noise."
             )
-        if apart > 0 and totals.device.type not in _TOLERANCE:
+        if apart > 0:
             self._count(seen.step, before.repeats + 1)
 
     def _count(self, step: int, repeats: int) -> None:
@@ -254,11 +295,13 @@ class FollowedSums:
     """On a rank that writes nothing: it tells the first rank the totals of its own part."""
 
     def __init__(self, key: bytes, rank: int) -> None:
-        self._signs = Signs(key, rank)
+        self._factors = Factors(key, rank)
 
-    def of_step(self, step: int, numbers: Sequence[float], *, bound: float) -> SumOfStep:
+    def of_step(
+        self, step: int, numbers: Sequence[float], *, bound: float, device: str
+    ) -> SumOfStep:
         """This rank's part of the sum of one step."""
-        return SumOfStep(self._signs, step, numbers, bound)
+        return SumOfStep(self._factors, step, numbers, bound, device)
 
     def settle(self, seen: SumOfStep, totals: Tensor) -> None:
         """The first rank compares."""
@@ -273,7 +316,7 @@ class FollowedSums:
 class NoSums:
     """Of a run that nobody can go on with, or with a fixed seed: nothing is kept."""
 
-    def of_step(self, step: int, numbers: Sequence[float], *, bound: float) -> None:
+    def of_step(self, step: int, numbers: Sequence[float], *, bound: float, device: str) -> None:
         """Nobody looks at the sum."""
 
     def settle(self, seen: SumOfStep, totals: Tensor) -> None:
@@ -294,18 +337,18 @@ def settled_together(
 ) -> None:
     """Settle a step on all ranks: what one of them refuses, none of them takes.
 
-    `in_parts`: every rank has seen a part of the sum, and not all of it. Nobody waits for a step
-    that was never taken before.
+    `in_parts`: every rank has seen a part of the sum, and not all of it.
     """
     if seen is None:
         return
     totals = seen.totals()
     if in_parts and ranks.count > 1:
-        size = _BY_ROW * _BY_COLUMN
-        own = np.zeros(size) if totals is None else _numpy(totals)
+        own = np.zeros(seen.size) if totals is None else _numpy(totals)
         totals = torch.from_numpy(ranks.numbers(own.tolist()).sum(0))
-    # All ranks come here, also those that saw nothing.
-    with ranks.together() if is_repeated else contextlib.nullcontext():
+    # All ranks come here, also those that saw nothing. Without its totals on the disk a step counts
+    # as never taken, so nobody takes it before. Where they come later, nobody waits for new steps.
+    is_waited_for = is_repeated or seen.is_exact
+    with ranks.together() if is_waited_for else contextlib.nullcontext():
         if totals is not None:
             sums.settle(seen, totals)
 
