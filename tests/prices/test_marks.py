@@ -192,6 +192,36 @@ def test_a_promise_after_a_marked_run_counts_what_that_run_really_cost() -> None
         plan.check_paid([], earlier=[unbounded])
 
 
+def test_a_run_that_chose_its_rows_has_no_price_by_the_record() -> None:
+    # Resampled, the one record of a user is three groups, each with a coin of its own.
+    plan = records()
+    chose = replace(entry(plan, steps=20), chose_rows=True)
+    assert Earlier.from_json(chose.to_json()) == chose
+    with pytest.raises(UnaccountedPlanError, match="chose its rows"):
+        plan.check_paid([], earlier=[chose])
+    records(mark=None).check_paid([], earlier=[replace(chose, plan=records(mark=None).to_json())])
+
+
+@pytest.mark.parametrize(
+    ("bound_to", "expected"),
+    [
+        ({}, False),
+        ({"select": "random", "selection": ""}, False),
+        ({"select": "random, resampled", "selection": ""}, True),
+        ({"select": "longest", "selection": ""}, True),
+        ({"select": "random", "selection": "a keyed name"}, True),
+    ],
+)
+def test_a_models_history_says_whether_its_rows_were_chosen(
+    bound_to: dict[str, str], expected: bool
+) -> None:
+    ledger = Ledger.create(records(), bound_to=bound_to, fixed_seed=False)
+    ledger.charge_step()
+    found = ledger.as_entry()
+    assert found is not None
+    assert Earlier.from_json(found).chose_rows is expected
+
+
 def test_earlier_runs_are_priced_by_the_same_mark() -> None:
     plan = records(group_size=None, num_records=300)
     plan.check_paid([], earlier=[entry(plan, steps=20)])

@@ -34,7 +34,7 @@ from userdp.files.rows import RowsFile
 from userdp.ledger.checks import check_events
 from userdp.ledger.rows import FORMAT, HALTED, UNVERIFIED, Kept, Position, kept_rows
 from userdp.plan import Plan
-from userdp.prices.earlier import Earlier
+from userdp.prices.earlier import Earlier, chose_rows
 from userdp.prices.paid import Paid
 from userdp.statement import Statement
 
@@ -342,6 +342,7 @@ class Ledger:
             fixed_seed=self.fixed_seed,
             paid=self.paid,
             doubts=self.doubts,
+            chose_rows=chose_rows(self.bound_to),
         ).to_json()
 
     def event(self) -> events.DpEvent | None:

@@ -12,7 +12,7 @@ the store's key.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,7 +28,8 @@ class Earlier:
 
     `people` is 0 for the people of the run that inherits this; other numbers are people who were
     declared to be others, one number for each such declaration. `doubts` say why nothing is
-    promised of the run, where that was seen.
+    promised of the run, where that was seen. `chose_rows` says that a selection or a criterion
+    decided which rows took part, or how often: then single records have no price in it.
     """
 
     run: str
@@ -41,6 +42,7 @@ class Earlier:
     paid: tuple[Paid, ...] = ()
     people: int = 0
     doubts: tuple[str, ...] = ()
+    chose_rows: bool = False
 
     @property
     def non_private(self) -> bool:
@@ -68,6 +70,7 @@ class Earlier:
             "people": self.people,
             # Only where there are some: entries of runs without any stay as they were.
             **({"doubts": list(self.doubts)} if self.doubts else {}),
+            **({"chose_rows": True} if self.chose_rows else {}),
         }
 
     @staticmethod
@@ -86,6 +89,7 @@ class Earlier:
                 paid=tuple(Paid.from_json(item) for item in cast("list[Any]", data["paid"])),
                 people=data["people"],
                 doubts=tuple(str(reason) for reason in cast("list[Any]", data.get("doubts", []))),
+                chose_rows=data.get("chose_rows", False) is True,
             )
             same = found.to_json() == {name: data[name] for name in found.to_json()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -102,6 +106,11 @@ class Earlier:
             raise LedgerError("an earlier run's entry does not say whether its seed was fixed.")
         check_numbers(data["event"])
         return found
+
+
+def chose_rows(bound_to: Mapping[str, str]) -> bool:
+    """Whether a run that is bound to this did not take all rows alike."""
+    return bool(bound_to.get("selection")) or bound_to.get("select", "random") != "random"
 
 
 def inherited(before: Sequence[Earlier], *, other_people: bool) -> tuple[Earlier, ...]:

@@ -102,6 +102,12 @@ def takes_over(plan: Plan, item: Earlier) -> bool:
     if not isinstance(plan.mark, RecordLevel) or before.non_private:
         return False
     check_paid(plan, item.paid)
+    if item.chose_rows:
+        raise UnaccountedPlanError(
+            "a run behind the model chose its rows: by a selection, by select, resample or "
+            "tokens_per_user. There a record may take part several times or in place of another, "
+            "so it has no price under record_level. Leave that out, or begin with another model."
+        )
     # Removing one record of a user may turn the user's mean round: only records that are clipped
     # one by one have a price.
     _priced(before, plan.mark)
