@@ -501,6 +501,26 @@ def test_a_step_is_charged_after_the_sum_of_the_step_before_is_written(
     assert found == [0, 1, 2]
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_older_ledger_that_is_put_back_lacks_steps_that_were_taken(
+    steps: int, train: Train, tmp_path: Path
+) -> None:
+    # Before the first checkpoint nothing else tells: they would be taken twice for one charge.
+    with pytest.raises(StoppedError):
+        train(stop)
+    place = tmp_path / "run" / "ledger.jsonl"
+    rows = place.read_bytes().splitlines(keepends=True)
+    place.write_bytes(b"".join(rows[: 1 + steps]))
+    for options in ({"resume": True}, {"fork": True}):
+        with pytest.raises(LedgerError, match="2 steps were taken, by the sums in"):
+            train(nothing, **options)
+    place.unlink()
+    with pytest.raises(LedgerError, match=r"holds secret/sums\.jsonl, and its ledger no step"):
+        train(nothing, resume=True)
+    place.write_bytes(b"".join(rows))
+    assert train(nothing, resume=True).statement.guarantee
+
+
 def test_another_numpy_takes_no_step_again(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     # It may draw other noise from the same stream, and the same sum would be released twice.
     with pytest.raises(StoppedError):

@@ -29,7 +29,7 @@ from userdp.accounting import events
 from userdp.errors import LedgerError
 from userdp.files import chain
 from userdp.files.chain import Row
-from userdp.files.remembered import last_position
+from userdp.files.remembered import Least, least_of
 from userdp.files.rows import RowsFile
 from userdp.ledger.checks import check_events
 from userdp.ledger.rows import FORMAT, HALTED, UNVERIFIED, Kept, Position, kept_rows
@@ -111,17 +111,16 @@ class Ledger:
         `remembered` position must be among its rows; if none is given, that of the
         newest checkpoint. A last row that is cut short is refused, unless it is to be left out.
         """
-        # Before the rows are read: a run that goes on may save one meanwhile.
-        remembered = remembered or last_position(path.parent, chain.read_key(path))
+        least = least_of(path, remembered)
         content = chain.read_content(path)
         if without_torn_row:
             content = chain.without_torn_row(content)
-        return Ledger._of_content(content, path, remembered)
+        return Ledger._of_content(content, path, least)
 
     @staticmethod
-    def _of_content(content: bytes, path: Path, remembered: Position | None) -> Ledger:
+    def _of_content(content: bytes, path: Path, least: Least) -> Ledger:
         key = chain.read_key(path)
-        kept = kept_rows(chain.rows_of(content, path, key), path, remembered=remembered)
+        kept = kept_rows(chain.rows_of(content, path, key), path, least)
         ledger = Ledger(kept, key=key, writable=False)
         check_events(ledger, path)
         return ledger
@@ -139,10 +138,10 @@ class Ledger:
         # Only under the lock can nobody else add a row.
         file = RowsFile.open(path)
         try:
-            remembered = remembered or last_position(path.parent, chain.read_key(path))
+            least = least_of(path, remembered)
             content = chain.read_content(path)
             right = chain.without_torn_row(content)
-            found = Ledger._of_content(right, path, remembered)
+            found = Ledger._of_content(right, path, least)
             if found._key is None:
                 raise LedgerError(
                     f"{chain.key_path(path)} is not there: without the run's key no row can be "

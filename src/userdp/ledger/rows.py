@@ -9,6 +9,7 @@ from typing import Any
 
 from userdp.errors import LedgerError
 from userdp.files.chain import Row
+from userdp.files.remembered import SUMS, Least
 
 FORMAT = 3
 
@@ -68,20 +69,20 @@ class Kept:
         return bool(self.rows) and self.rows[-1]["kind"] == "end"
 
 
-def kept_rows(rows: Iterable[Row], path: Path, *, remembered: Position | None = None) -> Kept:
+def kept_rows(rows: Iterable[Row], path: Path, least: Least) -> Kept:
     """Read rows. Rows that make no sense are refused, even if they are chained correctly.
 
-    A `remembered` position must be among them, because the hash there stands for all rows before.
+    A position that is remembered must be among them. The hash there stands for all rows before.
     """
     kept = Kept()
-    is_there = remembered is None
+    is_there = least.position is None
     for row in rows:
         if not kept.rows:
             _check_first(row, path)
         else:
             _check_next(row, kept, path)
         kept.add(row)
-        is_there = is_there or remembered == (kept.steps, kept.head)
+        is_there = is_there or least.position == (kept.steps, kept.head)
     if not kept.rows and is_there:
         raise LedgerError(
             f"{path} has no row: the run was stopped before it began, and nothing was spent. "
@@ -91,6 +92,12 @@ def kept_rows(rows: Iterable[Row], path: Path, *, remembered: Position | None = 
         raise LedgerError(
             f"{path}: rows were cut off or replaced since the checkpoint was written. What these "
             "rows say was spent is not what was spent. Restore the ledger."
+        )
+    if kept.steps < least.steps:
+        raise LedgerError(
+            f"{path}: {least.steps:,} steps were taken, by the sums in {path.parent / SUMS}, and "
+            f"here are rows of {kept.steps:,}: rows were cut off, or an older ledger was put back. "
+            "Restore the ledger."
         )
     return kept
 

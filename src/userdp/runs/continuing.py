@@ -16,7 +16,7 @@ from torch import nn
 
 from userdp.errors import FORK, InputError, LedgerError
 from userdp.files.chain import without_torn_row
-from userdp.files.remembered import CHECKPOINTS, SUMS, checkpoint_places
+from userdp.files.remembered import CHECKPOINTS, SUMS, checkpoint_places, steps_with_sums
 from userdp.files.rows import RowsFile
 from userdp.history import History, carry, history_of, merged
 from userdp.ledger.book import Ledger
@@ -87,6 +87,7 @@ def _refuse_other_files(run: Path) -> None:
     """Refuse to delete what a run that was stopped before its first step does not leave."""
     results = [name for name in ("model", "statement.json") if (run / name).exists()]
     results += [f"{CHECKPOINTS}/{path.name}" for path in checkpoint_places(run / CHECKPOINTS)]
+    results += [SUMS.as_posix()] * bool(steps_with_sums(run))
     if results:
         raise LedgerError(
             f"{run} holds {results[0]}, and its ledger no step: rows were cut off, or the ledger "
