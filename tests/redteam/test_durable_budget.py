@@ -17,6 +17,7 @@ from tiny import make_model, make_store
 from userdp import Plan, Population, UserStore, load_model
 from userdp.budget.debits import settle
 from userdp.errors import BudgetExhaustedError, InputError, LedgerError
+from userdp.files.remembered import SUMS
 from userdp.ledger.book import Ledger
 from userdp.optimizers.by_name import make_optimizer
 from userdp.prices.earlier import Earlier
@@ -169,8 +170,9 @@ def test_giving_up_a_cut_run_frees_nothing(root: Path) -> None:
 def test_what_a_run_said_it_took_is_never_lowered(root: Path) -> None:
     train(root)
     cut(root / "run", 1)
-    # Without checkpoints beside it, a cut ledger looks like that of a shorter run.
+    # Without checkpoints and sums beside it, a cut ledger looks like that of a shorter run.
     shutil.rmtree(root / "run" / "checkpoints")
+    (root / "run" / SUMS).unlink()
     settle(people(root), Ledger.read(root / "run" / "ledger.jsonl"))
     assert spent(root) == pytest.approx(plan().epsilon())
 
