@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -483,6 +484,26 @@ def test_the_rest_of_a_run_that_ends_early_was_not_seen(values: Tensor, tmp_path
         with pytest.raises(LedgerError, match="lacks the sum of step 4"):
             RepeatedSums.opened(tmp_path, KEY, (1, 9), "cpu", begun=begun)
     assert RepeatedSums.opened(tmp_path, KEY, (1, 4), "cpu", begun=4).untaken == 1
+
+
+def test_on_a_gpu_one_step_without_totals_counts_as_seen_unless_it_is_of_the_rest(
+    values: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_of(values, tmp_path, device="cuda").close()
+
+    def opened(charged: int, begun: int) -> RepeatedSums:
+        return RepeatedSums.opened(tmp_path, KEY, (1, charged), "cuda", begun=begun)
+
+    assert opened(4, begun=4).untaken == 0
+    assert opened(4, begun=3).untaken == 1
+    # Taken after all, it is not seen before its totals are on the disk. Others may come later.
+    waiting = SimpleNamespace(step=3, numbers=[], totals=lambda: np.zeros(64))
+    monkeypatch.setattr(repeated_sums, "_Waiting", lambda seen, totals: waiting)
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    for charged, count in ((3, 3), (4, 4)):
+        kept = opened(charged, begun=3)
+        kept.settle(kept.of_step(3, NUMBERS, bound=1.0, device="cuda"), on_gpu)
+        assert len((tmp_path / SUMS).read_bytes().splitlines()) == count
 
 
 def test_a_step_is_charged_after_the_sum_of_the_step_before_is_written(

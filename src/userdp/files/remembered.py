@@ -35,9 +35,11 @@ def mark(key: bytes, manifest: Mapping[str, Any]) -> str:
 
 def steps_with_sums(run: Path) -> int:
     """How many steps the run has taken at least: each was charged before its sum was kept."""
-    place = run / SUMS
-    content = place.read_bytes() if place.is_file() else b""
-    return max((int(step) + 1 for step in re.findall(rb'"step": (\d+)', content)), default=0)
+    if not (run / SUMS).is_file():
+        return 0
+    with (run / SUMS).open("rb") as rows:
+        found = [re.search(rb'"step": (\d+)', row) for row in rows]
+    return max((int(row[1]) + 1 for row in found if row), default=0)
 
 
 def checkpoint_places(checkpoints: Path) -> list[Path]:

@@ -163,9 +163,13 @@ class SumOfStep:
 class RepeatedSums:
     """The sums of a run's steps, as far as they are kept in its directory."""
 
-    def __init__(self, run: Path, key: bytes, known: dict[int, _Row], *, untaken: int = 0) -> None:
+    def __init__(
+        self, run: Path, key: bytes, known: dict[int, _Row], *, charged: int = 0, untaken: int = 0
+    ) -> None:
         self._place = run / SUMS
         self._known = known
+        # How many steps were charged by the processes before this one.
+        self._charged = charged
         # How many of the steps that were charged last were never taken.
         self.untaken = untaken
         self._factors = Factors(key)
@@ -213,8 +217,9 @@ class RepeatedSums:
             raise LedgerError(f"{place}: this is no list of sums; restore it.") from None
         lost = [step for step in range(*steps) if step not in known]
         charged = steps[1]
+        begun = charged if begun is None else begun
         # A step is charged after the sum of the step before is written.
-        may_be_lost = range(min(charged if begun is None else begun, charged - 1), charged)
+        may_be_lost = range(min(begun, charged - 1), charged)
         if lost != list(range(*steps))[len(known) :] or any(s not in may_be_lost for s in lost):
             raise LedgerError(
                 f"{place} lacks the sum of step {lost[0] + 1}, which was charged: nobody can tell "
@@ -222,8 +227,9 @@ class RepeatedSums:
             )
         # On a CPU a sum is written before anybody sees a weight of its step. On a GPU the last one
         # may come later: that step may have been seen, and with other noise it would be seen twice.
-        was_seen = len(lost) == 1 and device not in _EXACT
-        return RepeatedSums(run, key, known, untaken=0 if was_seen else len(lost))
+        was_seen = len(lost) == 1 and begun == charged and device not in _EXACT
+        untaken = 0 if was_seen else len(lost)
+        return RepeatedSums(run, key, known, charged=charged, untaken=untaken)
 
     def of_step(
         self, step: int, numbers: Sequence[float], *, bound: float, device: str
@@ -237,7 +243,8 @@ class RepeatedSums:
         if before is None:
             self.flush()
             self._waiting = _Waiting(seen, totals)
-            if not totals.is_cuda:
+            # A step that was charged before has no charge after it that would wait for its totals.
+            if not totals.is_cuda or seen.step < self._charged:
                 self.flush()
             return
         now = _numpy(totals)
