@@ -61,9 +61,11 @@ ABOVE = {
     ),
     "plans.checks": "accounting prices.marked prices.table sampling",
     "prices.table": (
-        "accounting noise prices.correlated prices.earlier prices.paid sampling statement updates"
+        "accounting noise prices.correlated prices.earlier prices.independent prices.paid "
+        "sampling statement updates"
     ),
-    "prices.correlated": "accounting noise sampling",
+    "prices.correlated": "accounting noise prices.independent sampling",
+    "prices.independent": "accounting noise sampling",
     "planner.norms": "",
     "planner.filter_noise": "accounting plan updates",
     "defaults": "",
