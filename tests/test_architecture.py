@@ -48,7 +48,6 @@ ABOVE = {
     "statement": "",
     "prices.paid": "accounting",
     "prices.earlier": "accounting prices.paid",
-    "plans.wording": "prices.earlier",
     "prices.composition": "accounting prices.earlier prices.paid statement",
     "prices.marks": "sampling",
     "prices.marked": (
@@ -56,8 +55,7 @@ ABOVE = {
         "sampling"
     ),
     "plans.words": (
-        "plans.wording prices.composition prices.earlier prices.marked prices.marks "
-        "prices.paid statement"
+        "prices.composition prices.earlier prices.marked prices.marks prices.paid statement"
     ),
     "plans.checks": "accounting prices.marked prices.table sampling",
     "prices.table": (
@@ -119,7 +117,7 @@ ABOVE = {
         "defaults noise plan prices.earlier prices.marks prices.paid sampling updates"
     ),
     "report": (
-        "accounting ledger.book plan plans.wording plans.words prices.earlier prices.paid "
+        "accounting ledger.book plan plans.words prices.earlier prices.paid "
         "runs.facts runs.files runs.validation_curve statement"
     ),
     "digests.described": "digests.code digests.modules digests.values",
@@ -240,7 +238,6 @@ TORCH_FREE = [
     "statement",
     "prices.paid",
     "prices.earlier",
-    "plans.wording",
     "prices.marks",
     "prices.marked",
     "plans.checks",
