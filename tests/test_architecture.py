@@ -212,7 +212,7 @@ ABOVE = {
         "tasks training.configured training.loop training.trackers training.validation"
     ),
     "runs.saved": "digests.of_runs ledger.book models runs.facts",
-    "planner.gradient_norms": "data models tasks updates",
+    "planner.gradient_norms": "data losses models tasks updates",
 }
 TOP = {"__main__", "cli", "quickstart"}
 

@@ -32,10 +32,10 @@ from userdp.clipping.settings import StepSettings
 from userdp.clipping.stacked.clip import StackedClip
 from userdp.clipping.stacked.lora import StackedAdapters, stacked_adapters
 from userdp.clipping.stacked.lstm import StackedLSTM, stacked_lstm
-from userdp.clipping.stacked.records import StackedRecords, lengths_of, num_records
+from userdp.clipping.stacked.records import StackedRecords, lengths_of
 from userdp.clipping.stacked.vectorised import Vectorised
 from userdp.clipping.stacked.workers import in_order, num_workers
-from userdp.losses import Batch, RecordLoss, at_least_float32
+from userdp.losses import Batch, RecordLoss, at_least_float32, records_in
 from userdp.sharded_tensors import is_divided
 from userdp.updates.contract import LocalTraining
 
@@ -137,7 +137,7 @@ class LocalClipping:
 
     def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
         """The weighted sum of the users' clipped updates. Secret."""
-        listed = [group for group in groups if num_records(group)]
+        listed = [group for group in groups if records_in(group)]
         total = FlatBuffer(self._parameters)
         within, weight = 0, 0.0
         failures = Failures(self.skip_failing)
@@ -171,7 +171,7 @@ class LocalClipping:
         for group in groups:
             kinds.setdefault(kind_of(group), []).append(group)
         for alike in kinds.values():
-            ordered = sorted(alike, key=num_records)
+            ordered = sorted(alike, key=records_in)
             for first in range(0, len(ordered), self._most_users):
                 yield ordered[first : first + self._most_users]
 
@@ -213,7 +213,7 @@ class LocalClipping:
                     type(error).__name__,
                 )
             return None
-        weights = [self._update.weight(num_records(group)) for group in users]
+        weights = [self._update.weight(records_in(group)) for group in users]
         sums, squared = self._summed(way, rule, weights, lstm)
         return _Trained(
             sums=sums,
@@ -329,7 +329,7 @@ class LocalClipping:
         size = self._update.local_batch_size
         cells = places * size * max(lengths.values(), default=1)
         rows = size * max(1, _MOST_CELLS // cells)
-        most = max(map(num_records, users))
+        most = max(map(records_in, users))
         parts = [slice(first, first + rows) for first in range(0, most, rows)]
         stacked: StackedRecords | None = None
         for _ in range(self._update.local_epochs):

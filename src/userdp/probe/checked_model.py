@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from userdp.clipping.execute.models import num_classes_of
 from userdp.clipping.flat import ClippedSum
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import ClipRule
-from userdp.clipping.settings import StepSettings
+from userdp.clipping.settings import PathName, StepSettings
 from userdp.clipping.summation import Summation, summation
 from userdp.errors import NothingSeenError, UntriedModelError
 from userdp.index import IGNORED_LABEL, UserIndex
@@ -34,6 +34,7 @@ from userdp.losses import (
     causal_lm_loss,
     classification_loss,
     masked_lm_loss,
+    records_in,
 )
 from userdp.models.proven import is_proven, ways_of
 from userdp.plan import Plan
@@ -122,7 +123,7 @@ class CheckedModel:
         self._vocabulary = vocabulary_of(model)
         self._num_classes = num_classes_of(model)
 
-    def _new_summation(self, *, path: Literal["fast", "plain"] | None = None) -> Summation:
+    def _new_summation(self, *, path: PathName | None = None) -> Summation:
         settings = replace(self._settings, path=path or self._settings.path)
         # In a model that is not proven, and by a loss of one's own, rows may affect each other in
         # some batch shapes only.
@@ -165,7 +166,7 @@ class CheckedModel:
         if self._witness is None:
             return None
         for group in groups:
-            if not len(next(iter(group.values()))):
+            if not records_in(group):
                 continue
             try:
                 return self._witness.update(group, rule)
@@ -238,7 +239,7 @@ class CheckedModel:
         examples = [
             (_kind(group), int(owners[rows[0]]), group)
             for rows, group in zip(cohort, groups, strict=True)
-            if len(rows) and len(next(iter(group.values())))
+            if len(rows) and records_in(group)
         ]
         votes = Counter(kind for kind, _ in {(kind, user) for kind, user, _ in examples})
         for _, user, example in sorted(examples, key=lambda item: (-votes[item[0]], item[0])):

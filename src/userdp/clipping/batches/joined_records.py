@@ -32,6 +32,7 @@ from userdp.losses import (
     Batch,
     RecordLoss,
     causal_lm_loss,
+    on_device,
     record_layout,
 )
 
@@ -145,7 +146,7 @@ def _keeps_apart(model: nn.Module, inner: PreTrainedModel, longest: int) -> bool
         ends = torch.tensor([record.shape[1] for record in records])[:, None]
         labels = torch.where(torch.arange(width) < ends, ids, IGNORED_LABEL)
         rows = joined({"input_ids": ids, "labels": labels}, row)
-        sent = {name: tensor.to(weight.device) for name, tensor in rows.items()}
+        sent = on_device(rows, weight.device)
         with attention_named(model, RECORD_ATTENTION):
             found = model(
                 input_ids=sent["input_ids"],

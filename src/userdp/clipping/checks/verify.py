@@ -26,7 +26,7 @@ from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import PlainClipping, clipped_sum
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.errors import PLAIN, InputError, MixedExamplesError
-from userdp.losses import Batch, RecordLoss, Update, coarsest_dtype
+from userdp.losses import Batch, RecordLoss, Update, coarsest_dtype, records_in
 from userdp.updates.contract import UpdateRule
 from userdp.updates.mean_gradient import MEAN_GRADIENT
 
@@ -208,7 +208,7 @@ class _Oracle:
         taking_part = [
             (group, factor)
             for group, factor in zip(groups, times, strict=True)
-            if len(next(iter(group.values())))
+            if records_in(group)
         ]
         self._plain = plain
         self._taking_part, self._record_loss = taking_part, record_loss
