@@ -134,7 +134,7 @@ ABOVE = {
     "probe.checked_model": "clipping losses models plan probe.verify sampling updates",
     "probe.verify": "clipping losses models probe.kept probe.neighbours probe.seen updates",
     "runs.checkpoints": "data",
-    "runs.same": "digests.of_runs ledger.book plan runs.checkpoints",
+    "runs.same": "digests.of_runs ledger.book plan runs.checkpoints runs.files",
     "ledger.copied": "ledger.book ledger.rows",
     "ranks": "clipping digests.of_runs losses plan sampling",
     # Divides a model, and whatever belongs to its weights, over the ranks.
@@ -201,7 +201,7 @@ ABOVE = {
     "training.configured": "config.file data losses models tasks",
     "training.from_config": (
         "clipping config.file data optimizers.by_name optimizers.public_gradient plan ranks "
-        "runs.checkpoints runs.record runs.same training.configured training.loop "
+        "runs.checkpoints runs.files runs.record training.configured training.loop "
         "training.validation"
     ),
     # What `training.loop` takes, it takes too, under the same names.

@@ -149,9 +149,7 @@ def _largest_size(prepared: Sequence[Prepared]) -> float:
     return max(float(np.abs(one.losses[0]).max()) for one in prepared)
 
 
-def delta_bound(
-    mechanism: Sequence[Step], epsilon: float, *, hint: float, tolerance: float = TOLERANCE
-) -> float:
+def delta_bound(mechanism: Sequence[Step], epsilon: float, *, hint: float) -> float:
     """An upper bound on delta at `epsilon` in the worse direction; `hint` is roughly its size."""
     exact = _gaussian_delta(mechanism, epsilon)
     if exact is not None:
@@ -159,7 +157,7 @@ def delta_bound(
     prepared = prepare(mechanism, hint)
     found = max(
         # The grid is in proportion to epsilon, so next to 0 it would have no end.
-        composed(prepared, way, max(epsilon, _least_focus(prepared, way)), tolerance, hint).delta(
+        composed(prepared, way, max(epsilon, _least_focus(prepared, way)), TOLERANCE, hint).delta(
             epsilon
         )
         for way in directions(prepared)

@@ -23,10 +23,9 @@ from userdp.ledger.book import Ledger
 from userdp.plan import Plan
 from userdp.prices.paid import Paid
 from userdp.runs.checkpoints import Moment, checkpoints_of
-from userdp.runs.files import discard, missing_rows
-from userdp.runs.same import NOISE_KEY, stored_secret
+from userdp.runs.files import EARLIER, NOISE_KEY, discard, missing_rows
+from userdp.runs.same import stored_secret
 
-EARLIER = "earlier"
 # The ledger moves last: as long as it is there, the files are not all moved.
 MOVED = (
     "statement.json",

@@ -34,6 +34,10 @@ from userdp.statement import Statement
 if TYPE_CHECKING:
     from userdp.data.store import UserStore
 
+NOISE_KEY = Path("secret", "noise.key")
+# Where the runs lie that a run was forked from.
+EARLIER = "earlier"
+
 # People write and edit these files. They change no weight.
 # A card that was being written when the process was killed goes with the next one.
 FREE_FILES = frozenset({"README.md", ".README.md.partial"})

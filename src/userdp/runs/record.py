@@ -40,10 +40,9 @@ from userdp.ranks import Ranks
 from userdp.report.closing import unfinished_card, write_words
 from userdp.runs.checkpoints import Moment, Saving, checkpoints_of
 from userdp.runs.continuation import Continuation
-from userdp.runs.files import RecordedRun, discard, model_files
+from userdp.runs.files import NOISE_KEY, RecordedRun, discard, model_files
 from userdp.runs.repeated_sums import AnySums, NoSums, RepeatedSums
 from userdp.runs.same import (
-    NOISE_KEY,
     check_hardware,
     check_noise,
     check_ranks,

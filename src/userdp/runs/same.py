@@ -28,9 +28,9 @@ from userdp.index import UserIndex
 from userdp.ledger.book import Ledger
 from userdp.plan import Plan
 from userdp.runs.checkpoints import Moment, hardware_of
+from userdp.runs.files import NOISE_KEY
 from userdp.streams import RunSecret
 
-NOISE_KEY = Path("secret", "noise.key")
 # How many ranks took the last steps.
 RANKS = Path("secret", "ranks")
 

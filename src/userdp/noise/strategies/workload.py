@@ -72,22 +72,6 @@ class Workload:
             models[step] = model
         return models
 
-    def apply_transposed(self, models: Floats) -> Floats:
-        """A^T @ `models`."""
-        found, moment = np.empty_like(models), np.zeros_like(models[0])
-        model, shares = np.zeros_like(models[0]), self.shares
-        for step in reversed(range(self.steps)):
-            # A later model's share of this one.
-            later = 1 - self.decay * shares[step + 1] if step + 1 < self.steps else 0.0
-            model = later * model + models[step]
-            moment = self.momentum * moment + shares[step] * model
-            found[step] = moment
-        return found
-
-    def gram(self, gradients: Floats) -> Floats:
-        """A^T A @ `gradients`."""
-        return self.apply_transposed(self.apply(gradients))
-
     def inverse_columns(self) -> Floats:
         """A^-1 by columns: entry [s, j] is A^-1[s + j, s], for j = 0, 1, 2."""
         shares = self.shares
