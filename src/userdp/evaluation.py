@@ -21,7 +21,7 @@ from torch import nn
 from userdp.data.tokens import TokenRows, tokenise_by_record, tokenise_with_records
 from userdp.errors import InputError, MixedExamplesError
 from userdp.history import history_of
-from userdp.index import IGNORED_LABEL
+from userdp.index import IGNORED_LABEL, ranges
 from userdp.losses import sent
 from userdp.measuring import measuring, on_gpu, usual_tokens
 from userdp.module_state import ModuleState
@@ -145,9 +145,7 @@ def evaluate_store(
     records = np.asarray(rows.owners)
     owners = store.users_per_record()[records]
     row = np.repeat(np.arange(len(rows)), owners)
-    # The place of each owner in the list of its record's owners.
-    place = np.arange(len(row)) - np.repeat(np.cumsum(owners) - owners, owners)
-    user = np.asarray(store.record_users)[store.record_users_indptr[records[row]] + place]
+    user = np.asarray(store.record_users)[ranges(store.record_users_indptr[records], owners)]
     return _summary(sums, row, user)
 
 

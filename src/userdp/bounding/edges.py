@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from userdp.compiled import compiled
 from userdp.data.store import UserStore
 from userdp.errors import InputError
+from userdp.index import indptr_of
 
 Ints = NDArray[np.int64]
 Owners = NDArray[np.signedinteger[Any]]
@@ -150,7 +151,7 @@ class Edges:
         [1, 2]
         """
         rows = [list(owners) for owners in records]
-        indptr = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+        indptr = indptr_of([len(row) for row in rows])
         flat = np.array([owner for row in rows for owner in row], dtype=np.int64)
         return Edges.of(indptr, flat, num_users=num_users)
 

@@ -27,7 +27,7 @@ from userdp.data.encoding import WHOLE_TEXT, Encoding, begins_texts, ids_of, ref
 from userdp.data.remote_tokens import DIGESTS, LARGE, adopt, numbers, write_blocks
 from userdp.errors import InputError
 from userdp.files.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
-from userdp.index import IGNORED_LABEL, Rows, UserIndex
+from userdp.index import IGNORED_LABEL, Rows, UserIndex, indptr_of, ranges
 
 if TYPE_CHECKING:
     from userdp.data.store import UserStore
@@ -196,11 +196,11 @@ def tokenise_selected(
     count = np.searchsorted(found.record_of_row, records, side="right") - first_row
     if owners is None:
         count = np.minimum(count, 1)
-    chosen = _ranges(first_row, count)
+    chosen = ranges(first_row, count)
     starts, stops = found.indptr[chosen], found.indptr[chosen + 1]
     lengths = stops - starts
-    new_indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    positions = _ranges(starts, lengths)
+    new_indptr = indptr_of(lengths)
+    positions = ranges(starts, lengths)
     return TokenRows(
         tokens=found.tokens[positions],
         indptr=new_indptr,
@@ -210,12 +210,6 @@ def tokenise_selected(
         classes=None if found.classes is None else found.classes[chosen],
         records=found.record_of_row[chosen],
     )
-
-
-def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The numbers from each start on, as many as its length says, one range after another."""
-    before = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
 
 
 def _cached_rows(

@@ -24,6 +24,7 @@ from userdp.clipping.batches.users import PADDING, size_of
 from userdp.clipping.execute.models import can_skip_mask, pretrained
 from userdp.clipping.execute.record_attention import RECORD_ATTENTION, attention_named
 from userdp.clipping.kernels.products import TOKENS_OF_ONE_USER
+from userdp.index import ranges
 from userdp.losses import (
     IGNORED_LABEL,
     JOINED_LEFT,
@@ -181,7 +182,7 @@ def joined(group: Batch, row: int) -> dict[str, Tensor]:
     ids, labels = (group[name].cpu().numpy() for name in ("input_ids", "labels"))
     lengths = _lengths(group)
     record = np.repeat(np.arange(len(lengths)), lengths)
-    column = np.arange(len(record)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    column = ranges(0, lengths)
     left = lengths[record] - column - 1
     following = np.minimum(column + 1, labels.shape[1] - 1)
     next_labels = np.where(left > 0, labels[record, following], IGNORED_LABEL)
