@@ -267,7 +267,7 @@ def record_losses(
             f"--sequence-length {length} is above the {positions} positions of the model: give "
             f"{positions} or less."
         )
-    # Of chats what the assistant says is learned, and so it is what surprises.
+    # In chats only what the assistant says is learned, so only that is scored.
     task = task_named(usual_task(store.text_kind), tokenizer)
     rows, record_of_row = tokenise_with_records(
         store, tokenizer, sequence_length=length, encoding=task.encoding

@@ -30,7 +30,7 @@ class Release:
     divisor: float
     step: int
     streams: Streams
-    # See the sum before its noise, where a run may be taken up again.
+    # They see the sum before its noise, where a run may be resumed.
     sums: AnySums = field(default_factory=NoSums)
     seen: SumOfStep | None = None
     # Whether the step was charged before.

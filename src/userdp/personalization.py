@@ -32,7 +32,7 @@ from userdp.stacked_lora import UnstackableError, adapter_layers, stacked
 from userdp.tasks import CausalTask, ChatTask, Task, TaskName
 from userdp.training.configured import named_task
 
-# With four epochs of SGD (App. G.2). The paper tunes the rate and does not tell it.
+# With four epochs of SGD (App. G.2). The paper tunes the rate and does not state it.
 EPOCHS = 4
 LEARNING_RATE = 0.1
 # The seed of what a task draws here. It is public: nothing here is private.

@@ -171,7 +171,7 @@ class Edges:
         return Edges.of(arrays["indptr"], arrays["indices"], num_users=num_users)
 
 
-# Every user takes a counter. Up to so many users fit into a gigabyte, whoever owns something.
+# Every user takes a counter, even one who owns nothing. This many counters fit into a gigabyte.
 MANY_USERS = 2**27
 MOST_IDLE = 8
 

@@ -177,7 +177,7 @@ class Drawing:
             )
 
     def _check_options(self) -> None:
-        """Refuse options that the sampler would ignore, and miss those that it needs."""
+        """Refuse options that the sampler would ignore, and ask for those that it lacks."""
         line = SAMPLERS[self.name]
         given = {
             "--rate": self.rate,
@@ -245,7 +245,7 @@ class Drawing:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One sampler: the options it needs, those of which it needs one, its part and its words."""
+    """One sampler: all options that it `needs`, `either` of some others, its part and its words."""
 
     needs: tuple[str, ...]
     make: Callable[[Drawing], Sampler]

@@ -41,18 +41,18 @@ from userdp.updates.contract import LocalTraining
 
 _LOG = logging.getLogger(__name__)
 
-# So many numbers may stand side by side in the copies of a microbatch. A local step holds about
-# four tensors of this size: weights, gradients, and both while they are clipped.
+# At most this many numbers stand side by side in the copies of a microbatch. A local step holds
+# about four tensors of this size: weights, gradients, and both while they are clipped.
 _MOST_STACKED = {"cpu": 2**26, "cuda": 2**31}
 _MOST_USERS = 1024
 # On a processor, copies of larger models leave the cache, and users train faster one by one
 # (docs/fedavg.md).
 _LARGEST_ON_CPU = 2**18
-# So many numbers of a tensor may stand side by side in the records of a microbatch. Somebody with
-# many records is stacked in parts, so that the memory of a step follows from public numbers.
+# At most this many numbers of one tensor stand side by side in the records of a microbatch. A user
+# with more records is stacked in parts, so that the memory of a step follows from public numbers.
 _MOST_CELLS = 2**25
-# So many tokens go through a model with adapters at once: as many again as on the fast path gain
-# nothing on a processor.
+# At most this many tokens go through a model with adapters at once, on a processor and on CUDA. On
+# a processor more would gain nothing.
 _MOST_TOKENS = (2**12, 2**15)
 # The length of records if nobody says it, as in the probe.
 _USUAL_LENGTH = 128

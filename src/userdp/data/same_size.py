@@ -1,4 +1,4 @@
-"""Users of exactly so many tokens each: those with fewer give nothing, the others their first ones.
+"""Users of one size in tokens: those with fewer give nothing, the others give their first ones.
 
 McMahan et al. 2018 prepare their users in this way (App. B), with 1,600 tokens each.
 
@@ -18,7 +18,7 @@ from userdp.index import indptr_of, ranges
 
 
 def equally_long(rows: TokenRows, tokens_per_user: int) -> TokenRows:
-    """The rows of users with at least so many tokens, cut after so many. Secret.
+    """The rows of users with at least `tokens_per_user` tokens, cut after these. Secret.
 
     Rows stay in their order. A row that is cut to its first token predicts nothing and is left out.
     """

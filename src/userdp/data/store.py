@@ -52,7 +52,7 @@ from userdp.index import indptr_of, ranges
 __all__ = ["FORMAT", "ImportResult", "UserStore", "write_batches", "write_store"]
 
 
-# What a manifest holds beside its format, and of which kind.
+# What a manifest holds beside its format, and the type of each.
 _KINDS = {
     "records": int,
     "users": int,
@@ -355,7 +355,7 @@ class UserStore:
     def shares_users_with(self, other: UserStore) -> int | None:
         """How many users are in both stores; None if that is not known.
 
-        It is not where ids are hidden under different keys, or were compared by different rules.
+        It is unknown if ids are hidden under different keys, or were compared by different rules.
         """
         if self.manifest["key_name"] != other.manifest["key_name"]:
             return None

@@ -1,6 +1,6 @@
 """Which code is followed to say what a run is bound to, and what the other code counts by.
 
-Followed is what is one's own. The standard library and the packages whose versions a run is bound
+Code of one's own is followed. The standard library and the packages whose versions a run is bound
 to count by their names, and large installed packages by all of their source.
 """
 

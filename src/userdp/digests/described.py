@@ -2,13 +2,13 @@
 
 A loss or a task of one's own is code, and so is what it calls. Code is followed from a function to
 every function, class, object and module that it names or holds, however deep. It ends at the
-standard library and at the packages whose versions a run is bound to, of which the names count, and
-at large installed packages, of which all source counts.
+standard library and at the packages whose versions a run is bound to, which count by name, and at
+large installed packages, which count by all of their source.
 
 The data is the same in every process: no address, no order of a set and no line number is in it.
-Nothing is imported, and nothing of one's own is called. What code looks up by a name that it
-computes is found only where it lies in a module that the code is in or names, because of such
-modules the whole source counts. A script (`__main__`) counts by what it defines alone.
+Nothing is imported, and nothing of one's own is called. Code may look up something by a name that
+it computes. That is found only in modules that the code is in or names: of these the whole source
+counts. A script (`__main__`) counts by what it defines alone.
 
 Public: all of this is code and settings.
 """

@@ -54,7 +54,7 @@ class RowsFile:
         try:
             lock = hold(file.fileno(), path)
             if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                # Locked is the file that was there before.
+                # The lock is on the file that was there before.
                 lock.release()
                 raise LedgerError(f"{path} was moved or replaced at this moment: try again.")
             return RowsFile(file, lock)

@@ -49,7 +49,7 @@ LEARNT = (
 )
 
 
-# So many batches of public records tell how large gradients usually are.
+# How many batches of public records show how large gradients usually are.
 BATCHES_FOR_SCALES = 100
 
 

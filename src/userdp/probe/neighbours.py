@@ -117,7 +117,7 @@ class Trial:
         packings = (True, False) if thorough and self._path == "fast" else (True,)
         for mix in packings:
             clipping = self._clipping(self._record_loss, mix)
-            # Computed first: so no sum is held beside another one that is kept for longer.
+            # Computed first, so that no sum is held beside one that is kept for longer.
             unclipped = list(self._unclipped(clipping))
             alone = self._kept(self._sum(clipping, self._others))
             yield self._probe("each user alone", alone, self._of_oracle())

@@ -95,7 +95,7 @@ class Checkpoints:
         self._last_save = time.monotonic()
         # The steps of the moment that was saved last by this object.
         self.last_step = -1
-        # Not the thread's own `join`: once a signal ends that, it takes the thread for stopped.
+        # Not the thread's own `join`: if a signal interrupts that, it takes the thread for stopped.
         self._is_idle = threading.Event()
         self._is_idle.set()
         self._failure: BaseException | None = None

@@ -83,7 +83,7 @@ def clear_unbegun(run: Path) -> str | None:
 
 
 def _refuse_other_files(run: Path) -> None:
-    """Refuse to delete what a run that was stopped before its first step does not leave."""
+    """Refuse to delete files that a run stopped before its first step would not have left."""
     results = [name for name in ("model", "statement.json") if (run / name).exists()]
     results += [f"{CHECKPOINTS}/{path.name}" for path in checkpoint_places(run / CHECKPOINTS)]
     if results:

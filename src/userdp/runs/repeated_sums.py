@@ -9,8 +9,8 @@ Of each sum a few totals with random signs are kept in the run's directory of se
 key of its noise, until the run is finalized. A difference of length d changes each of them by
 about d. What the noise is scaled by is kept as well.
 
-CPUs repeat every bit, so any difference is refused there. GPUs do not: a small difference passes,
-and as it is a release without noise, so small as it is, a step is taken again only so often.
+CPUs repeat every bit, so any difference is refused there. GPUs do not, so a small difference
+passes. It is released without noise, so a step is taken again only a few times.
 
 A process may be stopped between the charge of a step and its sum, or charge the rest of a run that
 ends early. Steps at the end that have no sum were not taken then, and they get new noise. On a GPU
@@ -42,10 +42,11 @@ from userdp.files.chain import write_private
 from userdp.files.remembered import SUMS
 from userdp.ranks import Ranks
 
-# A sum is written in rows of so many values. Every row and every column has signs of its own: where
-# gradients add up to zero along one of the two, as those of an output layer do, the other tells.
+# A sum is written in rows of this many values. Every row and every column has signs of its own:
+# where gradients add up to zero along one of the two, as those of an output layer do, the other
+# still shows a difference.
 _WIDTH = 4_096
-# So many choices of signs for the rows, and for each of them so many for the columns.
+# How many choices of signs there are for the rows, and for the columns with each of them.
 _BY_ROW, _BY_COLUMN = 16, 4
 # How many rows are converted to float64 at a time.
 _ROWS_AT_ONCE = 1_024
@@ -150,7 +151,7 @@ class RepeatedSums:
 
     @staticmethod
     def opened(run: Path, key: bytes, steps: tuple[int, int], device: str) -> RepeatedSums:
-        """Of a run that goes on after the first number of `steps`, of those charged."""
+        """The sums of a run that goes on. `steps` are those of its checkpoint and those charged."""
         place = run / SUMS
         if not place.is_file() or place.is_symlink():
             raise LedgerError(
@@ -271,7 +272,7 @@ class FollowedSums:
 
 
 class NoSums:
-    """Of a run that nobody can go on with, or with a fixed seed: nothing is kept."""
+    """For a run that nobody can go on with, or that has a fixed seed: nothing is kept."""
 
     def of_step(self, step: int, numbers: Sequence[float], *, bound: float) -> None:
         """Nobody looks at the sum."""

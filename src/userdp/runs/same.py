@@ -70,7 +70,7 @@ UNRELEASED = (
     ("data", "evaluation_private"),
 )
 SECRET_BYTES = 32
-# What changes how a run computes, and nothing of one that is finished.
+# What changes how a run computes. A finished run computes nothing more, so there it may differ.
 COMPUTING = {"code", "parts", "device"}
 
 
@@ -114,7 +114,7 @@ def check_same(
     if ledger.is_finished:
         changed -= COMPUTING
     if changed:
-        # Named is the first of these: others may follow from it.
+        # The first of these is named: others may follow from it.
         first = min(changed, key=lambda name: (*MEANINGS, name).index(name))
         meaning = MEANINGS.get(first, first)
         if ledger.is_finished:
@@ -228,7 +228,7 @@ def write_ranks(path: Path, num_ranks: int, *, sharded: bool = False) -> None:
 
 
 def check_noise(ledger: Ledger, moment: Moment | None, plan: Plan) -> None:
-    """Refuse to repeat steps with noise that is computed in another way. A checkpoint holds how."""
+    """Refuse to repeat steps with noise that is computed otherwise than the checkpoint says."""
     if moment is None and ledger.steps and ledger.bound_to.get("noise", "") != plan.noise.digest:
         raise InputError(
             f"{ledger.steps:,} steps must be taken again with the same noise, and here the "

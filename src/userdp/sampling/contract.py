@@ -125,7 +125,7 @@ class Sampler(Part):
 
     @property
     def as_if(self) -> Sampler | None:
-        """The sampler by which a paper prices this one, which itself has no price; else None."""
+        """The sampler whose price papers state for this one, which has none; else None."""
         return None
 
     def of_one_record(self) -> Sampler | None:

@@ -20,7 +20,7 @@ from userdp.step import PrivateStep
 from userdp.training.trackers import Tracker
 from userdp.training.validation import Validator
 
-# Epsilon takes a moment to evaluate, so trackers get it so often in a run, and with each point.
+# Epsilon takes a moment to evaluate, so trackers get it this often in a run, and with each point.
 EPSILON_POINTS = 20
 
 

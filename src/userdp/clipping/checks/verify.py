@@ -53,7 +53,8 @@ _COARSE_TOLERANCE = 0.3
 _CLIP_SHARES = (1.0, 0.83, 0.69)
 # Updates of more bytes than this are not kept.
 _LARGE = 2**30
-# For models of at least so many weights, an oracle's pass has so many tokens, or one record.
+# For models of at least this many weights, a pass of the oracle has at most this many tokens, or
+# one record.
 _LARGE_MODEL = 10**9
 _TOKENS_OF_LARGE = 1_024
 

@@ -59,7 +59,7 @@ def head_padding(model: nn.Module) -> int:
 
 
 def padded_rows(model: nn.Module) -> dict[Tensor, int]:
-    """By weight: how many more rows than the weight its gradient may have (the output layer's)."""
+    """How many rows a weight's gradient may have beyond its own: those of the head's padding."""
     head = output_layer(model)
     return {head.weight: head_padding(model)} if head is not None else {}
 

@@ -9,7 +9,7 @@ rate at step t,
 For an optimizer that also divides by the size of past gradients (Adam), this takes that size to be
 constant over the run. A strategy that is chosen for the wrong A costs accuracy and no privacy.
 
-A is never written out: its inverse has three bands, and products are recurrences.
+A is never written out: its inverse has three bands, and a product with it is a recurrence.
 """
 
 from __future__ import annotations
