@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
 
-from userdp.data.tokens import TokenRows, tokenise_by_record, tokenise_with_records
+from userdp.data.tokens import TokenRows, tokenise, tokenise_by_record
 from userdp.errors import InputError, MixedExamplesError
 from userdp.history import history_of
 from userdp.index import IGNORED_LABEL, ranges
@@ -269,13 +269,12 @@ def record_losses(
         )
     # In chats only what the assistant says is learned, so only that is scored.
     task = task_named(usual_task(store.text_kind), tokenizer)
-    rows, record_of_row = tokenise_with_records(
-        store, tokenizer, sequence_length=length, encoding=task.encoding
-    )
+    rows = tokenise(store, tokenizer, sequence_length=length, encoding=task.encoding)
+    assert rows.records is not None
     return mean_losses(
         model,
         rows,
-        record_of_row,
+        np.asarray(rows.records),
         num_records=store.num_records,
         pad_token=tokenizer.pad_token_id,
     )
