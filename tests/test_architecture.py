@@ -463,7 +463,7 @@ def test_nobody_asks_which_part_was_chosen() -> None:
 
     registries = (CLIP_RULES, NOISES, SAMPLERS, UPDATE_RULES)
     parts = {part.__name__ for registry in registries for part in registry}
-    parts |= {"ClipRule", "Noise", "Sampler", "UpdateRule"}
+    parts |= {"ClipRule", "Noise", "PlaceSampler", "Sampler", "UpdateRule"}
     asked = {
         name: found
         for name, path in modules().items()
