@@ -27,6 +27,8 @@ GROUND |= {"budget.file"}
 GROUND |= {"ranks_launched", "sharded_tensors"}
 # How a model runs while it is measured, and what it keeps between two passes.
 GROUND |= {"measuring", "module_state"}
+# What a model's configuration says, at any depth.
+GROUND |= {"model_settings"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses", "tasks"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the

@@ -10,7 +10,6 @@ weighs what it would weigh in a row of its own. So the gradient is the same, fro
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,7 @@ from userdp.losses import (
     on_device,
     record_layout,
 )
+from userdp.model_settings import FIXED_ROTATIONS, every_setting
 
 # Tokens of a row. A user's last row is padded: half a row on average.
 ROW = {"cpu": 16, "cuda": TOKENS_OF_ONE_USER}
@@ -54,8 +54,6 @@ _SEPARATE = {"input_ids", "labels", "attention_mask"}
 _TRIAL = 5
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
 _COARSE_TOLERANCE = 0.05
-# Rotary embeddings whose angles do not depend on how long the row is.
-_FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn", "proportional"}
 # The names under which configurations list the kinds of layers, and the kinds that take a mask.
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "attn_type_list")
 _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
@@ -113,18 +111,10 @@ def _meets_in_attention_alone(inner: PreTrainedModel) -> bool:
     """Whether only attention, which takes a mask, carries one token to another."""
     if any(isinstance(module, _UNMASKED) for module in inner.modules()):
         return False
-    found = list(_values(inner.config.to_dict()))
+    found = list(every_setting(inner.config.to_dict()))
     layers = {kind for key, kinds in found if key in _LAYER_LISTS for kind in kinds or ()}
     rotations = {kind for key, kind in found if key in ("rope_type", "type") and kind is not None}
-    return layers <= _ATTENTION and rotations <= _FIXED_ROTATIONS
-
-
-def _values(settings: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting and its name, at any depth."""
-    yield key, settings
-    if isinstance(settings, dict):
-        for name, value in settings.items():
-            yield from _values(value, str(name))
+    return layers <= _ATTENTION and rotations <= FIXED_ROTATIONS
 
 
 @torch.no_grad()
