@@ -99,7 +99,7 @@ class LocalClipping:
         self._lstm: StackedLSTM | None = None
         if update.descent is not None and settings.compute_dtype is None:
             self._lstm = stacked_lstm(model, self._parameters, record_loss, update.descent)
-        # On a processor each worker has such a program.
+        # On a CPU each worker has its own copy of the program.
         self._lstms = [self._lstm]
         # So do adapters on a frozen model: the base runs once for all users.
         self._adapters: StackedAdapters | None = None

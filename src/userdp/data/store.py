@@ -113,7 +113,7 @@ class UserStore:
 
     @property
     def fingerprint(self) -> str:
-        """The name of the texts and edges, to which a run is bound. Public, because it is keyed."""
+        """Names the texts and edges; a run is bound to it. It is keyed, and so it may be public."""
         return self.manifest["fingerprint"]
 
     @property

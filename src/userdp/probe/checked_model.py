@@ -159,7 +159,7 @@ class CheckedModel:
         self.summation.load_state_dict(state["sums"])
 
     def update_of_one(self, groups: Sequence[Batch], rule: ClipRule) -> Update | None:
-        """The update of the first group that has one alone, if the loss is one's own. Secret.
+        """The update of the first group that has one alone; only for a caller's own loss. Secret.
 
         It must be the same before and after the step's sum is computed.
         """
@@ -178,10 +178,10 @@ class CheckedModel:
         return None
 
     def is_explained(self, total: ClippedSum, update: Update | None) -> bool:
-        """Whether the sum may be what it is, if this is the update of one of its groups.
+        """Whether the sum is possible, if `update_of_one` gave this `update` before it.
 
-        Where a loss is one's own and every group fails alone, the sum is zero. Otherwise the loss
-        fails because of what it keeps of other groups.
+        If no group has an update alone, the sum must be zero. Otherwise the caller's loss fails or
+        works because of what it keeps of other groups.
         """
         if self._witness is None or update is not None:
             return True

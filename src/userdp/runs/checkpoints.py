@@ -274,7 +274,7 @@ def hardware_of(device: torch.device) -> str:
 
 
 def _processor() -> str:
-    """The model of the processor, by which libraries choose how they add up."""
+    """The name of the processor: libraries choose by it in which order they add."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -59,7 +59,7 @@ def callbacks_of(args: Any, own: Sequence[Any], *, is_first: bool = True) -> lis
 def begun_state(
     args: Any, steps: int, epochs_a_step: float, *, resume: bool
 ) -> transformers.TrainerState:
-    """The state before the first step, or that which the run in `output_dir` had."""
+    """The state before the first step, or the state that the run in `output_dir` saved."""
     saved = Path(args.output_dir) / STATE_FILE
     state = transformers.TrainerState()
     if resume and saved.is_file():
