@@ -235,7 +235,7 @@ def simulated(event: BallsInBinsBandedDpEvent, delta: float, at_most: float) -> 
 
 
 def _rng(event: BallsInBinsBandedDpEvent, delta: float) -> np.random.Generator:
-    """The same draws for the same numbers."""
+    """A generator that depends on these numbers alone, so that a price can be repeated."""
     numbers: Sequence[object] = (event.bins, event.gram, event.noise_multiplier, delta)
     digest = hashlib.sha256(repr(numbers).encode()).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "big")))

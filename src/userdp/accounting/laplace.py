@@ -67,7 +67,7 @@ class Laplace:
         return Quadrature(x=x, guide=x, loss=loss, log_q=log_q)
 
     def outputs_at(self, quadrature: Quadrature, losses: Floats) -> tuple[Floats, float]:
-        """In closed form; the residual shows the rounding."""
+        """The outputs, in closed form. The residual shows how they were rounded."""
         del quadrature
         unsampled = losses
         if self.rate < 1:

@@ -265,7 +265,7 @@ def _parts(drawing: Drawing) -> int:
         return drawing.parts
     assert drawing.rate is not None
     check_probability("--rate", drawing.rate)
-    # As a configuration makes it from its expected cohort size.
+    # A configuration computes it in the same way, from its expected cohort size.
     return round(1 / drawing.rate)
 
 

@@ -101,7 +101,7 @@ class LocalClipping:
             self._lstm = stacked_lstm(model, self._parameters, record_loss, update.descent)
         # On a CPU each worker has its own copy of the program.
         self._lstms = [self._lstm]
-        # So do adapters on a frozen model: the base runs once for all users.
+        # Adapters on a frozen model have their own program, too: the base runs once for all users.
         self._adapters: StackedAdapters | None = None
         if update.descent is not None and self._lstm is None:
             self._adapters = stacked_adapters(model, self._parameters, update.descent)
@@ -281,7 +281,7 @@ class LocalClipping:
         return [tensor[: len(users)] for tensor in way]
 
     def _train_lstm(self, lstm: StackedLSTM, users: Sequence[Batch], rule: ClipRule) -> None:
-        """The same by the LSTM's own program, which keeps the ways."""
+        """Train the users by the LSTM's own program, which keeps their ways."""
         eps = torch.finfo(self._parameters[0].dtype).eps
         lstm.start(len(users))
         for stacked, number in self._local_batches(users, len(users), lengths_of(users, None)):
@@ -297,7 +297,7 @@ class LocalClipping:
     def _adapter_ways(
         self, adapters: StackedAdapters, users: Sequence[Batch], rule: ClipRule
     ) -> list[Tensor]:
-        """The same by one model for all users' adapters."""
+        """The users' ways, by one model that holds all users' adapters."""
         eps = torch.finfo(at_least_float32(self._parameters[0]).dtype).eps
         places = self._most_users if self._compiles else len(users)
         lengths = self._lengths(users)

@@ -109,7 +109,7 @@ class _Walk:
 
     def of(self, value: Any) -> Any:
         """The value, or its number."""
-        # Of these types alone: a type that is derived from one of them may have code of its own.
+        # Only these very types: a type derived from one of them may have code of its own.
         kind: type = type(value)
         if value is None or kind in (bool, int, str):
             return value

@@ -54,7 +54,7 @@ def optimizer_parts(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The class, the settings and the state, and all that the object holds beside them."""
     held = {name: entry for name, entry in vars(optimizer).items() if name not in _OF_OPTIMIZERS}
     hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks", {}) for when in _WHEN]
-    # Those of torch for every optimizer.
+    # The hooks that torch runs for every optimizer.
     hooks += [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     hooked = [list(entry.values()) for entry in hooks]
     return [type(optimizer), optimizer.state_dict(), dict(sorted(held.items())), hooked]

@@ -184,7 +184,7 @@ def _unpromised(item: Earlier) -> str:
 def cautions_of(plan: Plan) -> list[str]:
     """What a careful reader would ask about, from public numbers alone."""
     found: list[str] = []
-    # As often as each is drawn, over all steps, on average.
+    # The draws of all steps together, on average.
     users_drawn = plan.steps * plan.divisor
     if plan.sampler.unit is SamplingUnit.USER and users_drawn < plan.num_users * FEW_PARTS:
         found.append(

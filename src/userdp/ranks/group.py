@@ -152,7 +152,7 @@ class Ranks:
         return told[0].value
 
     def on_first(self, make: Callable[[], Value]) -> Value | None:
-        """As `by_first`, for a value that the others do not get: they have None."""
+        """Like `by_first`, but the other ranks do not get the value: they get None."""
         made: list[Value] = []
         self.by_first(lambda: made.append(make()))
         return made[0] if made else None

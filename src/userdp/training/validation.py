@@ -50,7 +50,7 @@ class Validation:
 
     @staticmethod
     def configured(config: Config, on_point: OnPoint | None) -> Validation | None:
-        """As a configuration says; None if it names nobody to measure on."""
+        """What a configuration says; None if it names nobody to measure on."""
         if config.data.evaluation is None:
             return None
         return Validation(

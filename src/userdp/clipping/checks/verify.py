@@ -280,7 +280,7 @@ class _Oracle:
         return clipped_sum(updates, rule, like=self._parameters, layers=self._layers.by(rule))
 
     def _errors(self, found: Update, expected: Update) -> dict[str, float]:
-        """By parameter, relative to the largest parameter's sum."""
+        """The error of each parameter's sum, relative to the largest sum."""
         largest = max(float(tensor.norm()) for tensor in expected)
         return {
             self._names[id(p)]: float((a - b).norm()) / largest if largest > 0 else float(a.norm())

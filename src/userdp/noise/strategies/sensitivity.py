@@ -53,7 +53,7 @@ def toeplitz_sensitivity(coefficients: Floats, *, separation: int, participation
 
 
 def unrounded(coefficients: Floats, *, separation: int, participations: int) -> float:
-    """The same as it is computed."""
+    """The sensitivity before it is rounded up."""
     above = np.maximum.accumulate(np.abs(coefficients)[::-1])[::-1]
     n = len(above)
     total = np.zeros(n)
