@@ -222,7 +222,7 @@ def joined(state: dict[str, Any], layout: FlatBuffer) -> dict[str, Any]:
 
 
 def apart(state: dict[str, Any], layout: FlatBuffer) -> dict[str, Any]:
-    """The reverse of `joined`: each parameter's vectors from those of the whole buffer."""
+    """The reverse of `joined`: cuts the whole buffer's vectors into each parameter's."""
     memory = state.get("memory")
     if not state or isinstance(memory, list):
         return state

@@ -84,7 +84,7 @@ class Edges:
         return totals
 
     def digest(self) -> str:
-        """A sha256 of the graph. Every selection stores that of the edges it was made for."""
+        """A sha256 of the graph. Every selection stores the digest of the edges it was made for."""
         sha = hashlib.sha256(f"edges {self.num_records} {self.num_users}".encode())
         for array in (self.indptr, self.owners):
             for start in range(0, len(array), _HASH_SLICE):

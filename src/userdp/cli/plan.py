@@ -263,7 +263,7 @@ def plan(
 
 
 def _width(model: str | None) -> int:
-    """The hidden size of the model; without one, that of GPT-2 small."""
+    """The hidden size of the model; without a model, the hidden size of GPT-2 small."""
     if model is None:
         return 768
     from transformers import AutoConfig

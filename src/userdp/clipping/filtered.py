@@ -122,7 +122,7 @@ def _whole_numbers(update: Sequence[Tensor], bound: float) -> Tensor:
 
 
 def neighbours(users_UP: Tensor, radius: float) -> tuple[Tensor, Tensor]:
-    """How many users are within `radius` and within twice that of each, itself included.
+    """How many users are within `radius` of each user, and within twice `radius`, itself included.
 
     Rows are users, in whole numbers with norms of about `GRID`. All products and their sums are
     whole numbers below 2^53, so float64 holds them exactly in whatever order they are added.

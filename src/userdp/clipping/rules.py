@@ -144,7 +144,7 @@ class PerVectorClip(FlatClip):
         return tuple(norm / together for norm in self.norms)
 
     def vectors(self, names: Sequence[str]) -> list[int]:
-        """Every parameter is one, or those of a pattern together."""
+        """Every parameter is a vector by itself, or those that match a pattern are one together."""
         if not self.groups:
             return list(range(len(names)))
         found = [

@@ -32,7 +32,7 @@ def _is_of_python(top: str) -> bool:
     """Whether a module is of the standard library."""
     if top not in sys.stdlib_module_names:
         return False
-    # A file of one's own may have the name of a module of Python.
+    # A caller's file may have the name of a module of Python.
     file = getattr(sys.modules.get(top), "__file__", None)
     return file is None or Path(file).is_relative_to(Path(os.__file__).parent)
 

@@ -233,7 +233,7 @@ class _Walk:
         cells = [_in_cell(cell) for cell in function.__closure__ or ()]
         around = [cells, function.__defaults__, function.__kwdefaults__, vars(function)]
         held = [self.of(part) for part in around]
-        # A decorator that another package made still holds a function of one's own.
+        # A decorator of another package still holds the caller's own function.
         home = str(function.__globals__.get("__name__"))
         if (bound := bound_by(home)) is not None:
             return [home, bound, function.__qualname__, held]
@@ -252,7 +252,7 @@ class _Walk:
         return [home, self._code(function.__code__), held, used, imported, self._home(home)]
 
     def _home(self, name: str) -> Any:
-        """The source of a module that something of one's own is written in.
+        """The source of a module that holds code of the caller's own.
 
         A script counts by what it defines alone: it also says whether a run goes on.
         """

@@ -85,7 +85,7 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _computes(value: Any) -> bool:
-    """Whether a value may decide what a library's module computes: code, tensors, one's own."""
+    """Whether a value may decide what a library's module computes: code, tensors, own objects."""
     if isinstance(value, Mapping):
         entries = cast("Mapping[Any, Any]", value)
         return any(map(_computes, entries.values()))

@@ -63,7 +63,7 @@ class RowsFile:
             raise
 
     def put_right(self, content: bytes, right: bytes) -> None:
-        """Change the end of the file from that of `content` to that of `right`."""
+        """Change the end of the file, which holds `content`, so that it holds `right`."""
         if right == content:
             return
         if len(right) > len(content):

@@ -38,13 +38,13 @@ def of_fixed_order(sampler: MinSeparated, noise: Banded, steps: int) -> events.D
 
 
 def of_users_in_turn(sampler: CyclicPoissonUsers, noise: Banded, steps: int) -> events.DpEvent:
-    """As for independent noise: that of two turns of one part is independent."""
+    """The price of independent noise: two turns of one part have independent noise."""
     _check_turns(noise, sampler.parts)
     return independent.of_users_in_turn(sampler, noise, steps)
 
 
 def of_records_in_turn(sampler: CyclicPoissonRecords, noise: Banded, steps: int) -> events.DpEvent:
-    """As for independent noise: all records of a user are in one part."""
+    """The price of independent noise: all records of a user are in one part."""
     _check_turns(noise, sampler.parts)
     return independent.of_records_in_turn(sampler, noise, steps)
 

@@ -45,7 +45,7 @@ class Mark(ABC):
         """The first words of a statement."""
 
     def adjacency(self, sampler: Sampler, adjacency: Adjacency) -> Adjacency:
-        """Under which adjacency it is priced: by default that of the plan."""
+        """The adjacency under which it is priced: by default the plan's."""
         del sampler
         return adjacency
 

@@ -165,7 +165,7 @@ def price_of(
 
 
 def _called(part: object) -> str:
-    """A part as a configuration calls it, and its class: a part of one's own may share a name."""
+    """A part's name in a configuration, and its class: a caller's part may share the name."""
     kind = type(part)
     return f"'{getattr(kind, 'name', '')}' ({kind.__name__})"
 

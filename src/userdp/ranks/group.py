@@ -225,7 +225,7 @@ class Ranks:
         return lambda: found
 
     def raise_together(self, error: Exception | None) -> None:
-        """Raise the error of this rank, or else that of the lowest rank that has one."""
+        """Raise the error of this rank, or else the error of the lowest rank that has one."""
         if self.count == 1:
             if error is not None:
                 raise error
@@ -273,7 +273,7 @@ class Ranks:
                 yield part
 
     def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor by that of the first rank."""
+        """Replace each tensor by the first rank's."""
         if self.count == 1:
             return
         with torch.no_grad(), self._exchange():

@@ -252,7 +252,7 @@ class Checkpoints:
 
 
 def _are_known(sums: Mapping[str, str], kind: Any, path: Path) -> bool:
-    """Whether the files of a manifest are those of its kind, and there are no others."""
+    """Whether a manifest has exactly the files that its kind has."""
     if kind == FORMAT:
         return sorted(sums) == sorted(FILES)
     shards = sorted(file.name for file in path.glob("*.safetensors"))

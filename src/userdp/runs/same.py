@@ -139,7 +139,7 @@ def check_same_config(ledger: Ledger, config: Path | None, path: Path) -> None:
 
 
 def is_other_config(written: str | None, config: Path | None, path: Path) -> bool:
-    """Whether `config` says something else than that of the run, whose digest was `written`."""
+    """Whether `config` differs from the run's configuration, whose digest is `written`."""
     if config is None or written is None:
         return False
     # The run's own copy is compared by what it says: the run's files may lie elsewhere now.

@@ -23,7 +23,7 @@ from userdp.sampling.cohort import Cohort
 from userdp.streams import Streams
 from userdp.units import SamplingUnit
 
-# Numbers of users, records and steps are those of 64-bit integers.
+# Numbers of users, records and steps must fit into 64-bit integers.
 LARGEST_NUMBER = 2**62
 
 

@@ -174,7 +174,7 @@ class StoreValidator(Validator):
         tokenise_by_record(
             validation.store, tokenizer, sequence_length=sequence_length, encoding=task.encoding
         )
-        # Points of a store that was named before stay in the file, apart from this one's.
+        # The file may also hold points of a store that was named before. They stay, apart.
         self._all = read_points(self._place) if self._place is not None and goes_on else []
         self._set_points()
 

@@ -32,7 +32,7 @@ from userdp.updates.mean_gradient import MEAN_GRADIENT
 
 # How many users are compared: enough to notice that one is counted as another.
 _COMPARED = 4
-# Each user's gradient is this many times as large as that of the one before.
+# Each user's gradient is this many times as large as the gradient of the user before.
 _SPREAD = 4.0
 # Relative differences that rounding explains, by the dtype of the products. Float64 has a coarse
 # one because some models compute their norm layers in float32 all the same.

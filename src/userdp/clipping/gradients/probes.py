@@ -244,7 +244,7 @@ class Probes:
         return positions // TRIAL_ROWS * (self._rows // self._units)
 
     def _typical_tokens(self, called: Called) -> float:
-        """Tokens of a user at a layer; in a ragged batch those of a user of middle size."""
+        """Tokens of a user at a layer; in a ragged batch, of a user of middle size."""
         ranges = self._ranges
         rows = 1.0 if ranges is None else math.sqrt(ranges.fewest_rows * ranges.most_rows)
         return rows * self._tokens(called)

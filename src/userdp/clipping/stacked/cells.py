@@ -51,7 +51,7 @@ class TorchCells:
         self._cells, self._tanhs = cells, tanhs
 
     def backward(self, gates: Tensor, of_states: Tensor, weight: Tensor, records: int) -> Tensor:
-        """The gradient before the gates' functions, from that of the states, which is used up.
+        """The gradient before the gates' functions, from the states' gradient, which is lost.
 
         What does not depend on the recurrence is computed for all positions at once: the gradient
         of a gate is that of its cell (or of the state) times `slopes`.
