@@ -50,7 +50,7 @@ class Validation:
 
     @staticmethod
     def configured(config: Config, on_point: OnPoint | None) -> Validation | None:
-        """What a configuration says; None if it names nobody to measure on."""
+        """As a configuration says; None if it names nobody to measure on."""
         if config.data.evaluation is None:
             return None
         return Validation(
@@ -174,7 +174,7 @@ class StoreValidator(Validator):
         tokenise_by_record(
             validation.store, tokenizer, sequence_length=sequence_length, encoding=task.encoding
         )
-        # The file may also hold points of a store that was named before. They stay, apart.
+        # Points of a store that was named before stay in the file, apart from this one's.
         self._all = read_points(self._place) if self._place is not None and goes_on else []
         self._set_points()
 
