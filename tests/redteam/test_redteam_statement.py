@@ -14,7 +14,7 @@ from cli_runner import userdp as command
 from tiny import make_model, make_store
 from userdp.cli import common
 from userdp.plan import Plan
-from userdp.plans.wording import promise_in_words
+from userdp.plans.words import promise_in_words
 from userdp.statement import epsilon_text
 from userdp.units import Adjacency
 

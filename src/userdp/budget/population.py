@@ -386,7 +386,7 @@ class _Alone:
 
 
 def _name(entry: Entry) -> str:
-    """The same for releases of the same price."""
+    """A text that is equal for releases of the same price."""
     event = None if entry.event is None else events.to_json(entry.event)
     return f"{entry.adjacency.value} {event}"
 

@@ -17,7 +17,7 @@ import typer
 from userdp.accounting import accountant, group, renyi, steps
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
-from userdp.cli.sampled import Drawing, NoiseKind, SamplerName
+from userdp.cli.sampled import Drawing
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.statement import round_up
 from userdp.units import Adjacency, SamplingUnit
@@ -84,7 +84,7 @@ class Mechanism:
                 return renyi.moments_evaluation(event, delta=delta, adjacency=self.adjacency)
             case AccountantName.GROUP_PRIVACY:
                 return group.evaluation(
-                    self.drawing.event(noise_multiplier, self.adjacency, group_size=1),
+                    replace(self.drawing, group_size=1).event(noise_multiplier, self.adjacency),
                     group_size=self.drawing.group_size,
                     delta=delta,
                     adjacency=self.adjacency,
@@ -123,39 +123,6 @@ class Mechanism:
                 "larger epsilon."
             )
         return found
-
-
-def of_options(
-    adjacency: Adjacency,
-    accountant: AccountantName,
-    *,
-    sampler: SamplerName | None,
-    unit: SamplingUnit,
-    rate: float | None,
-    steps: int | None,
-    group_size: int,
-    cap: int | None,
-    users: int | None,
-    noise: NoiseKind,
-    participations: int | None,
-    parts: int | None,
-    bands: int | None,
-) -> Mechanism:
-    """The mechanism that the options of `account` and `calibrate` describe."""
-    drawing = Drawing(
-        sampler=sampler,
-        unit=unit,
-        rate=rate,
-        steps=steps,
-        group_size=group_size,
-        cap=cap,
-        num_users=users,
-        noise=noise,
-        participations=participations,
-        parts=parts,
-        bands=bands,
-    )
-    return Mechanism(drawing=drawing, adjacency=adjacency, accountant=accountant)
 
 
 def told(

@@ -11,13 +11,14 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from userdp.errors import InputError, MixedExamplesError
+from userdp.model_settings import every_setting
 from userdp.models.quantised import quantisation_of, refuse_shared_outliers
 from userdp.sharded_tensors import local_of
 
@@ -53,21 +54,12 @@ def refuse_mixing(model: nn.Module) -> None:
             )
     config: Any = getattr(model, "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else {}
-    for key, experts in _settings(settings):
+    for key, experts in every_setting(settings):
         if _EXPERT_COUNT.search(key) and isinstance(experts, int) and experts > 1:
             raise _mixture_of_experts(model, f"{key}={experts}")
     for name, module in model.named_modules():
         if _EXPERT_LAYER.search(type(module).__name__):
             raise _mixture_of_experts(model, f"{type(module).__name__} at {name!r}")
-
-
-def _settings(settings: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """All settings by name, at any depth."""
-    if isinstance(settings, dict):
-        for name, value in settings.items():
-            yield from _settings(value, str(name))
-    else:
-        yield key, settings
 
 
 def _mixture_of_experts(model: nn.Module, seen: str) -> MixedExamplesError:

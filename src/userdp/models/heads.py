@@ -113,7 +113,7 @@ def refuse_other_head(model: nn.Module, task: TaskName) -> None:
     Without this a model that fills gaps would be trained to copy the token that it already sees.
     """
     bare: Any = model.get_base_model() if isinstance(model, peft.PeftModel) else model
-    # A class of one's own says nothing by its name, but the class that it is made from does.
+    # The name of a caller's class says nothing, but the class that it is derived from does.
     library = (c.__name__ for c in type(bare).__mro__ if c.__module__.startswith(_MODELS))
     name = next(library, None)
     if name is None:

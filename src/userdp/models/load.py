@@ -261,9 +261,9 @@ def save_model(model: nn.Module, tokenizer: Any, out: Path, *, card: str) -> Non
 
 
 def forget_quantisation(model: nn.Module) -> None:
-    """Let a model that was read from GGUF say what it is: its weights are floats now.
+    """Remove the mark "quantised" from a model that was read from GGUF: its weights are floats now.
 
-    While it claims to be quantised, transformers refuses to save it.
+    With the mark, transformers refuses to save it.
     """
     config: Any = getattr(model, "config", None)
     if hasattr(config, "quantization_config"):

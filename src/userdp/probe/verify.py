@@ -22,14 +22,14 @@ from userdp.clipping.checks.made_up import MadeUp
 from userdp.clipping.checks.verify import refuse_dropout
 from userdp.clipping.execute.models import most_positions, pretrained
 from userdp.clipping.rules import ClipRule, FlatClip
-from userdp.clipping.settings import StepSettings
+from userdp.clipping.settings import PathName, StepSettings
 from userdp.errors import PLAIN, InputError, MixedExamplesError, UntriedModelError
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, causal_lm_loss
 from userdp.models.checks import BufferGuard, refuse_mixing
 from userdp.models.proven import is_proven
 from userdp.module_state import ModuleState
 from userdp.probe.kept import is_random, what_it_keeps
-from userdp.probe.neighbours import Path, Trial
+from userdp.probe.neighbours import Trial
 from userdp.probe.seen import Probe
 from userdp.updates.contract import UpdateRule
 from userdp.updates.mean_gradient import MEAN_GRADIENT
@@ -74,7 +74,7 @@ def verify(
     record_loss: RecordLoss = causal_lm_loss,
     update: UpdateRule | None = None,
     clip: ClipRule | None = None,
-    path: Path | None = None,
+    path: PathName | None = None,
     settings: StepSettings | None = None,
 ) -> Verified:
     """Test with made-up rows whether one user moves the clipped sum by at most the clip norm.
@@ -238,7 +238,7 @@ def run_probes(
     """
     # Only these two have a fast path.
     has_fast = update.is_mean_gradient or update.local_training is not None
-    path: Path = settings.path if has_fast else "plain"
+    path: PathName = settings.path if has_fast else "plain"
     modes = {module: module.training for module in model.modules()}
     state, guard = ModuleState(model), BufferGuard(model)
     try:

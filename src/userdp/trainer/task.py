@@ -37,7 +37,7 @@ _WAY_OUT = (
 
 
 def trained_task(model: str | nn.Module, asked: Task | TaskName | None) -> Task | TaskName | None:
-    """The task that is asked for, or that of the model's head; None for that of the records."""
+    """The task asked for, or the task of the model's head; None: the records decide."""
     if asked is not None and not isinstance(asked, str):
         return asked
     found = task_of_head(_head(model))

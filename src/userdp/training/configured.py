@@ -51,7 +51,7 @@ def configured_task(config: Config, tokenizer: Any, store: UserStore) -> Task:
 
 
 def configured_loss(config: Config) -> RecordLoss | None:
-    """The loss of one's own that a configuration names, imported from this environment."""
+    """The user's own loss that a configuration names, imported from this environment."""
     name = config.data.record_loss
     if name is None:
         return None

@@ -21,6 +21,7 @@ from userdp.losses import (
     JOINED_POSITION,
     JOINED_WEIGHT,
     Batch,
+    records_in,
     sent,
 )
 
@@ -167,7 +168,7 @@ def size_of(group: Batch) -> Size:
         for name, tensor in group.items()
         if not is_padded(name, tensor)
     )
-    return Size(rows=len(next(iter(group.values()))), length=max(lengths, default=1), rest=rest)
+    return Size(rows=records_in(group), length=max(lengths, default=1), rest=rest)
 
 
 def has_tokens(groups: Sequence[Batch]) -> bool:
@@ -205,7 +206,7 @@ def laid_out(
     device = next(iter(first.values())).device
     weights = torch.zeros(rows, dtype=torch.float64, device=device)
     for start, group in zip(starts, groups, strict=True):
-        num_records = len(next(iter(group.values())))
+        num_records = records_in(group)
         weights[start : start + num_records] = 1 / num_records
     return batch, weights
 

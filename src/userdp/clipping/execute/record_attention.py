@@ -150,7 +150,7 @@ def gradients_one_by_one(
 def record_attention(
     q: Tensor, k: Tensor, v: Tensor, position: Tensor, left: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`one_by_one` as compiled code needs it, by a kernel where there is one; and its sums."""
+    """`one_by_one` for compiled code, by a kernel if there is one; also the kernel's sums."""
     if not _has_kernel(q):
         out = one_by_one(q, k, v, position, left, scale).contiguous()
         return out, q.new_empty(q.shape[1], position.numel(), dtype=torch.float32)

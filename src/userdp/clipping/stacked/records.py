@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from userdp.clipping.batches.users import PADDING, is_padded
-from userdp.losses import Batch
+from userdp.losses import Batch, records_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class StackedRecords:
         lengths: dict[str, int],
     ) -> StackedRecords:
         """The users' records of this part side by side, and after them places without records."""
-        counts = [len(range(*part.indices(num_records(group)))) for group in users]
+        counts = [len(range(*part.indices(records_in(group)))) for group in users]
         counts += [0] * (places - len(users))
         rows = -(-max(counts) // batch_size) * batch_size
         tensors: dict[str, Tensor] = {}
@@ -73,11 +73,6 @@ class StackedRecords:
         places = torch.arange(first, first + self.batch_size, device=self.counts_U.device)
         mask_UB = places[None, :] < self.counts_U[:, None]
         return {name: t[:, rows] for name, t in self.tensors.items()}, mask_UB, mask_UB.any(1)
-
-
-def num_records(group: Batch) -> int:
-    """How many records a user has."""
-    return len(next(iter(group.values())))
 
 
 def lengths_of(users: Sequence[Batch], longest: int | None) -> dict[str, int]:

@@ -96,7 +96,7 @@ def _resolved(path: Path, columns: Columns) -> tuple[Columns, dict[str, Any]] | 
 
 
 def _candidates(choice: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
-    """The columns of which one must be found. The parts of a template may be missing."""
+    """The columns that may serve: one must exist. The parts of a template may be missing."""
     if choice is None:
         return known
     return () if is_template(choice) else (choice,)
