@@ -28,6 +28,19 @@ def test_zoo_passes_the_checks(architecture: str) -> None:
     check_optimizer(torch.optim.SGD(found.values(), lr=0.1), list(found.values()))
 
 
+def test_a_dense_model_whose_settings_have_a_number_of_experts_passes() -> None:
+    model: Any = families._family("Doge", num_key_value_heads=2)
+    assert model.config.num_experts > 1
+    refuse_mixing(model)
+
+    class Own(type(model)):
+        """Nobody knows how somebody else's class names its experts."""
+
+    model.__class__ = Own
+    with pytest.raises(MixedExamplesError, match="mixture of experts"):
+        refuse_mixing(model)
+
+
 def test_tied_weight_counts_once() -> None:
     model = models_zoo.build("gpt2 tied")
     names = trainable_parameters(model)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from userdp.errors import InputError, MixedExamplesError
 from userdp.models.quantised import quantisation_of, refuse_shared_outliers
@@ -27,6 +28,10 @@ _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
 _EXPERT_COUNT = re.compile(r"^(moe_)?(num|n)_(\w+_)?experts$|^moe_num_experts$|^ffn_num_experts$")
 # Names of layers that route tokens to experts.
 _EXPERT_LAYER = re.compile(r"(MoE|Moe|Experts|SparseMLP|TopKRouter|TopkRouter)")
+
+# What says in a name of transformers that a module or a weight belongs to experts.
+_NAMED_FOR_EXPERTS = re.compile(r"expert|router|moe", re.IGNORECASE)
+_LIBRARIES = frozenset({"torch", "transformers", "peft"})
 
 
 def refuse_mixing(model: nn.Module) -> None:
@@ -53,12 +58,26 @@ def refuse_mixing(model: nn.Module) -> None:
             )
     config: Any = getattr(model, "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else {}
-    for key, experts in _settings(settings):
+    for key, experts in () if _has_no_experts(model) else _settings(settings):
         if _EXPERT_COUNT.search(key) and isinstance(experts, int) and experts > 1:
             raise _mixture_of_experts(model, f"{key}={experts}")
     for name, module in model.named_modules():
         if _EXPERT_LAYER.search(type(module).__name__):
             raise _mixture_of_experts(model, f"{type(module).__name__} at {name!r}")
+
+
+def _has_no_experts(model: nn.Module) -> bool:
+    """Whether `transformers` made the model, and nothing in it is named for experts.
+
+    The settings of a dense model may have a number of experts, too (Doge, DeepSeek V3 in its first
+    layers). Of other modules nobody knows how they name theirs.
+    """
+    kinds = {type(module) for module in model.modules()}
+    names = [part for name, _ in model.named_modules() for part in name.split(".")]
+    names += [name for name, _ in model.named_parameters()] + [kind.__name__ for kind in kinds]
+    is_theirs = any(issubclass(kind, PreTrainedModel) for kind in kinds)
+    is_theirs = is_theirs and all(kind.__module__.split(".")[0] in _LIBRARIES for kind in kinds)
+    return is_theirs and not any(map(_NAMED_FOR_EXPERTS.search, names))
 
 
 def _settings(settings: Any, key: str = "") -> Iterator[tuple[str, Any]]:
