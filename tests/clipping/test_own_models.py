@@ -123,6 +123,37 @@ def test_layer_whose_output_is_not_used_beside_one_that_is() -> None:
         fast_sum(around(Idle()), cohort(RAGGED), RULE)
 
 
+class InPlace(nn.Module):
+    """Changes what it is given in place, as CTRL scales what its embedding returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x *= 3.0
+        return x
+
+
+def test_an_embedding_whose_output_is_changed_in_place_matches_the_plain_loop() -> None:
+    assert_same_as_plain(around(InPlace()), cohort(RAGGED))
+
+
+class DependsOnValues(nn.Module):
+    """A block with a weight of its own that looks at values: `torch.vmap` cannot run it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight if bool(x.sum() < 1e6) else x
+
+
+def test_a_block_that_fails_on_the_fast_path_alone_is_sent_to_the_plain_one() -> None:
+    model, batch = around(DependsOnValues()), models_zoo.ragged_batch([5, 6], seed=0)
+    refused = userdp.verify(model, batch, path="fast").cause
+    assert "fails on made-up rows" in refused
+    assert 'Use path="plain"' in refused
+    assert userdp.verify(model, batch, path="plain").safe
+
+
 class MixesRows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)

@@ -241,6 +241,7 @@ def run_probes(
     path: Path = settings.path if has_fast else "plain"
     modes = {module: module.training for module in model.modules()}
     state, guard = ModuleState(model), BufferGuard(model)
+    runs_as_it_is = False
     try:
         refuse_mixing(model)
         refuse_dropout(model)
@@ -254,6 +255,7 @@ def run_probes(
                 "changes what the next users draw, and whoever knows torch's seed can follow that. "
                 "Call model.eval(), or take the random layer out."
             )
+        runs_as_it_is = True
         trial = Trial(
             model,
             made_up,
@@ -278,9 +280,14 @@ def run_probes(
         raise
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
+        way_out = (
+            f"Use {PLAIN}: the model as it is can be run."
+            if runs_as_it_is and path == "fast"
+            else "If it needs more than token ids, give a record_loss that passes the rest to it."
+        )
         raise UntriedModelError(
             f"{type(model).__name__} fails on made-up rows of {sequence_length} tokens "
-            f"({type(error).__name__}: {line})."
+            f"({type(error).__name__}: {line}). {way_out}"
         ) from error
     finally:
         for module, mode in modes.items():
