@@ -246,6 +246,11 @@ TABLE: list[Bad] = [
     ),
     # Stores
     command("no store", "not a user store", "stats", "nowhere"),
+    Bad(
+        name="tokens of no tokenizer",
+        make=lambda place: ("stats", place.shared.train, "--tokenizer", "no-such-tokenizer"),
+        says="tokenizer of 'no-such-tokenizer': there is no such directory",
+    ),
     trained("no store to train on", "not a user store", data="store = 'nowhere'"),
     trained("no store to evaluate on", "not a user store", data="evaluation = 'nowhere'"),
     Bad(

@@ -137,6 +137,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise OSError("not on the hub")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", ask)
+    monkeypatch.setattr("userdp.models.hub._answers", lambda: True)
     return names
 
 

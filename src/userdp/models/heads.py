@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 
 from userdp.errors import InputError
+from userdp.models.hub import asked_once
 from userdp.names.tasks import TaskName
 
 _LOG = logging.getLogger(__name__)
@@ -182,7 +183,8 @@ def class_options(source: str, task: TaskName, classes: Sequence[str] | None) ->
 def classes_at(source: str) -> tuple[str, ...]:
     """The names of the classes that the model at this place knows; the weights are not read."""
     try:
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        with asked_once(source):
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise InputError(f"model {source!r}: its config.json cannot be read.") from error
     return class_names(config)

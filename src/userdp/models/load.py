@@ -33,6 +33,7 @@ from userdp.models.heads import (
     model_class,
     refuse_other_task,
 )
+from userdp.models.hub import asked_once
 from userdp.models.quantised import freeze, loading_options, quantisation_of
 from userdp.names.quantisation import GGUF_FILE, Quantisation
 from userdp.names.tasks import TaskName
@@ -96,10 +97,11 @@ def load_model(
         options |= loading_options(quantize, device)
     refuse_other_task(Path(source), task)
     try:
-        options |= class_options(source, task, classes)
-        loaded: Any = model_class(task).from_pretrained(
-            source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
-        )
+        with asked_once(source):
+            options |= class_options(source, task, classes)
+            loaded: Any = model_class(task).from_pretrained(
+                source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
+            )
     except InputError:
         raise
     except Exception as error:
@@ -130,9 +132,10 @@ def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
     has_own = (Path(source) / "tokenizer.json").is_file()
     options = {"gguf_file": gguf_file} if gguf_file and not has_own else {}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            source, trust_remote_code=False, **options
-        )
+        with asked_once(source):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                source, trust_remote_code=False, **options
+            )
     except Exception as error:
         raise _not_loaded(f"tokenizer of {source!r}", source, error) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
