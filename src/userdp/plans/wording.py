@@ -5,6 +5,7 @@ A part has its own `words`. Words follow from numbers. No number is ever read ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from userdp.parts import Part, is_our_own
@@ -41,6 +42,23 @@ def promise_in_words(adjacency: Adjacency, epsilon: float) -> str:
         return ""
     _, degree, learns = _DEGREES[lost]
     return adjacency.promised(degree, learns)
+
+
+def of_the_price(epsilon: float | None) -> tuple[str, ...]:
+    """A caution where the epsilon of what is said bounds hardly anything.
+
+    There is none where no finite epsilon is said, because that is told anyway.
+
+    >>> of_the_price(8.0)
+    ()
+    """
+    if epsilon is None or not math.isfinite(epsilon) or degree_of(epsilon) < len(_DEGREES):
+        return ()
+    largest, _, _ = _DEGREES[-1]
+    return (
+        f"an epsilon above {largest:g} is hardly any protection: somebody who has the model may be "
+        "all but certain whether a user's records were used",
+    )
 
 
 def assumptions(

@@ -12,6 +12,7 @@ from userdp.plans.wording import (
     cautions,
     mechanism_in_words,
     not_covered,
+    of_the_price,
     of_the_record,
     promise_in_words,
 )
@@ -89,6 +90,7 @@ def statement_of(plan: Plan, steps: int, **said: Unpack[Said]) -> Statement:
         epsilon_of_all=said.get("epsilon_of_all"),
         cautions=(
             *(caution for caution in cautions_of(plan) if caution not in doubts),
+            *of_the_price(marked if mark else found.epsilon),
             *of_the_record(fixed_seed, unfinished),
             *said.get("more_cautions", ()),
         ),
