@@ -29,6 +29,7 @@ from userdp.models.heads import (
     begin_missing,
     class_names,
     class_options,
+    head_of,
     lora_task,
     model_class,
     refuse_other_task,
@@ -151,6 +152,7 @@ def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
 def add_lora(model: nn.Module, lora: Lora, *, task: TaskName = "causal") -> nn.Module:
     """The model with trainable adapters. Everything else is frozen, but for a head for classes."""
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    head = head_of(model) if task == "classification" else []
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
@@ -161,10 +163,13 @@ def add_lora(model: nn.Module, lora: Lora, *, task: TaskName = "causal") -> nn.M
             isinstance(module, transformers.pytorch_utils.Conv1D) for module in model.modules()
         ),
         task_type=lora_task(task),
+        # peft by itself knows heads of two names only, and adapts what lies beside them.
+        modules_to_save=head or None,
+        exclude_modules=rf"({'|'.join(head)})(\..*)?" if head else None,
     )
     try:
         adapted = peft.get_peft_model(model, settings)  # pyright: ignore[reportArgumentType]
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise InputError(f"LoRA targets {targets!r}: {_first_line(error)}") from error
     if lora.freeze_a:
         _freeze_a(adapted)
