@@ -96,6 +96,18 @@ def _mixture_of_experts(model: nn.Module, seen: str) -> MixedExamplesError:
     )
 
 
+def input_embedding(model: nn.Module) -> Any:
+    """The table of the model's tokens; None if it has none.
+
+    CANINE hashes characters instead, and `transformers` raises an error.
+    """
+    find: Any = getattr(model, "get_input_embeddings", None)
+    try:
+        return None if find is None else find()
+    except NotImplementedError:
+        return None
+
+
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters to train, by name. A tied weight appears once."""
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}

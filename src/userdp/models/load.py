@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from userdp.history import carry, history_of, merged, read_history
 
 # Importing it makes the model known to `transformers`.
 from userdp.models import word_lstm as word_lstm
+from userdp.models.checks import input_embedding
 from userdp.models.heads import (
     begin_missing,
     class_names,
@@ -241,7 +243,8 @@ def _base_of(source: Path) -> str:
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     """Refuse a tokenizer with more tokens than the model has embeddings."""
     # An adapter on the embedding has `weight`, but not `num_embeddings`.
-    embeddings = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
+    table = input_embedding(model)
+    embeddings = math.inf if table is None else table.weight.shape[0]
     if len(tokenizer) > embeddings:
         raise InputError(
             f"the tokenizer has {len(tokenizer):,} tokens and the model embeddings for "

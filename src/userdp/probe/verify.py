@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.settings import StepSettings
 from userdp.errors import PLAIN, InputError, MixedExamplesError, UntriedModelError
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, causal_lm_loss
-from userdp.models.checks import BufferGuard, refuse_mixing
+from userdp.models.checks import BufferGuard, input_embedding, refuse_mixing
 from userdp.models.proven import is_proven
 from userdp.module_state import ModuleState
 from userdp.probe.kept import is_random, what_it_keeps
@@ -140,8 +139,7 @@ def _made_up(model: nn.Module, batch: Batch | None) -> MadeUp:
 def vocabulary_of(model: nn.Module) -> int | None:
     """How many token ids a Hugging Face model reads; None for other models."""
     inner = pretrained(model)
-    embeddings: Any = inner.get_input_embeddings() if inner is not None else None
-    return getattr(embeddings, "num_embeddings", None)
+    return getattr(None if inner is None else input_embedding(inner), "num_embeddings", None)
 
 
 def check_model(
