@@ -203,6 +203,16 @@ def test_lora_target_that_matches_nothing_is_refused(targets: str | list[str]) -
         add_lora(models_zoo.gpt2(), Lora(targets=targets))
 
 
+def test_lora_that_peft_refuses_for_a_model_says_what_its_layers_are_called() -> None:
+    config = transformers.MambaConfig(
+        vocab_size=11, hidden_size=16, state_size=4, num_hidden_layers=1
+    )
+    model = transformers.MambaForCausalLM(config)
+    with pytest.raises(InputError, match=r"layers are called dt_proj, in_proj, .*out_proj, x_proj"):
+        add_lora(model, Lora())
+    add_lora(transformers.MambaForCausalLM(config), Lora(targets=["in_proj", "x_proj"]))
+
+
 @pytest.mark.parametrize("targets", ["all-linear", ["c_attn"]])
 def test_lora_starts_as_the_base_model(base_model: Path, targets: str | list[str]) -> None:
     base, _ = load_model(base_model)

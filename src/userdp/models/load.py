@@ -154,6 +154,8 @@ def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
 def add_lora(model: nn.Module, lora: Lora, *, task: TaskName = "causal") -> nn.Module:
     """The model with trainable adapters. Everything else is frozen, but for a head for classes."""
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    # What fails may leave some layers replaced.
+    layers = _linear_layers(model)
     head = head_of(model) if task == "classification" else []
     settings = peft.LoraConfig(
         r=lora.rank,
@@ -172,10 +174,20 @@ def add_lora(model: nn.Module, lora: Lora, *, task: TaskName = "causal") -> nn.M
     try:
         adapted = peft.get_peft_model(model, settings)  # pyright: ignore[reportArgumentType]
     except (ValueError, TypeError) as error:
-        raise InputError(f"LoRA targets {targets!r}: {_first_line(error)}") from error
+        raise InputError(f"LoRA targets {targets!r}: {_first_line(error)} {layers}") from error
     if lora.freeze_a:
         _freeze_a(adapted)
     return adapted
+
+
+def _linear_layers(model: nn.Module) -> str:
+    """What the model's linear layers are called, in a sentence."""
+    kinds = (nn.Linear, transformers.pytorch_utils.Conv1D)
+    found = {name.split(".")[-1] for name, one in model.named_modules() if isinstance(one, kinds)}
+    return (
+        f"Its linear layers are called {', '.join(sorted(found))}: name those to adapt in a list, "
+        "[model.lora] targets = ['one', 'other']."
+    )
 
 
 def _freeze_a(adapted: nn.Module) -> None:
