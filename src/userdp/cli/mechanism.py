@@ -19,6 +19,7 @@ from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
 from userdp.cli.sampled import Drawing
 from userdp.errors import InputError, UnaccountedPlanError
+from userdp.plans.words import of_the_price
 from userdp.statement import round_up
 from userdp.units import Adjacency, SamplingUnit
 
@@ -160,6 +161,8 @@ def told(
         lines.append(
             f"by PLD epsilon={round_up(exact.epsilon):g}, certified by {exact.certified_by}"
         )
+    payload["cautions"] = list(of_the_price(found.epsilon))
+    lines += [f"caution: {caution}" for caution in payload["cautions"]]
     return payload, "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +26,17 @@ from userdp.history import carry, history_of, merged, read_history
 
 # Importing it makes the model known to `transformers`.
 from userdp.models import word_lstm as word_lstm
+from userdp.models.checks import input_embedding
 from userdp.models.heads import (
     begin_missing,
     class_names,
     class_options,
+    head_of,
     lora_task,
     model_class,
     refuse_other_task,
 )
+from userdp.models.hub import asked_once
 from userdp.models.quantised import freeze, loading_options, quantisation_of
 from userdp.names.quantisation import GGUF_FILE, Quantisation
 from userdp.names.tasks import TaskName
@@ -96,10 +100,11 @@ def load_model(
         options |= loading_options(quantize, device)
     refuse_other_task(Path(source), task)
     try:
-        options |= class_options(source, task, classes)
-        loaded: Any = model_class(task).from_pretrained(
-            source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
-        )
+        with asked_once(source):
+            options |= class_options(source, task, classes)
+            loaded: Any = model_class(task).from_pretrained(
+                source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
+            )
     except InputError:
         raise
     except Exception as error:
@@ -130,9 +135,10 @@ def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
     has_own = (Path(source) / "tokenizer.json").is_file()
     options = {"gguf_file": gguf_file} if gguf_file and not has_own else {}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            source, trust_remote_code=False, **options
-        )
+        with asked_once(source):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                source, trust_remote_code=False, **options
+            )
     except Exception as error:
         raise _not_loaded(f"tokenizer of {source!r}", source, error) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
@@ -148,6 +154,9 @@ def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
 def add_lora(model: nn.Module, lora: Lora, *, task: TaskName = "causal") -> nn.Module:
     """The model with trainable adapters. Everything else is frozen, but for a head for classes."""
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    # What fails may leave some layers replaced.
+    layers = _linear_layers(model)
+    head = head_of(model) if task == "classification" else []
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
@@ -158,14 +167,27 @@ def add_lora(model: nn.Module, lora: Lora, *, task: TaskName = "causal") -> nn.M
             isinstance(module, transformers.pytorch_utils.Conv1D) for module in model.modules()
         ),
         task_type=lora_task(task),
+        # peft by itself knows heads of two names only, and adapts what lies beside them.
+        modules_to_save=head or None,
+        exclude_modules=rf"({'|'.join(head)})(\..*)?" if head else None,
     )
     try:
         adapted = peft.get_peft_model(model, settings)  # pyright: ignore[reportArgumentType]
-    except ValueError as error:
-        raise InputError(f"LoRA targets {targets!r}: {_first_line(error)}") from error
+    except (ValueError, TypeError) as error:
+        raise InputError(f"LoRA targets {targets!r}: {_first_line(error)} {layers}") from error
     if lora.freeze_a:
         _freeze_a(adapted)
     return adapted
+
+
+def _linear_layers(model: nn.Module) -> str:
+    """What the model's linear layers are called, in a sentence."""
+    kinds = (nn.Linear, transformers.pytorch_utils.Conv1D)
+    found = {name.split(".")[-1] for name, one in model.named_modules() if isinstance(one, kinds)}
+    return (
+        f"Its linear layers are called {', '.join(sorted(found))}: name those to adapt in a list, "
+        "[model.lora] targets = ['one', 'other']."
+    )
 
 
 def _freeze_a(adapted: nn.Module) -> None:
@@ -233,7 +255,8 @@ def _base_of(source: Path) -> str:
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     """Refuse a tokenizer with more tokens than the model has embeddings."""
     # An adapter on the embedding has `weight`, but not `num_embeddings`.
-    embeddings = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
+    table = input_embedding(model)
+    embeddings = math.inf if table is None else table.weight.shape[0]
     if len(tokenizer) > embeddings:
         raise InputError(
             f"the tokenizer has {len(tokenizer):,} tokens and the model embeddings for "

@@ -5,6 +5,7 @@ A part has its own `words`. Words follow from numbers. No number is ever read ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -56,6 +57,23 @@ def promise_in_words(adjacency: Adjacency, epsilon: float) -> str:
         return ""
     _, degree, learns = _DEGREES[lost]
     return adjacency.promised(degree, learns)
+
+
+def of_the_price(epsilon: float | None) -> tuple[str, ...]:
+    """A caution where the epsilon of what is said bounds hardly anything.
+
+    There is none where no finite epsilon is said, because that is told anyway.
+
+    >>> of_the_price(8.0)
+    ()
+    """
+    if epsilon is None or not math.isfinite(epsilon) or degree_of(epsilon) < len(_DEGREES):
+        return ()
+    largest, _, _ = _DEGREES[-1]
+    return (
+        f"an epsilon above {largest:g} is hardly any protection: somebody who has the model may be "
+        "all but certain whether a user's records were used",
+    )
 
 
 class Said(TypedDict, total=False):
@@ -116,6 +134,7 @@ def statement_of(plan: Plan, steps: int, **said: Unpack[Said]) -> Statement:
         epsilon_of_all=said.get("epsilon_of_all"),
         cautions=(
             *(caution for caution in cautions_of(plan) if caution not in doubts),
+            *of_the_price(marked if mark else found.epsilon),
             *_of_the_record(fixed_seed, unfinished),
             *said.get("more_cautions", ()),
         ),

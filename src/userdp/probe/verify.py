@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.clipping.settings import PathName, StepSettings
 from userdp.errors import PLAIN, InputError, MixedExamplesError, UntriedModelError
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, causal_lm_loss
-from userdp.models.checks import BufferGuard, refuse_mixing
+from userdp.models.checks import BufferGuard, input_embedding, refuse_mixing
 from userdp.models.proven import is_proven
 from userdp.module_state import ModuleState
 from userdp.probe.kept import is_random, what_it_keeps
@@ -140,8 +139,7 @@ def _made_up(model: nn.Module, batch: Batch | None) -> MadeUp:
 def vocabulary_of(model: nn.Module) -> int | None:
     """How many token ids a Hugging Face model reads; None for other models."""
     inner = pretrained(model)
-    embeddings: Any = inner.get_input_embeddings() if inner is not None else None
-    return getattr(embeddings, "num_embeddings", None)
+    return getattr(None if inner is None else input_embedding(inner), "num_embeddings", None)
 
 
 def check_model(
@@ -241,6 +239,7 @@ def run_probes(
     path: PathName = settings.path if has_fast else "plain"
     modes = {module: module.training for module in model.modules()}
     state, guard = ModuleState(model), BufferGuard(model)
+    runs_as_it_is = False
     try:
         refuse_mixing(model)
         refuse_dropout(model)
@@ -254,6 +253,7 @@ def run_probes(
                 "changes what the next users draw, and whoever knows torch's seed can follow that. "
                 "Call model.eval(), or take the random layer out."
             )
+        runs_as_it_is = True
         trial = Trial(
             model,
             made_up,
@@ -278,9 +278,14 @@ def run_probes(
         raise
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
+        way_out = (
+            f"Use {PLAIN}: the model as it is can be run."
+            if runs_as_it_is and path == "fast"
+            else "If it needs more than token ids, give a record_loss that passes the rest to it."
+        )
         raise UntriedModelError(
             f"{type(model).__name__} fails on made-up rows of {sequence_length} tokens "
-            f"({type(error).__name__}: {line})."
+            f"({type(error).__name__}: {line}). {way_out}"
         ) from error
     finally:
         for module, mode in modes.items():

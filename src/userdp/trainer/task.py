@@ -16,6 +16,7 @@ from userdp.data.store import UserStore
 from userdp.data.tokens import holds_chats
 from userdp.errors import InputError
 from userdp.models.heads import named_classes, task_of_head
+from userdp.models.hub import asked_once
 from userdp.names.tasks import TaskName
 from userdp.tasks import MaskedTask, Task
 from userdp.tasks.chat_tokens import has_template
@@ -95,7 +96,8 @@ def _head(model: str | nn.Module) -> list[str]:
         if Path(model).is_dir():
             return list(named_classes(Path(model)))
         try:
-            config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+            with asked_once(model):
+                config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
         except (OSError, ValueError):
             # Loading the model comes next, and says what is wrong.
             return []

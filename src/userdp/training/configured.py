@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pkgutil
 from typing import Any, cast
 
@@ -14,7 +15,9 @@ from userdp.errors import InputError
 from userdp.losses import RecordLoss
 from userdp.models.heads import classes_at, refuse_other_head
 from userdp.models.load import Lora, classes_of, load_model, load_tokenizer
-from userdp.tasks import Task, TaskName, task_named, usual_task
+from userdp.tasks import Task, TaskName, labels_left_out, task_named, usual_task
+
+_LOG = logging.getLogger(__name__)
 
 
 def load_configured_model(config: Config) -> tuple[nn.Module, Any]:
@@ -85,7 +88,10 @@ def named_task(
     A model of `transformers` with a head for another task is refused. With a `record_loss` of one's
     own it is not: that loss may read the model as it likes.
     """
+    left_out = labels_left_out(name, store.text_kind)
     name = name or usual_task(store.text_kind)
     if record_loss is None:
+        if left_out:
+            _LOG.warning("%s", left_out)
         refuse_other_head(model, name)
     return task_named(name, tokenizer, classes=classes_of(model))

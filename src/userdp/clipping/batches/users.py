@@ -208,7 +208,19 @@ def laid_out(
     for start, group in zip(starts, groups, strict=True):
         num_records = records_in(group)
         weights[start : start + num_records] = 1 / num_records
+    attend_to_empty_rows(batch, weights == 0)
     return batch, weights
+
+
+def attend_to_empty_rows(batch: dict[str, Tensor], empty: Tensor) -> None:
+    """Let each row of padding have one place that is attended to.
+
+    A model that takes the mean over these places would divide by zero otherwise, and zero times
+    what is not finite is not zero: how many rows another user has would decide who counts.
+    """
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.dim() > empty.dim():
+        mask[empty, 0] = 1
 
 
 def power_of_two(number: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +23,6 @@ from userdp.errors import InputError
 RECORD_ATTENTION = "userdp_records"
 # What the CUDA kernels compute in.
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-
-
-def refuse_capture() -> NoReturn:
-    """Refuse records in one row where attention within them cannot be captured."""
-    raise InputError(
-        "join_records: on CUDA it needs products in half precision. Give compute_dtype bfloat16, "
-        "or compile_blocks=False."
-    )
 
 
 @contextlib.contextmanager

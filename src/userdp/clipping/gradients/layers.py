@@ -278,7 +278,8 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, probe: Tensor) -> Tensor:
-        return value.view_as(value)
+        # No view: torch forbids to change a view that a function returns in place, as CTRL does.
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

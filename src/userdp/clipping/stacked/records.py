@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from userdp.clipping.batches.users import PADDING, is_padded
+from userdp.clipping.batches.users import PADDING, attend_to_empty_rows, is_padded
 from userdp.losses import Batch, records_in
 
 
@@ -50,10 +50,12 @@ class StackedRecords:
                     # A padded row must be readable: it is a copy of a row of the same user.
                     whole[place, counts[place] :] = group[name][:1]
             tensors[name] = whole.to(device)
+        counts_U = torch.tensor(counts, device=device)
+        attend_to_empty_rows(tensors, torch.arange(rows, device=device) >= counts_U[:, None])
         return StackedRecords(
             tensors=tensors,
             counts=counts,
-            counts_U=torch.tensor(counts, device=device),
+            counts_U=counts_U,
             batch_size=batch_size,
         )
 
