@@ -28,7 +28,8 @@ from userdp.data.tokens import TokenRows, tokenise
 from userdp.evaluation import evaluate
 from userdp.index import indptr_of
 from userdp.losses import causal_lm_loss
-from userdp.models.load import Lora, load_model
+from userdp.models.adapters import Lora
+from userdp.models.load import load_model
 from userdp.plan import Plan
 from userdp.report import svg
 from userdp.report.write import Section, write_report

@@ -15,15 +15,9 @@ import models_zoo
 from task_stores import bert_tokenizer
 from userdp.errors import InputError
 from userdp.losses import class_logits
+from userdp.models.adapters import Lora, add_lora
 from userdp.models.heads import refuse_other_head
-from userdp.models.load import (
-    Lora,
-    add_lora,
-    classes_of,
-    load_adapter,
-    load_model,
-    save_model,
-)
+from userdp.models.load import classes_of, load_adapter, load_model, save_model
 
 CLASSES = ["good", "bad", "so so"]
 

@@ -15,15 +15,9 @@ import transformers
 import models_zoo
 from tiny import make_model
 from userdp.errors import InputError
+from userdp.models.adapters import Lora, add_lora
 from userdp.models.checks import trainable_parameters
-from userdp.models.load import (
-    Lora,
-    add_lora,
-    load_adapter,
-    load_model,
-    load_tokenizer,
-    save_model,
-)
+from userdp.models.load import load_adapter, load_model, load_tokenizer, save_model
 from userdp.models.smollm2 import find_smollm2
 
 PROMPT = torch.tensor([[1, 2, 3]])

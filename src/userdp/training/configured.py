@@ -13,8 +13,9 @@ from userdp.config.file import Config
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.losses import RecordLoss
+from userdp.models.adapters import Lora
 from userdp.models.heads import classes_at, refuse_other_head
-from userdp.models.load import Lora, classes_of, load_model, load_tokenizer
+from userdp.models.load import classes_of, load_model, load_tokenizer
 from userdp.tasks import Task, TaskName, labels_left_out, task_named, usual_task
 
 _LOG = logging.getLogger(__name__)
