@@ -114,8 +114,11 @@ def test_the_validation_curve_shows_every_point_and_falls_with_the_loss() -> Non
         )
         for step in (0, 50, 100)
     ]
-    loss, worst = _points(pictures.validation_curve(curve, "token"))
+    picture = pictures.validation_curve(curve, "token")
+    loss, worst = _points(picture)
     assert len(loss) == 3
+    dots = re.findall(r'<circle cx="([^"]+)" cy="([^"]+)"', picture)
+    assert [(float(x), float(y)) for x, y in dots] == [*loss, *worst]
     assert [y for _, y in loss] == sorted(y for _, y in loss), "svg's y axis points down"
     assert len(worst) == 2
 

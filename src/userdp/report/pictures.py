@@ -49,6 +49,7 @@ def validation_curve(curve: Sequence[Point], unit: str) -> str:
         svg.Line(
             label=f"loss a {unit}",
             points=[(float(p.step), p.loss) for p in curve if p.loss is not None],
+            dots=True,
         ),
         svg.Line(
             label="worst tenth of users",
@@ -59,6 +60,7 @@ def validation_curve(curve: Sequence[Point], unit: str) -> str:
             ],
             colour=svg.COLOURS[2],
             dashed=True,
+            dots=True,
         ),
     ]
     heights = [height for line in lines for _, height in line.points]

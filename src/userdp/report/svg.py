@@ -24,12 +24,13 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line through (x, y) points."""
+    """One line through (x, y) points. With `dots`, each point has one: nothing is known between."""
 
     label: str
     points: Sequence[tuple[float, float]]
     colour: str = COLOURS[1]
     dashed: bool = False
+    dots: bool = False
 
 
 # Pictures are narrow, so that their text can be read on a telephone.
@@ -124,13 +125,15 @@ def lines(
     for number, entry in enumerate(entries):
         dash = ' stroke-dasharray="5 4"' if entry.dashed else ""
         place = legend + 20 * number
+        points = [(x(px), y(py)) for px, py in entry.points]
+        parts += [
+            # All stroke and no filling, so that dots have the line's colour on a dark page, too.
+            f'<circle cx="{px:.1f}" cy="{py:.1f}" r="1.7" fill="none" stroke="{entry.colour}" '
+            'stroke-width="3.4"/>'
+            for px, py in points * entry.dots
+        ]
         parts.append(
-            polyline(
-                [(x(px), y(py)) for px, py in entry.points],
-                colour=entry.colour,
-                width=2.2,
-                dash=dash,
-            )
+            polyline(points, colour=entry.colour, width=2.2, dash=dash)
             + f'<line x1="{left}" x2="{left + 24}" y1="{place - 4}" '
             f'y2="{place - 4}" stroke="{entry.colour}" stroke-width="2.2"{dash}/>'
             f'<text x="{left + 32}" y="{place}" fill="{INK}">{escape(entry.label)}</text>'
