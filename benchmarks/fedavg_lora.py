@@ -21,8 +21,8 @@ from userdp.clipping.rules import FlatClip
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.summation import summation
 from userdp.losses import Batch, causal_lm_loss
+from userdp.models.adapters import Lora, add_lora
 from userdp.models.checks import trainable_parameters
-from userdp.models.load import Lora, add_lora
 from userdp.updates.fedavg import FedAvg
 
 LENGTH, RECORDS, LOCAL_STEPS = 128, 4, 4

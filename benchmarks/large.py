@@ -36,7 +36,7 @@ from userdp.clipping.rules import FlatClip
 from userdp.clipping.settings import StepSettings
 from userdp.index import UserIndex
 from userdp.losses import causal_lm_loss
-from userdp.models.load import Lora, add_lora
+from userdp.models.adapters import Lora, add_lora
 from userdp.plan import Plan
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret

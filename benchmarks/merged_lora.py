@@ -28,7 +28,7 @@ from userdp.clipping.settings import StepSettings
 from userdp.data.tokens import TokenRows
 from userdp.index import Rows
 from userdp.losses import Batch, causal_lm_loss
-from userdp.models.load import Lora, add_lora
+from userdp.models.adapters import Lora, add_lora
 from userdp.plan import Plan
 from userdp.step import PrivateStep
 from userdp.streams import RunSecret

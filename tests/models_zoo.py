@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from userdp.losses import RecordLoss, causal_lm_loss, masked_lm_loss
-from userdp.models.load import Lora, add_lora
+from userdp.models.adapters import Lora, add_lora
 from userdp.models.word_lstm import WordLSTM, WordLSTMConfig
 
 VOCABULARY = 23

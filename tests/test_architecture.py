@@ -27,6 +27,8 @@ GROUND |= {"budget.file"}
 GROUND |= {"ranks_launched", "sharded_tensors"}
 # How a model runs while it is measured, and what it keeps between two passes.
 GROUND |= {"measuring", "module_state"}
+# What a model's configuration says, at any depth.
+GROUND |= {"model_settings"}
 PARTS = {"sampling", "bounding", "clipping", "updates", "noise", "data", "models", "evaluation"}
 PARTS |= {"losses", "tasks"}
 # A part imports no other part, save these: bounding reads the owners in a store and shares the
@@ -48,7 +50,6 @@ ABOVE = {
     "statement": "",
     "prices.paid": "accounting",
     "prices.earlier": "accounting prices.paid",
-    "plans.wording": "prices.earlier",
     "prices.composition": "accounting prices.earlier prices.paid statement",
     "prices.marks": "sampling",
     "prices.marked": (
@@ -56,14 +57,15 @@ ABOVE = {
         "sampling"
     ),
     "plans.words": (
-        "plans.wording prices.composition prices.earlier prices.marked prices.marks "
-        "prices.paid statement"
+        "prices.composition prices.earlier prices.marked prices.marks prices.paid statement"
     ),
     "plans.checks": "accounting prices.marked prices.table sampling",
     "prices.table": (
-        "accounting noise prices.correlated prices.earlier prices.paid sampling statement updates"
+        "accounting noise prices.correlated prices.earlier prices.independent prices.paid "
+        "sampling statement updates"
     ),
-    "prices.correlated": "accounting noise sampling",
+    "prices.correlated": "accounting noise prices.independent sampling",
+    "prices.independent": "accounting noise sampling",
     "planner.norms": "",
     "planner.filter_noise": "accounting plan updates",
     "defaults": "",
@@ -118,7 +120,7 @@ ABOVE = {
         "defaults noise plan prices.earlier prices.marks prices.paid sampling updates"
     ),
     "report": (
-        "accounting ledger.book plan plans.wording plans.words prices.earlier prices.paid "
+        "accounting ledger.book plan plans.words prices.earlier prices.paid "
         "runs.facts runs.files runs.validation_curve statement"
     ),
     "digests.described": "digests.code digests.modules digests.values",
@@ -135,7 +137,7 @@ ABOVE = {
     "probe.checked_model": "clipping losses models plan probe.verify sampling updates",
     "probe.verify": "clipping losses models probe.kept probe.neighbours probe.seen updates",
     "runs.checkpoints": "data",
-    "runs.same": "digests.of_runs ledger.book plan runs.checkpoints",
+    "runs.same": "digests.of_runs ledger.book plan runs.checkpoints runs.files",
     "ledger.copied": "ledger.book ledger.rows",
     "ranks": "clipping digests.of_runs losses plan sampling",
     # Divides a model, and whatever belongs to its weights, over the ranks.
@@ -201,7 +203,7 @@ ABOVE = {
     "training.configured": "config.file data losses models tasks",
     "training.from_config": (
         "clipping config.file data optimizers.by_name optimizers.public_gradient plan ranks "
-        "runs.checkpoints runs.record runs.same training.configured training.loop "
+        "runs.checkpoints runs.files runs.record training.configured training.loop "
         "training.validation"
     ),
     # What `training.loop` takes, it takes too, under the same names.
@@ -212,7 +214,7 @@ ABOVE = {
         "tasks training.configured training.loop training.trackers training.validation"
     ),
     "runs.saved": "digests.of_runs ledger.book models runs.facts",
-    "planner.gradient_norms": "data models tasks updates",
+    "planner.gradient_norms": "data losses models tasks updates",
 }
 TOP = {"__main__", "cli", "quickstart"}
 
@@ -238,7 +240,6 @@ TORCH_FREE = [
     "statement",
     "prices.paid",
     "prices.earlier",
-    "plans.wording",
     "prices.marks",
     "prices.marked",
     "plans.checks",
@@ -464,7 +465,7 @@ def test_nobody_asks_which_part_was_chosen() -> None:
 
     registries = (CLIP_RULES, NOISES, SAMPLERS, UPDATE_RULES)
     parts = {part.__name__ for registry in registries for part in registry}
-    parts |= {"ClipRule", "Noise", "Sampler", "UpdateRule"}
+    parts |= {"ClipRule", "Noise", "PlaceSampler", "Sampler", "UpdateRule"}
     asked = {
         name: found
         for name, path in modules().items()

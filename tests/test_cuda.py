@@ -640,9 +640,11 @@ def _resumable(
                 kept = torch.arange(longest)[None] < torch.from_numpy(lengths[rows])[:, None]
                 groups.append({"input_ids": ids, "labels": ids.masked_fill(~kept, -100)})
             step.apply(groups)
-            checkpoint.save_if_due()
+            if checkpoint.is_due:
+                checkpoint.begin_saving()
             if record.steps == stop_after:
-                checkpoint.save_if_due()
+                if checkpoint.is_due:
+                    checkpoint.begin_saving()
                 assert record.checkpoints is not None
                 record.checkpoints.wait()
                 break

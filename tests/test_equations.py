@@ -45,7 +45,7 @@ QUESTIONS = [
     ("X24 Sec. 5.1", "random chunk", "data/choose.py", "Chunks"),
     ("X24 Sec. 6", "resampling", "data/choose.py", "ResampledRows"),
     ("X24 App. B.1", "cleaning mail", "data/importers/mail.py", "record_of"),
-    ("X24 Sec. 5", "LoRA", "models/load.py", "Lora"),
+    ("X24 Sec. 5", "LoRA", "models/adapters.py", "Lora"),
     ("G25 Alg. 2, 3", "greedy bounding", "bounding/greedy.py", "greedy_duplicates"),
     ("G25 Alg. 4, App. C.4", "min-separation", "bounding/min_sep.py", "min_separation"),
     ("G25 Eq. 1", "integer program", "bounding/exact.py", "exact"),

@@ -20,7 +20,7 @@ from userdp.data.record import Record, batches_of
 from userdp.data.store import UserStore, write_batches
 from userdp.errors import InputError
 from userdp.evaluation import evaluate_store
-from userdp.models.load import Lora, add_lora
+from userdp.models.adapters import Lora, add_lora
 from userdp.personalization import Personalization, personalize
 from userdp.stacked_lora import adapter_layers, stacked
 from userdp.tasks import task_named

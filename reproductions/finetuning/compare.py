@@ -45,7 +45,8 @@ from userdp.data.tokens import TokenRows
 from userdp.evaluation import Evaluation, evaluate
 from userdp.index import IGNORED_LABEL, Rows
 from userdp.losses import Batch, causal_lm_loss
-from userdp.models.load import Lora, add_lora, load_model
+from userdp.models.adapters import Lora, add_lora
+from userdp.models.load import load_model
 from userdp.streams import RunSecret
 
 EVALUATION_TOKENS = 16_384

@@ -37,7 +37,7 @@ from userdp.clipping.rules import AutomaticClip, ClipRule, FlatClip, NormalisedC
 from userdp.data.tokens import TokenRows
 from userdp.index import Rows
 from userdp.losses import Batch, causal_lm_loss
-from userdp.models.load import Lora, add_lora
+from userdp.models.adapters import Lora, add_lora
 from userdp.optimizers.by_name import make_optimizer, make_schedule
 from userdp.plan import Plan
 from userdp.step import PrivateStep

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from userdp.evaluation import evaluate_store as evaluate_store
     from userdp.index import UserIndex as UserIndex
     from userdp.ledger.book import Ledger as Ledger
-    from userdp.models.load import Lora as Lora
+    from userdp.models.adapters import Lora as Lora
     from userdp.models.load import load_model as load_model
     from userdp.optimizers.averaging import WeightAverage as WeightAverage
     from userdp.optimizers.public_gradient import PublicData as PublicData
@@ -76,7 +76,7 @@ _HOME = {
     "Hypothetical": "userdp.prices.marks",
     "InputError": "userdp.errors",
     "Ledger": "userdp.ledger.book",
-    "Lora": "userdp.models.load",
+    "Lora": "userdp.models.adapters",
     "MixedExamplesError": "userdp.errors",
     "NormalisedClip": "userdp.clipping.rules",
     "PerLayerClip": "userdp.clipping.rules",

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
 
-from userdp.data.tokens import TokenRows, tokenise_by_record, tokenise_with_records
+from userdp.data.tokens import TokenRows, tokenise, tokenise_by_record
 from userdp.errors import InputError, MixedExamplesError
 from userdp.history import history_of
-from userdp.index import IGNORED_LABEL
+from userdp.index import IGNORED_LABEL, ranges
 from userdp.losses import sent
 from userdp.measuring import measuring, on_gpu, usual_tokens
 from userdp.module_state import ModuleState
@@ -145,9 +145,7 @@ def evaluate_store(
     records = np.asarray(rows.owners)
     owners = store.users_per_record()[records]
     row = np.repeat(np.arange(len(rows)), owners)
-    # The place of each owner in the list of its record's owners.
-    place = np.arange(len(row)) - np.repeat(np.cumsum(owners) - owners, owners)
-    user = np.asarray(store.record_users)[store.record_users_indptr[records[row]] + place]
+    user = np.asarray(store.record_users)[ranges(store.record_users_indptr[records], owners)]
     return _summary(sums, row, user)
 
 
@@ -269,15 +267,14 @@ def record_losses(
             f"--sequence-length {length} is above the {positions} positions of the model: give "
             f"{positions} or less."
         )
-    # Of chats what the assistant says is learned, and so it is what surprises.
+    # In chats only what the assistant says is learned, so only that is scored.
     task = task_named(usual_task(store.text_kind), tokenizer)
-    rows, record_of_row = tokenise_with_records(
-        store, tokenizer, sequence_length=length, encoding=task.encoding
-    )
+    rows = tokenise(store, tokenizer, sequence_length=length, encoding=task.encoding)
+    assert rows.records is not None
     return mean_losses(
         model,
         rows,
-        record_of_row,
+        np.asarray(rows.records),
         num_records=store.num_records,
         pad_token=tokenizer.pad_token_id,
     )

@@ -41,7 +41,7 @@ class History:
 
     `homes` are the directories of those runs, where they are known; `loaded` are the directories
     that weights were read from. `watched` are the records of runs that the model was copied from
-    while they went on: a doubt that comes up later is about the copy's steps too.
+    while they went on: a doubt that comes up later is about the copy's steps, too.
     """
 
     entries: tuple[Entry, ...] = ()

@@ -12,6 +12,7 @@ from userdp.clipping.flat import ClippedSum, FlatBuffer
 from userdp.clipping.rules import ClipRule
 from userdp.noise.contract import Noise
 from userdp.noise.draw import PIECE
+from userdp.parts import is_our_own
 from userdp.plan import Plan
 from userdp.ranks import Ranks
 from userdp.runs.repeated_sums import AnySums, NoSums, SumOfStep, settled_together
@@ -29,7 +30,7 @@ class Release:
     divisor: float
     step: int
     streams: Streams
-    # See the sum before its noise, where a run may be taken up again.
+    # They see the sum before its noise, where a run may be resumed.
     sums: AnySums = field(default_factory=NoSums)
     seen: SumOfStep | None = None
     # Whether the step was charged before.
@@ -117,8 +118,7 @@ class WholeWeights:
         # Our own noises that remember nothing draw by position. Whether one of another package does
         # is not known here: if it drew the same numbers for every part, their difference would be
         # without noise.
-        is_ours = type(noise).__module__.partition(".")[0] == __name__.partition(".")[0]
-        self._takes_parts = is_ours and self._noise is noise
+        self._takes_parts = is_our_own(noise) and self._noise is noise
         self._ranks = ranks
 
     def set_gradients(self, total: ClippedSum, release: Release) -> None:
@@ -239,7 +239,7 @@ def joined(state: dict[str, Any], layout: FlatBuffer) -> dict[str, Any]:
 
 
 def apart(state: dict[str, Any], layout: FlatBuffer) -> dict[str, Any]:
-    """The reverse of `joined`: each parameter's vectors from those of the whole buffer."""
+    """The reverse of `joined`: cuts the whole buffer's vectors into each parameter's."""
     memory = state.get("memory")
     if not state or isinstance(memory, list):
         return state

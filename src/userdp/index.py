@@ -7,7 +7,7 @@ index itself is secret: which user owns how many rows is private.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -21,6 +21,25 @@ Rows = NDArray[np.int64]
 
 # A token with this label is not predicted, so it adds nothing to any loss.
 IGNORED_LABEL = -100
+
+
+def indptr_of(sizes: Sequence[int] | NDArray[Any]) -> Rows:
+    """Where groups of these sizes begin, one after another, and where the last one ends.
+
+    >>> indptr_of([2, 0, 3]).tolist()
+    [0, 2, 2, 5]
+    """
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+
+
+def ranges(starts: NDArray[Any] | int, lengths: NDArray[Any]) -> Rows:
+    """The numbers from each start on, as many as its length says, one range after another.
+
+    >>> ranges(np.array([5, 0, 1]), np.array([2, 0, 3])).tolist()
+    [5, 6, 1, 2, 3]
+    """
+    before = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +127,7 @@ class UserIndex:
     def from_owner_numbers(owner_of_row: Rows, *, num_users: int) -> UserIndex:
         """The index of rows whose owner numbers (0 to `num_users` - 1) are given in order."""
         counts = np.bincount(owner_of_row, minlength=num_users)
-        indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        indptr = indptr_of(counts)
         return UserIndex(
             indptr=indptr, rows=np.argsort(owner_of_row, kind="stable").astype(np.int64)
         )

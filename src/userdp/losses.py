@@ -28,6 +28,16 @@ JOINED_LEFT = "userdp_left"
 JOINED_WEIGHT = "userdp_weight"
 
 
+def records_in(batch: Batch) -> int:
+    """How many records a batch holds."""
+    return len(next(iter(batch.values())))
+
+
+def on_device(batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    """The batch on a device."""
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device. A GPU goes on with what it does while it is copied."""
     if device.type == "cuda" and not tensor.is_cuda:

@@ -64,7 +64,7 @@ def on_gpu(model: nn.Module) -> Iterator[None]:
         # Where memory does not suffice, the head stays as it is.
         with suppress(torch.OutOfMemoryError):
             others[head] = partial(_aligned, _with_aligned_rows(head.weight), head.out_features)
-    # Whoever has replaced a layer's forward already knows why.
+    # A layer whose forward was replaced by somebody is left as it is.
     others = {module: own for module, own in others.items() if "forward" not in vars(module)}
     try:
         for module, forward in others.items():

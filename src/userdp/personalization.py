@@ -26,13 +26,13 @@ from userdp.data.tokens import TokenRows, tokenise_by_record
 from userdp.errors import InputError
 from userdp.evaluation import QUANTILES, finite, measuring
 from userdp.index import IGNORED_LABEL
-from userdp.losses import Batch
+from userdp.losses import Batch, on_device
 from userdp.models.checks import trainable_parameters
 from userdp.stacked_lora import UnstackableError, adapter_layers, stacked
 from userdp.tasks import CausalTask, ChatTask, Task, TaskName
 from userdp.training.configured import named_task
 
-# With four epochs of SGD (App. G.2). The paper tunes the rate and does not tell it.
+# With four epochs of SGD (App. G.2). The paper tunes the rate and does not state it.
 EPOCHS = 4
 LEARNING_RATE = 0.1
 # The seed of what a task draws here. It is public: nothing here is private.
@@ -224,7 +224,7 @@ def _batches(
         chosen = np.concatenate([np.resize(p if len(p) else own[0][:1], deepest) for p in parts])
         is_real = np.concatenate([np.arange(deepest) < len(part) for part in parts])
         made = settings.task.batch(settings.rows, chosen, np.random.default_rng([*drawn_by, begin]))
-        batch = {name: tensor.to(device) for name, tensor in made.items()}
+        batch = on_device(made, device)
         real = torch.from_numpy(is_real).to(device)
         if not is_real.all():
             batch["labels"][~real] = IGNORED_LABEL

@@ -26,8 +26,10 @@ from userdp.data.identity import load_or_create_key
 from userdp.data.store import UserStore, write_store
 from userdp.data.tokens import TokenRows, tokenise
 from userdp.evaluation import evaluate
+from userdp.index import indptr_of
 from userdp.losses import causal_lm_loss
-from userdp.models.load import Lora, load_model
+from userdp.models.adapters import Lora
+from userdp.models.load import load_model
 from userdp.plan import Plan
 from userdp.report import svg
 from userdp.report.write import Section, write_report
@@ -206,7 +208,7 @@ def pretrain(out: Path, *, seed: int, scenario: Scenario, on_step: OnStep) -> No
     ]
     rows = TokenRows(
         tokens=np.concatenate([np.asarray(ids, dtype=np.int32) for ids in encoded]),
-        indptr=np.concatenate([[0], np.cumsum([len(ids) for ids in encoded])]).astype(np.int64),
+        indptr=indptr_of([len(ids) for ids in encoded]),
         owners=np.zeros(len(encoded), dtype=np.int64),
         num_users=1,
     )

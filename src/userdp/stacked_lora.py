@@ -31,7 +31,7 @@ class StackedLinear(nn.Module):
         """Rows (user times row, token, in), those of a user side by side, to (..., out)."""
         users = self.weight.shape[0]
         if rows.dim() != 3 or rows.shape[0] % users:
-            # Such as an expert, which gets single tokens of any row.
+            # An expert, for instance, gets single tokens of any row.
             raise UnstackableError
         by_user = rows.reshape(users, -1, rows.shape[-1])
         out = torch.bmm(by_user, self.weight.transpose(1, 2).to(rows.dtype))

@@ -158,7 +158,7 @@ class PrivateStep:
 
     @property
     def record(self) -> RunRecord:
-        """Where every step is charged."""
+        """The record of the run, in which every step is charged."""
         return self._record
 
     @property

@@ -114,7 +114,7 @@ class Adjacency(StrEnum):
 
 
 def too_large(delta: float, num_users: int) -> str:
-    """Why so large a delta protects none of so many users; empty if it is at most 1 / `num_users`.
+    """Why a delta this large protects nobody; empty if it is at most 1 / `num_users`.
 
     >>> too_large(1e-6, 1000)
     ''

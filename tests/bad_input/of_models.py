@@ -180,6 +180,11 @@ def _npz(name: str, says: str, content: Callable[[Path], object]) -> Bad:
     return Bad(name=name, make=make, says=says)
 
 
+def _bound_over_its_edges(place: Place) -> Sequence[object]:
+    np.savez(place.folder / "edges.npz", indptr=[0, 1], indices=[0], n_users=1)
+    return ("bound", "edges.npz", "--max-records-per-user", "1", "--out", "edges.npz")
+
+
 def _split(name: str, says: str, *options: object) -> Bad:
     return Bad(name=name, make=lambda place: ("split", place.shared.train, *options), says=says)
 
@@ -241,6 +246,11 @@ TABLE: list[Bad] = [
     ),
     # Stores
     command("no store", "not a user store", "stats", "nowhere"),
+    Bad(
+        name="tokens of no tokenizer",
+        make=lambda place: ("stats", place.shared.train, "--tokenizer", "no-such-tokenizer"),
+        says="tokenizer of 'no-such-tokenizer': there is no such directory",
+    ),
     trained("no store to train on", "not a user store", data="store = 'nowhere'"),
     trained("no store to evaluate on", "not a user store", data="evaluation = 'nowhere'"),
     Bad(
@@ -313,6 +323,7 @@ TABLE: list[Bad] = [
     _split("a split by no time", "--before DATE", *BOTH, "--by", "time", "--allow-shared-users"),
     # Bounding
     _bound("no bound to select by", "--max-records-per-user"),
+    Bad(name="a selection over the edges", make=_bound_over_its_edges, says="no selection: name"),
     _bound("a bound of nothing", "0", "--max-records-per-user", "0"),
     _bound(
         "no place for a selection",

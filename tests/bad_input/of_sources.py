@@ -137,6 +137,19 @@ TABLE: list[Bad] = [
     imported("a cut line", "line 4: not valid JSON", GOOD + record()[:-8]),
     imported("plain text", "line 1: not valid JSON", TEXT.encode() + b"\n"),
     imported("a list", "line 4: not a JSON object", GOOD + json.dumps([TEXT]).encode()),
+    imported("one list of all", "jq -c '.[]' data.json", b"[" + record() + b"]", file="data.json"),
+    imported("an object of lines", "line 1: not valid JSON. Each line", b'{\n"user": "ann"\n}\n'),
+    imported("a list of strings", "line 1: field 'text' is a list of strings", record(text=[TEXT])),
+    imported(
+        "strings after text", "line 4: field 'text' is a list of str", GOOD + record(text=[""])
+    ),
+    imported(
+        "a list of strings with a label",
+        "line 1: field 'text' is a list of strings",
+        record(text=[TEXT], mood="good"),
+        "--label",
+        "mood",
+    ),
     imported("nested beyond reason", "line 4: not valid JSON", GOOD + b"[" * 100_000 + b"\n"),
     imported("a number of 10,000 digits", "line 1", b'{"user": ' + b"7" * 10_000 + b"}\n"),
     imported("no known column", "The columns are who, what", b'{"who": "ann", "what": "x"}\n'),

@@ -127,6 +127,19 @@ def test_baselines_without_guarantee_say_so(
     assert found["realised_bound"] > 1
 
 
+def test_an_earlier_selection_is_replaced_and_that_is_said(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "sel.npz"
+    for bound in (1, 2):
+        assert run(monkeypatch, source, "--max-records-per-user", bound, "--out", out) == 0
+        assert ("earlier selection, which is replaced" in capsys.readouterr().err) == (bound == 2)
+    assert Selection.load(out).realised_bound == 2
+
+
 def test_a_seed_fixes_the_random_order(
     source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -151,6 +151,10 @@ def test_classes(lora: bool, tmp_path: Path) -> None:
     assert tuned["users"] == 6
     assert tuned["loss_before"] != tuned["loss_after"]
     assert (measured["covered_by_statement"], tuned["covered_by_statement"]) == (False, False)
+    # Who forgets to name the task is told what would be learned instead.
+    forgotten = config(tmp_path, stores, bert_base(tmp_path), "", lora)
+    refused = userdp("train", forgotten, "--out", tmp_path / "forgotten")
+    assert "note: the records have labels" in refused.err
     # What is told of classes has no words of tokens.
     said = userdp("evaluate", tmp_path / "run", stores[1]).out
     assert "class right" in said

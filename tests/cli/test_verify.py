@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
+
+from cli_runner import userdp
 from userdp.cli.verify import _table
 from userdp.probe.seen import Probe
+from userdp.probe.verify import Verified
 
 
 def probe(name: str, movement: float, coupling: float = 0.0) -> Probe:
@@ -31,3 +38,25 @@ def test_what_is_unsafe_has_a_line_of_its_own() -> None:
     no_number = _table([probe("a user, first", 0.5), probe("a user, last", 0.5, math.nan)])
     assert "UNSAFE a user, last" in no_number
     assert "nan" in no_number
+
+
+@pytest.mark.parametrize(
+    ("training", "kind"),
+    [
+        ('update = "fedavg"\nlocal_learning_rate = 0.5\nlocal_batch_size = 1', "FedAvg"),
+        ('optimizer = "scaled"', "ScaledGradient"),
+        ("", "MeanGradient"),
+    ],
+)
+def test_what_the_configuration_computes_is_probed(
+    training: str, kind: str, config_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def probed(*given: Any, update: Any, **more: Any) -> Verified:
+        seen.append(update)
+        return Verified(probes=(probe("a user", 1.0),), cause="")
+
+    monkeypatch.setattr("userdp.probe.verify.verify", probed)
+    assert userdp("verify", config_file(training=training), "--json").json["safe"]
+    assert [type(update).__name__ for update in seen] == [kind]

@@ -42,7 +42,7 @@ from userdp.clipping.rules import (
 )
 from userdp.clipping.settings import StepSettings
 from userdp.losses import Batch, causal_lm_loss
-from userdp.models.load import Lora, add_lora
+from userdp.models.adapters import Lora, add_lora
 
 ZOO = [*models_zoo.BUILDERS, *models_zoo.MORE_BUILDERS]
 FORMS = {

@@ -20,8 +20,9 @@ from userdp.clipping.rules import FlatClip
 from userdp.digests.of_runs import weights_digest
 from userdp.errors import InputError, MixedExamplesError
 from userdp.ledger.book import Ledger
+from userdp.models.adapters import Lora
 from userdp.models.checks import BufferGuard, refuse_mixing, trainable_parameters
-from userdp.models.load import Lora, load_model
+from userdp.models.load import load_model
 from userdp.names.quantisation import Quantisation
 from userdp.probe import verify as probe
 

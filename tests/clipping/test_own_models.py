@@ -22,6 +22,7 @@ from userdp.clipping.checks.verify import FastPathError
 from userdp.clipping.rules import FlatClip
 from userdp.clipping.settings import StepSettings
 from userdp.errors import InputError
+from userdp.losses import Batch
 
 WIDTH = 8
 RULE = FlatClip(clip_norm=0.5)
@@ -121,6 +122,72 @@ def test_layer_whose_output_is_not_used_beside_one_that_is() -> None:
         pytest.raises(InputError, match=r"'inner\.aside'.*'inner\.used'"),
     ):
         fast_sum(around(Idle()), cohort(RAGGED), RULE)
+
+
+class InPlace(nn.Module):
+    """Changes what it is given in place, as CTRL scales what its embedding returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x *= 3.0
+        return x
+
+
+def test_an_embedding_whose_output_is_changed_in_place_matches_the_plain_loop() -> None:
+    assert_same_as_plain(around(InPlace()), cohort(RAGGED))
+
+
+class DependsOnValues(nn.Module):
+    """A block with a weight of its own that looks at values: `torch.vmap` cannot run it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight if bool(x.sum() < 1e6) else x
+
+
+def test_a_block_that_fails_on_the_fast_path_alone_is_sent_to_the_plain_one() -> None:
+    model, batch = around(DependsOnValues()), models_zoo.ragged_batch([5, 6], seed=0)
+    refused = userdp.verify(model, batch, path="fast").cause
+    assert "fails on made-up rows" in refused
+    assert 'Use path="plain"' in refused
+    assert userdp.verify(model, batch, path="plain").safe
+
+
+class MeanOverTokens(nn.Module):
+    """Classifies by the mean over the tokens that are attended to, as some encoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(models_zoo.VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        seen = attention_mask[..., None].to(self.head.weight.dtype)
+        return self.head((self.embedding(input_ids) * seen).sum(1) / seen.sum(1))
+
+
+def class_loss(model: nn.Module, batch: Batch) -> Tensor:
+    found = model(batch["input_ids"], batch["attention_mask"])
+    return F.cross_entropy(found, batch["labels"], reduction="none")
+
+
+def test_a_row_of_padding_can_be_read_so_that_nobody_counts_as_zero_by_the_rows_of_others() -> None:
+    # The second user shares a batch with a user of more rows. A mean over no token is no number.
+    torch.manual_seed(0)
+    model = MeanOverTokens().double()
+    made_up = models_zoo.ragged_batch([5, 5, 5], seed=1)
+    most = {
+        "input_ids": made_up["input_ids"],
+        "attention_mask": torch.ones(3, 5, dtype=torch.int64),
+        "labels": torch.tensor([0, 1, 1]),
+    }
+    fewer = {name: tensor[1:] for name, tensor in most.items()}
+    equal = StepSettings(mix_sizes=False)
+    assert_same_as_plain(model, [most, fewer], record_loss=class_loss, settings=equal)
+    checked = userdp.verify(model, most, record_loss=class_loss, group_size=3, settings=equal)
+    assert checked.safe, checked.cause
 
 
 class MixesRows(nn.Module):

@@ -178,6 +178,17 @@ def test_templates_join_columns(tmp_path: Path) -> None:
     assert contents(UserStore.open(tmp_path / "store")) == [("T\nB", [0]), ("\nC", [1])]
 
 
+def test_a_json_file_is_read_by_its_lines_where_it_is_named_itself(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for name in ("posts.json", "folder/posts.jsonl"):
+        (tmp_path / name).write_bytes(GOOD)
+    # What lies beside the data describes it.
+    (tmp_path / "folder" / "about.json").write_text('{"license": "none"}')
+    for source in ("posts.json", "folder"):
+        bring_in(tmp_path / source, tmp_path / f"{source} store")
+        assert contents(UserStore.open(tmp_path / f"{source} store")) == [("hello", [0])]
+
+
 def test_chats_keep_roles_and_refuse_plain_text_between_them(tmp_path: Path) -> None:
     source = tmp_path / "data.jsonl"
     chat = '{"user": "ann", "messages": [{"role": "user", "content": "hi"}]}\n'

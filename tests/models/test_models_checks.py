@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import families
@@ -14,9 +15,11 @@ from userdp.errors import InputError, MixedExamplesError
 from userdp.models.checks import (
     BufferGuard,
     check_optimizer,
+    input_embedding,
     refuse_mixing,
     trainable_parameters,
 )
+from userdp.models.load import check_vocabulary
 
 
 @pytest.mark.parametrize("architecture", models_zoo.BUILDERS)
@@ -26,6 +29,29 @@ def test_zoo_passes_the_checks(architecture: str) -> None:
     found = trainable_parameters(model)
     assert {id(p) for p in found.values()} == {id(p) for p in model.parameters() if p.requires_grad}
     check_optimizer(torch.optim.SGD(found.values(), lr=0.1), list(found.values()))
+
+
+def test_a_dense_model_whose_settings_have_a_number_of_experts_passes() -> None:
+    model: Any = families._family("Doge", num_key_value_heads=2)
+    assert model.config.num_experts > 1
+    refuse_mixing(model)
+
+    class Own(type(model)):
+        """Nobody knows how somebody else's class names its experts."""
+
+    model.__class__ = Own
+    with pytest.raises(MixedExamplesError, match="mixture of experts"):
+        refuse_mixing(model)
+
+
+def test_a_model_without_a_table_of_tokens_takes_any_tokenizer() -> None:
+    config = transformers.CanineConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    model = transformers.CanineForSequenceClassification(config)
+    assert input_embedding(model) is None
+    check_vocabulary(model, models_zoo.word_tokenizer())
+    assert input_embedding(models_zoo.build("llama")).num_embeddings == models_zoo.VOCABULARY
 
 
 def test_tied_weight_counts_once() -> None:

@@ -15,8 +15,9 @@ import models_zoo
 from task_stores import bert_tokenizer
 from userdp.errors import InputError
 from userdp.losses import class_logits
+from userdp.models.adapters import Lora, add_lora
 from userdp.models.heads import refuse_other_head
-from userdp.models.load import Lora, add_lora, classes_of, load_model, save_model
+from userdp.models.load import classes_of, load_adapter, load_model, save_model
 
 CLASSES = ["good", "bad", "so so"]
 
@@ -150,6 +151,42 @@ def test_adapters_train_a_fresh_head_with_them(bert: Path) -> None:
     assert all("lora_" in name or "classifier" in name for name in trained)
     masked, _ = load_model(bert, task="masked", lora=Lora(rank=2))
     assert all("lora_" in name for name, p in masked.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "head"),
+    [
+        ("DistilBert", {"dim": 16, "n_layers": 1, "n_heads": 2}, {"pre_classifier", "classifier"}),
+        ("XLNet", {"d_model": 16, "n_layer": 1, "n_head": 2}, {"sequence_summary", "logits_proj"}),
+    ],
+)
+def test_adapters_train_the_whole_head_whatever_its_parts_are_called(
+    family: str, settings: dict[str, Any], head: set[str], tmp_path: Path
+) -> None:
+    config: Any = getattr(transformers, f"{family}Config")(vocab_size=11, **settings)
+    fresh = getattr(transformers, f"{family}ForSequenceClassification")
+    model = add_lora(fresh(config), Lora(rank=2), task="classification")
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    whole = {name.split(".")[2] for name in trained if "lora_" not in name}
+    assert whole == head
+    assert not any("lora_" in name for name in trained if name.split(".")[2] in head)
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    again = load_adapter(fresh(config), tmp_path)
+    state = model.state_dict()
+    for name, value in again.state_dict().items():
+        if name in trained:
+            assert torch.equal(value, state[name])
+
+
+def test_a_head_that_fills_gaps_under_a_more_general_name_is_taken(tmp_path: Path) -> None:
+    tokenizer = bert_tokenizer()
+    config = transformers.FlaubertConfig(
+        vocab_size=len(tokenizer), emb_dim=16, n_layers=1, n_heads=2, pad_index=0
+    )
+    transformers.FlaubertWithLMHeadModel(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model, _ = load_model(tmp_path, task="masked")
+    refuse_other_head(model, "masked")
 
 
 @pytest.mark.parametrize("task", ["classification", "masked"])

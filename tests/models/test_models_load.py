@@ -15,15 +15,9 @@ import transformers
 import models_zoo
 from tiny import make_model
 from userdp.errors import InputError
+from userdp.models.adapters import Lora, add_lora
 from userdp.models.checks import trainable_parameters
-from userdp.models.load import (
-    Lora,
-    add_lora,
-    load_adapter,
-    load_model,
-    load_tokenizer,
-    save_model,
-)
+from userdp.models.load import load_adapter, load_model, load_tokenizer, save_model
 from userdp.models.smollm2 import find_smollm2
 
 PROMPT = torch.tensor([[1, 2, 3]])
@@ -137,6 +131,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise OSError("not on the hub")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", ask)
+    monkeypatch.setattr("userdp.models.hub._answers", lambda: True)
     return names
 
 
@@ -200,6 +195,16 @@ def test_vocabulary_larger_than_the_embedding_is_refused(checkpoint: Path) -> No
 def test_lora_target_that_matches_nothing_is_refused(targets: str | list[str]) -> None:
     with pytest.raises(InputError, match="LoRA targets"):
         add_lora(models_zoo.gpt2(), Lora(targets=targets))
+
+
+def test_lora_that_peft_refuses_for_a_model_says_what_its_layers_are_called() -> None:
+    config = transformers.MambaConfig(
+        vocab_size=11, hidden_size=16, state_size=4, num_hidden_layers=1
+    )
+    model = transformers.MambaForCausalLM(config)
+    with pytest.raises(InputError, match=r"layers are called dt_proj, in_proj, .*out_proj, x_proj"):
+        add_lora(model, Lora())
+    add_lora(transformers.MambaForCausalLM(config), Lora(targets=["in_proj", "x_proj"]))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["c_attn"]])

@@ -10,6 +10,7 @@ import pytest
 from userdp.accounting import accountant, events
 from userdp.errors import UnaccountedPlanError
 from userdp.noise import Gaussian
+from userdp.prices import independent
 from userdp.prices import table as prices
 from userdp.prices.table import each_step, event_of, price_of, set_price
 from userdp.sampling import PoissonRecords, PoissonUsers, Sampler
@@ -94,7 +95,7 @@ def test_a_part_does_not_inherit_the_price_of_another() -> None:
         with pytest.raises(UnaccountedPlanError, match="has no accounting rule"):
             price_of(sampler, noise, Adjacency.ADD_REMOVE)
     # Its own price serves it alone, and under the adjacency it was given for.
-    set_price(OtherUsers, Gaussian, (Adjacency.ADD_REMOVE,), each_step(prices._users))
+    set_price(OtherUsers, Gaussian, (Adjacency.ADD_REMOVE,), each_step(independent.step_of_users))
     assert event_of(others[0], NOISE, Adjacency.ADD_REMOVE, steps=3)
     with pytest.raises(UnaccountedPlanError, match="This sampler has a price with: no noise"):
         price_of(others[0], NOISE, Adjacency.ZERO_OUT)
@@ -106,7 +107,7 @@ def test_a_price_sees_how_many_steps_are_asked_for() -> None:
 
     def whole_run(sampler: Sampler, noise: Gaussian, steps: int) -> events.DpEvent:
         asked.append(steps)
-        return events.repeated(prices._users(USERS, NOISE), steps + 1)
+        return events.repeated(independent.step_of_users(USERS, NOISE), steps + 1)
 
     set_price(OtherUsers, Gaussian, (Adjacency.ADD_REMOVE,), whole_run)
     other = OtherUsers(user_sampling_prob=0.1, group_size=4)
@@ -116,8 +117,8 @@ def test_a_price_sees_how_many_steps_are_asked_for() -> None:
 
 @pytest.mark.usefixtures("own_table")
 def test_a_refused_price_leaves_nothing_in_the_table() -> None:
-    set_price(OtherUsers, Gaussian, (Adjacency.ZERO_OUT,), each_step(prices._users))
+    set_price(OtherUsers, Gaussian, (Adjacency.ZERO_OUT,), each_step(independent.step_of_users))
     with pytest.raises(UnaccountedPlanError, match="already"):
-        set_price(OtherUsers, Gaussian, prices.ONE_OWNER, each_step(prices._users))
+        set_price(OtherUsers, Gaussian, prices.ONE_OWNER, each_step(independent.step_of_users))
     with pytest.raises(UnaccountedPlanError, match="has no accounting rule"):
         price_of(OtherUsers(user_sampling_prob=0.1, group_size=4), NOISE, Adjacency.ADD_REMOVE)

@@ -13,18 +13,17 @@ from userdp.clipping.checks.made_up import MadeUp
 from userdp.clipping.fast import FastClipping
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import FlatClip
-from userdp.clipping.settings import StepSettings
+from userdp.clipping.settings import PathName, StepSettings
 from userdp.errors import MixedExamplesError
 from userdp.losses import causal_lm_loss
 from userdp.models.proven import PROVEN, is_proven
-from userdp.probe.neighbours import Path
 from userdp.probe.verify import UnsafeModelError, Verified, run_probes, verify, vocabulary_of
 from userdp.updates.mean_gradient import MEAN_GRADIENT
 
-PATHS: list[Path] = ["fast", "plain"]
+PATHS: list[PathName] = ["fast", "plain"]
 
 
-def probed(model: nn.Module, path: Path, *, thorough: bool = False) -> Verified:
+def probed(model: nn.Module, path: PathName, *, thorough: bool = False) -> Verified:
     vocabulary = vocabulary_of(model)
     assert vocabulary is not None
     return run_probes(
@@ -42,7 +41,7 @@ def probed(model: nn.Module, path: Path, *, thorough: bool = False) -> Verified:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", families.SAFE)
-def test_one_user_moves_the_sum_by_its_own_update_in(name: str, path: Path) -> None:
+def test_one_user_moves_the_sum_by_its_own_update_in(name: str, path: PathName) -> None:
     found = probed(families.build(families.SAFE[name]), path)
     assert found.safe
     assert 0.5 < found.largest_movement <= 1 + 1e-5
@@ -86,7 +85,7 @@ def test_refused_on_the_fast_path_and_safe_alone(name: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", [*families.REFUSED, *families.MIXTURES])
-def test_refused_by_name_on_both_paths(name: str, path: Path) -> None:
+def test_refused_by_name_on_both_paths(name: str, path: PathName) -> None:
     make = (families.REFUSED | families.MIXTURES)[name]
     cause = {"t5": "fails on made-up rows", "rwkv": "written during the forward pass"}
     with pytest.raises(MixedExamplesError, match=cause.get(name, "is a mixture of experts")):

@@ -111,7 +111,7 @@ class Loop:
         def keep(total: Any) -> None:
             values = total.total.values.clone()
             if total.concentration is None:
-                Ranks.found().add_up_(values)
+                list(Ranks.found().added_up(values, len(values)))
             found.append(values)
 
         self.step._release = keep  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from cli_runner import userdp as command
 from tiny import make_model, make_store
 from userdp.cli import common
 from userdp.plan import Plan
-from userdp.plans.wording import promise_in_words
+from userdp.plans.words import promise_in_words
 from userdp.statement import epsilon_text
 from userdp.units import Adjacency
 
@@ -69,6 +69,26 @@ def test_a_fixed_seed_promises_nothing_anywhere(fixed: tuple[Path, dict[str, Any
         assert "is protected" not in text
         assert "To a user you may say" not in text
         assert "What is left to an attacker" not in text
+
+
+def test_a_huge_epsilon_is_called_hardly_any_protection_wherever_it_is_stated() -> None:
+    options = ("--rate", 0.5, "--steps", 50, "--delta", 1e-3, "--noise-multiplier")
+    for noise, is_huge in ((0.3, True), (20.0, False)):
+        statement = the_plan(noise_multiplier=noise).statement()
+        assert (statement.epsilon > 10) == is_huge
+        assert ("hardly any protection" in str(statement)) == is_huge
+        assert (
+            any(
+                "hardly any" in one
+                for one in command("account", *options, noise, "--json").json["cautions"]
+            )
+            == is_huge
+        )
+        assert (
+            "caution: an epsilon above 10" in command("account", *options, noise).out
+        ) == is_huge
+    # What claims nothing has no price to warn of.
+    assert "hardly any" not in str(the_plan(noise_multiplier=0.0, non_private=True).statement())
 
 
 def test_the_words_of_the_promise_follow_epsilon() -> None:

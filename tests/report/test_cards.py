@@ -13,7 +13,7 @@ import userdp
 from cli_runner import userdp as command
 from tiny import make_model, make_store
 from userdp.ledger.book import Ledger
-from userdp.models.load import Lora, add_lora
+from userdp.models.adapters import Lora, add_lora
 from userdp.prices.earlier import Earlier
 from userdp.prices.marks import Hypothetical, RecordLevel
 from userdp.report.closing import unfinished_card

@@ -12,7 +12,7 @@ import pytest
 
 from recorded_run import write_run
 from userdp.plan import Plan
-from userdp.plans.wording import promise_in_words
+from userdp.plans.words import promise_in_words
 from userdp.report import pictures, svg
 from userdp.report.bars import bar, log2_histogram
 from userdp.report.write import Strength, strength, write_report

@@ -180,7 +180,8 @@ def test_a_past_that_is_not_the_ledgers_is_a_problem_even_if_the_closing_row_nam
     # The owner of the key could close a run on any files.
     path = run / "model" / ANCESTRY_FILE
     path.write_bytes(cheaper)
-    rows = chain.read_rows(run / "ledger.jsonl", None)
+    place = run / "ledger.jsonl"
+    rows = list(chain.rows_of(chain.read_content(place), place, None))
     key = chain.read_key(run / "ledger.jsonl")
     assert key is not None
     end = {name: value for name, value in rows[-1].items() if name not in ("tag", "hash")}

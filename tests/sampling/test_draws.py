@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from userdp.index import UserIndex
-from userdp.sampling.draws import distinct, equally_many, poisson, ranges, rows_of_users
+from userdp.sampling.draws import distinct, equally_many, poisson, rows_of_users
 
 
 def is_likely(counts: np.ndarray, probs: np.ndarray) -> bool:
@@ -129,11 +129,6 @@ def test_all_sets_of_a_size_are_equally_likely(count: int, size: int, many: bool
     for line in found.tolist():
         seen[sets[tuple(line)]] += 1
     assert len(sets) == 1 or is_likely(seen, np.full(len(sets), 1 / len(sets)))
-
-
-def test_ranges_of_nothing_are_empty() -> None:
-    assert len(ranges(np.zeros(0, dtype=np.int64))) == 0
-    assert len(ranges(np.zeros(3, dtype=np.int64))) == 0
 
 
 @given(

@@ -23,6 +23,7 @@ from userdp.tasks import (
     ChatTask,
     ClassificationTask,
     MaskedTask,
+    labels_left_out,
     task_named,
     usual_task,
 )
@@ -252,6 +253,12 @@ def test_a_changed_mask_is_refused(tmp_path: Path) -> None:
     mask.write_bytes(b"\x01" * mask.stat().st_size)
     with pytest.raises(userdp.InputError, match="changed since it was written"):
         tokenise(store, tokenizer, sequence_length=16, encoding=CHAT, verify=True)
+
+
+def test_labels_that_nobody_asked_to_learn_are_told_of() -> None:
+    assert "task = 'classification'" in labels_left_out(None, "labelled")
+    assert labels_left_out("causal", "labelled") == ""
+    assert labels_left_out(None, "plain") == labels_left_out(None, "chat") == ""
 
 
 def test_the_usual_task_of_chats_is_the_assistants_turns() -> None:

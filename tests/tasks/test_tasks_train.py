@@ -22,7 +22,8 @@ from userdp.clipping.settings import StepSettings
 from userdp.data.contents import TextKind, labelled_json
 from userdp.index import IGNORED_LABEL
 from userdp.losses import Batch, causal_lm_loss, classification_loss
-from userdp.models.load import Lora, add_lora, classes_of
+from userdp.models.adapters import Lora, add_lora
+from userdp.models.load import classes_of
 from userdp.probe.checked_model import CheckedModel
 from userdp.probe.verify import verify
 from userdp.streams import RunSecret

@@ -21,8 +21,8 @@ from userdp.clipping.stacked.lora import stacked_adapters
 from userdp.clipping.summation import summation
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.losses import Batch, causal_lm_loss
+from userdp.models.adapters import Lora, add_lora
 from userdp.models.checks import trainable_parameters
-from userdp.models.load import Lora, add_lora
 from userdp.updates.contract import Descent
 from userdp.updates.estimators import ClippedDenominator, FixedDenominator
 from userdp.updates.fedavg import FedAvg

@@ -46,7 +46,7 @@ MARGIN = 2e-4
 
 # Without a fast search, calibrated noise is at most this much (relative) above the least.
 CALIBRATION_TOLERANCE = 5e-5
-# So many simulated epsilons decide on the noise.
+# How many simulated epsilons decide on the noise.
 _SIMULATIONS = 6
 # Without a fast search, no noise multiplier below this is tried.
 LEAST_EVALUATED_NOISE = 1e-3

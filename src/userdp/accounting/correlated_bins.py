@@ -58,9 +58,9 @@ from userdp.accounting.special import Floats
 
 # The probability, over seeds, that a simulated epsilon is too small.
 FAILURE = 1e-9
-# So many numbers are drawn for one bound, in blocks of so many.
+# How many numbers are drawn for one bound, and how many of them at a time.
 _DRAWN, _BLOCK = 40_000_000, 2_000_000
-# A guess is raised at most so often, each time with fresh draws.
+# How often a guess is raised at most, each time with fresh draws.
 _TRIES = 8
 # Rounding is far below this share of a simulated mean.
 _ROUNDING = 1e-9
@@ -235,7 +235,7 @@ def simulated(event: BallsInBinsBandedDpEvent, delta: float, at_most: float) -> 
 
 
 def _rng(event: BallsInBinsBandedDpEvent, delta: float) -> np.random.Generator:
-    """The same draws for the same numbers."""
+    """A generator that depends on these numbers alone, so that a price can be repeated."""
     numbers: Sequence[object] = (event.bins, event.gram, event.noise_multiplier, delta)
     digest = hashlib.sha256(repr(numbers).encode()).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "big")))

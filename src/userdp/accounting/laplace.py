@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from userdp.accounting.normal import SPECIAL, UNIT_ROUNDOFF
+from userdp.accounting.normal import SPECIAL, UNIT_ROUNDOFF, between
 from userdp.accounting.pair import Quadrature
 from userdp.accounting.special import Floats
 
@@ -67,7 +67,7 @@ class Laplace:
         return Quadrature(x=x, guide=x, loss=loss, log_q=log_q)
 
     def outputs_at(self, quadrature: Quadrature, losses: Floats) -> tuple[Floats, float]:
-        """In closed form; the residual shows the rounding."""
+        """The outputs, in closed form. The residual shows how they were rounded."""
         del quadrature
         unsampled = losses
         if self.rate < 1:
@@ -105,16 +105,6 @@ class Laplace:
 
 def _masses(z: Floats) -> tuple[Floats, Floats]:
     """The mass of Laplace(0, 1) below, between and above increasing `z`, and its error."""
-    tail = np.exp(-np.abs(z)) / 2
-    below = z <= 0
-    inside = np.where(
-        below[1:] == below[:-1], np.abs(tail[1:] - tail[:-1]), 1 - tail[1:] - tail[:-1]
-    )
-    first, last = (
-        np.where(below[0], tail[0], 1 - tail[0]),
-        np.where(below[-1], 1 - tail[-1], tail[-1]),
-    )
-    mass = np.concatenate([[first], inside, [last]])
+    mass, size = between(np.exp(-np.abs(z)) / 2, z <= 0)
     error = SPECIAL * (1 + np.abs(np.where(np.isfinite(z), z, 0.0)).max())
-    spread = np.concatenate([[first], tail[1:] + tail[:-1], [last]])
-    return np.maximum(mass, 0.0), error * spread + UNIT_ROUNDOFF * mass
+    return mass, error * size + UNIT_ROUNDOFF * mass

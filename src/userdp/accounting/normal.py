@@ -8,6 +8,7 @@ logarithms.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from userdp.accounting.special import Floats, log_ndtr, ndtr
 
@@ -20,18 +21,24 @@ SPECIAL = 16 * UNIT_ROUNDOFF
 BLOCK = 1 << 21
 
 
-def masses(z: Floats) -> tuple[Floats, Floats]:
-    """The mass of N(0, 1) below, between and above increasing `z` along axis 0, and its error."""
-    tail = ndtr(-np.abs(z))
-    below = z <= 0
+def between(tail: Floats, below: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """The masses below, between and above increasing points, and how large the terms of each are.
+
+    `tail` is the mass beyond a point on its own side of the centre, `below` says which side.
+    """
     inside: Floats = np.where(
         below[1:] == below[:-1], np.abs(tail[1:] - tail[:-1]), 1 - tail[1:] - tail[:-1]
     )
     first: Floats = np.where(below[:1], tail[:1], 1 - tail[:1])
     last: Floats = np.where(below[-1:], 1 - tail[-1:], tail[-1:])
-    mass = np.concatenate([first, inside, last])
-    error = SPECIAL * np.concatenate([first, tail[1:] + tail[:-1], last])
-    return np.maximum(mass, 0.0), error + UNIT_ROUNDOFF * mass
+    mass = np.maximum(np.concatenate([first, inside, last]), 0.0)
+    return mass, np.concatenate([first, tail[1:] + tail[:-1], last])
+
+
+def masses(z: Floats) -> tuple[Floats, Floats]:
+    """The mass of N(0, 1) below, between and above increasing `z` along axis 0, and its error."""
+    mass, size = between(ndtr(-np.abs(z)), z <= 0)
+    return mass, SPECIAL * size + UNIT_ROUNDOFF * mass
 
 
 def mixture_masses(

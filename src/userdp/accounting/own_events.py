@@ -1,5 +1,6 @@
-"""Events of mechanisms that `dp_accounting` does not know. Each has a price in `steps`, `added` or
-`whole_orders`.
+"""Events of mechanisms that `dp_accounting` does not know.
+
+Each has a price in `steps`, `added` or `whole_orders`.
 
 An event holds public numbers only, which a ledger can write down. Once an event is released, its
 meaning never changes.

@@ -149,17 +149,15 @@ def _largest_size(prepared: Sequence[Prepared]) -> float:
     return max(float(np.abs(one.losses[0]).max()) for one in prepared)
 
 
-def delta_bound(
-    mechanism: Sequence[Step], epsilon: float, *, hint: float, tolerance: float = TOLERANCE
-) -> float:
+def delta_bound(mechanism: Sequence[Step], epsilon: float, *, hint: float) -> float:
     """An upper bound on delta at `epsilon` in the worse direction; `hint` is roughly its size."""
-    exact = _gaussian_delta(mechanism, epsilon)
-    if exact is not None:
-        return exact
+    noise = _noise_of_one_gaussian(mechanism)
+    if noise is not None:
+        return math.exp(gaussian.log_delta(1 / noise, epsilon))
     prepared = prepare(mechanism, hint)
     found = max(
         # The grid is in proportion to epsilon, so next to 0 it would have no end.
-        composed(prepared, way, max(epsilon, _least_focus(prepared, way)), tolerance, hint).delta(
+        composed(prepared, way, max(epsilon, _least_focus(prepared, way)), TOLERANCE, hint).delta(
             epsilon
         )
         for way in directions(prepared)
@@ -188,9 +186,9 @@ def epsilon_bound(
     >>> round(epsilon_bound([step], 1e-6), 3)
     1.035
     """
-    exact = _gaussian_epsilon(mechanism, delta)
-    if exact is not None:
-        return exact
+    noise = _noise_of_one_gaussian(mechanism)
+    if noise is not None:
+        return gaussian.epsilon(1 / noise, delta)
     if chance_of_moving(mechanism) <= delta:
         return NOTHING
     closed = mild.dominating(joined(mechanism), delta)
@@ -242,20 +240,11 @@ def _components(pair: Outputs) -> int:
     return len(pair.shifts) if isinstance(pair, MixturePair | Exchange) else 1
 
 
-def _gaussian_delta(mechanism: Sequence[Step], epsilon: float) -> float | None:
-    """The exact delta where no step samples."""
+def _noise_of_one_gaussian(mechanism: Sequence[Step]) -> float | None:
+    """The noise of the one Gaussian that the mechanism is, where no step samples; else None."""
     match joined(mechanism):
         case [Mixture(is_gaussian=True, noise=noise)]:
-            return math.exp(gaussian.log_delta(1 / noise, epsilon))
-        case _:
-            return None
-
-
-def _gaussian_epsilon(mechanism: Sequence[Step], delta: float) -> float | None:
-    """The exact epsilon where no step samples."""
-    match joined(mechanism):
-        case [Mixture(is_gaussian=True, noise=noise)]:
-            return gaussian.epsilon(1 / noise, delta)
+            return noise
         case _:
             return None
 

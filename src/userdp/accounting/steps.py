@@ -80,7 +80,7 @@ class Mixture:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchanged:
-    """As `Mixture`, but the user is replaced by one who moves the sum as far the other way."""
+    """A `Mixture` in which the user is replaced by one who moves the sum as far the other way."""
 
     noise: float
     shifts: Floats

@@ -9,8 +9,8 @@ compare, for vectors u, u' and v of norm at most 1, and up to a common shift,
 
     g N(u, sigma^2 I) + (1 - g) N(v, sigma^2 I)  and  g N(u', sigma^2 I) + (1 - g) N(v, sigma^2 I).
 
-Zero-out compares u with u' = 0. So does add-remove, where a place stays empty
-if nobody has it. Replace compares any u and u'.
+Zero-out compares u with u' = 0. So does add-remove, where a place stays empty if nobody has it.
+Replace compares any u and u'.
 
 Claim. Write N(c) for N(c, sigma^2) in one dimension. For alpha >= 1, the hockey-stick divergence is
 largest for

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from userdp.compiled import compiled
 from userdp.data.store import UserStore
 from userdp.errors import InputError
+from userdp.index import indptr_of
 
 Ints = NDArray[np.int64]
 Owners = NDArray[np.signedinteger[Any]]
@@ -83,7 +84,7 @@ class Edges:
         return totals
 
     def digest(self) -> str:
-        """A sha256 of the graph. Every selection stores that of the edges it was made for."""
+        """A sha256 of the graph. Every selection stores the digest of the edges it was made for."""
         sha = hashlib.sha256(f"edges {self.num_records} {self.num_users}".encode())
         for array in (self.indptr, self.owners):
             for start in range(0, len(array), _HASH_SLICE):
@@ -150,7 +151,7 @@ class Edges:
         [1, 2]
         """
         rows = [list(owners) for owners in records]
-        indptr = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+        indptr = indptr_of([len(row) for row in rows])
         flat = np.array([owner for row in rows for owner in row], dtype=np.int64)
         return Edges.of(indptr, flat, num_users=num_users)
 
@@ -170,7 +171,7 @@ class Edges:
         return Edges.of(arrays["indptr"], arrays["indices"], num_users=num_users)
 
 
-# Every user takes a counter. Up to so many users fit into a gigabyte, whoever owns something.
+# Every user takes a counter, even one who owns nothing. This many counters fit into a gigabyte.
 MANY_USERS = 2**27
 MOST_IDLE = 8
 

@@ -67,7 +67,7 @@ class BudgetFile:
 
     @property
     def exists(self) -> bool:
-        """Whether there is anything in its place, be it damaged."""
+        """Whether there is anything in its place, even something damaged."""
         return self.directory.exists()
 
     def create(self, first: Row) -> None:

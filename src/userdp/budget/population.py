@@ -357,12 +357,17 @@ class Population:
         if total.epsilon > limit.epsilon:
             spent = spending.price(found.entries, limit.delta).epsilon
             spent_text = "an unknown epsilon" if spent is None else f"epsilon={epsilon_text(spent)}"
+            store = self._home.store
+            way_out = (
+                "Take fewer steps or more noise, or raise the limit with `userdp budget "
+                f"{store} --limit EPSILON --delta DELTA`."
+                if math.isfinite(total.epsilon)
+                else f"No limit holds without privacy: `userdp budget {store}` says what was spent."
+            )
             raise BudgetExhaustedError(
                 f"{spent_text} is spent on these people, of at most {limit.epsilon} at "
                 f"delta={limit.delta:g}, and {what} would bring it to "
-                f"{epsilon_text(total.epsilon)}: it was refused, and nothing was spent. Take fewer "
-                "steps or more noise, or raise the limit with `userdp budget "
-                f"{self._home.store} --limit EPSILON --delta DELTA`."
+                f"{epsilon_text(total.epsilon)}: it was refused, and nothing was spent. {way_out}"
             )
 
 
@@ -386,7 +391,7 @@ class _Alone:
 
 
 def _name(entry: Entry) -> str:
-    """The same for releases of the same price."""
+    """A text that is equal for releases of the same price."""
     event = None if entry.event is None else events.to_json(entry.event)
     return f"{entry.adjacency.value} {event}"
 

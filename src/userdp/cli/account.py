@@ -59,20 +59,22 @@ def account(
         raise InputError(
             "give --rate, --steps, --noise-multiplier and --delta, or a run's directory."
         )
-    described = mechanism.of_options(
-        adjacency,
-        accountant,
-        sampler=sampler,
-        unit=unit,
-        rate=rate,
-        steps=steps,
-        group_size=group_size,
-        cap=cap,
-        users=users,
-        noise=noise,
-        participations=participations,
-        parts=parts,
-        bands=bands,
+    described = mechanism.Mechanism(
+        drawing=sampled.Drawing(
+            sampler=sampler,
+            unit=unit,
+            rate=rate,
+            steps=steps,
+            group_size=group_size,
+            cap=cap,
+            num_users=users,
+            noise=noise,
+            participations=participations,
+            parts=parts,
+            bands=bands,
+        ),
+        adjacency=adjacency,
+        accountant=accountant,
     )
     if noise_multiplier == 0:
         raise InputError("--noise-multiplier 0 protects nobody: epsilon is infinite.")

@@ -10,6 +10,7 @@ import typer
 
 from userdp.bounding.names import Method, Weight, Where
 from userdp.cli import common
+from userdp.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,6 +90,8 @@ def bound(
     # Imported here, so that other commands need not wait for the compiler to load.
     from userdp.bounding.bound import bound as bound_contributions
 
+    if out is not None and out.exists():
+        _replace_a_selection_only(out)
     bounded = bound_contributions(
         source,
         max_records_per_user,
@@ -110,6 +113,17 @@ def bound(
     if out is not None:
         bounded.selection.save(out)
     common.emit(json, bounded.to_json() | {"out": str(out) if out else None}, str(bounded))
+
+
+def _replace_a_selection_only(out: Path) -> None:
+    """Say that an earlier selection is replaced; it can be made again. Anything else is refused."""
+    from userdp.bounding.selection import Selection
+
+    try:
+        Selection.load(out)
+    except (InputError, OSError) as error:
+        raise InputError(f"{out} is there already, and no selection: name another file.") from error
+    common.say(f"note: {out} holds an earlier selection, which is replaced.")
 
 
 def _losses(model: str, sequence_length: int | None, store: UserStore) -> NDArray[np.float64]:

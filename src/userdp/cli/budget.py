@@ -76,7 +76,7 @@ def budget(
 
 
 def _delta_of(population: Population, delta: float | None) -> float:
-    """The delta of a new limit: the one that was given, or that of the limit before."""
+    """The delta of a new limit: as given, or else the delta of the limit before."""
     before = population.limit
     if delta is None and before is None:
         raise InputError("--limit needs --delta: an epsilon says nothing without it. Try 1e-6.")

@@ -33,20 +33,22 @@ def calibrate(
 ) -> None:
     """Find the least noise multiplier at which a run costs at most epsilon."""
     start = time.perf_counter()
-    described = mechanism.of_options(
-        adjacency,
-        accountant,
-        sampler=sampler,
-        unit=unit,
-        rate=rate,
-        steps=steps,
-        group_size=group_size,
-        cap=cap,
-        users=users,
-        noise=noise,
-        participations=participations,
-        parts=parts,
-        bands=bands,
+    described = mechanism.Mechanism(
+        drawing=sampled.Drawing(
+            sampler=sampler,
+            unit=unit,
+            rate=rate,
+            steps=steps,
+            group_size=group_size,
+            cap=cap,
+            num_users=users,
+            noise=noise,
+            participations=participations,
+            parts=parts,
+            bands=bands,
+        ),
+        adjacency=adjacency,
+        accountant=accountant,
     )
     noise_multiplier = described.calibrate(epsilon, delta)
     payload, text = mechanism.told(

@@ -23,7 +23,6 @@ from userdp.data.store import UserStore
 from userdp.errors import InputError, LedgerError
 from userdp.ledger.book import Ledger
 from userdp.runs.files import copy_problems, run_at
-from userdp.sampling import PoissonRecords, PoissonUsers, Sampler
 from userdp.statement import Statement
 from userdp.training.progress import say as say
 from userdp.units import Adjacency, SamplingUnit
@@ -79,13 +78,6 @@ Model = Annotated[
         callback=run_found,
     ),
 ]
-
-
-def sampler_of(unit: SamplingUnit, rate: float, group_size: int) -> Sampler:
-    """The sampler that --unit, --rate and --group-size describe."""
-    if unit is SamplingUnit.USER:
-        return PoissonUsers(user_sampling_prob=rate, group_size=group_size)
-    return PoissonRecords(record_sampling_prob=rate, group_size=group_size)
 
 
 def check_steps(steps: int) -> None:

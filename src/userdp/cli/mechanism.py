@@ -17,8 +17,9 @@ import typer
 from userdp.accounting import accountant, group, renyi, steps
 from userdp.accounting.certificate import Evaluation
 from userdp.accounting.events import DpEvent
-from userdp.cli.sampled import Drawing, NoiseKind, SamplerName
+from userdp.cli.sampled import Drawing
 from userdp.errors import InputError, UnaccountedPlanError
+from userdp.plans.words import of_the_price
 from userdp.statement import round_up
 from userdp.units import Adjacency, SamplingUnit
 
@@ -84,7 +85,7 @@ class Mechanism:
                 return renyi.moments_evaluation(event, delta=delta, adjacency=self.adjacency)
             case AccountantName.GROUP_PRIVACY:
                 return group.evaluation(
-                    self.drawing.event(noise_multiplier, self.adjacency, group_size=1),
+                    replace(self.drawing, group_size=1).event(noise_multiplier, self.adjacency),
                     group_size=self.drawing.group_size,
                     delta=delta,
                     adjacency=self.adjacency,
@@ -125,39 +126,6 @@ class Mechanism:
         return found
 
 
-def of_options(
-    adjacency: Adjacency,
-    accountant: AccountantName,
-    *,
-    sampler: SamplerName | None,
-    unit: SamplingUnit,
-    rate: float | None,
-    steps: int | None,
-    group_size: int,
-    cap: int | None,
-    users: int | None,
-    noise: NoiseKind,
-    participations: int | None,
-    parts: int | None,
-    bands: int | None,
-) -> Mechanism:
-    """The mechanism that the options of `account` and `calibrate` describe."""
-    drawing = Drawing(
-        sampler=sampler,
-        unit=unit,
-        rate=rate,
-        steps=steps,
-        group_size=group_size,
-        cap=cap,
-        num_users=users,
-        noise=noise,
-        participations=participations,
-        parts=parts,
-        bands=bands,
-    )
-    return Mechanism(drawing=drawing, adjacency=adjacency, accountant=accountant)
-
-
 def told(
     described: Mechanism, *, noise_multiplier: float, delta: float, words: str
 ) -> tuple[dict[str, Any], str]:
@@ -193,6 +161,8 @@ def told(
         lines.append(
             f"by PLD epsilon={round_up(exact.epsilon):g}, certified by {exact.certified_by}"
         )
+    payload["cautions"] = list(of_the_price(found.epsilon))
+    lines += [f"caution: {caution}" for caution in payload["cautions"]]
     return payload, "\n".join(lines)
 
 

@@ -46,7 +46,7 @@ def personalize(
         unfinished=unfinished,
         device=device,
     )
-    from userdp.models.load import Lora, add_lora
+    from userdp.models.adapters import Lora, add_lora
     from userdp.personalization import personalize
 
     model = found.model

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from userdp import defaults
-from userdp.accounting import accountant, events
+from userdp.accounting.certificate import Evaluation
 from userdp.cli import (
     charts,
     common,
@@ -179,9 +179,13 @@ def plan(
         hangs_on_norms = plan_norms.what_hangs_on_it(found.candidates, assume)
         found = replace(found, reasons=(*found.reasons, *filter(None, [hangs_on_norms])))
     found = replace(found, reasons=(*known.reasons, *found.reasons))
-    noise_multiplier, reached, by = _certified(setting, found.best)
+    planned = plan_copy.plan_of(setting, found.best)
+    noise_multiplier, told = (
+        planned.noise.noise_multiplier,
+        planned.evaluation(planned.steps, (), ()),
+    )
     stddev = found.best.noise_stddev * noise_multiplier / found.best.noise_multiplier
-    cautions = plan_copy.plan_of(setting, found.best, noise_multiplier).cautions()
+    cautions = planned.cautions()
     for caution in cautions:
         common.say(f"caution: {caution}")
     not_covered = _not_covered(peeked, gradient_norms)
@@ -220,7 +224,7 @@ def plan(
             "rate": found.best.rate,
             "noise_multiplier": noise_multiplier,
             "noise_stddev": stddev,
-            "epsilon": reached,
+            "epsilon": told.epsilon,
             "delta": delta,
             "adjacency": known.adjacency.value,
             "steps": steps,
@@ -228,7 +232,7 @@ def plan(
             "max_records_per_user": None if known.selection is None else known.per_user,
             "num_records": known.num_records,
             "cautions": cautions,
-            "certified_by": by,
+            "certified_by": told.certified_by,
             "clipping": AutomaticClip.name,
             "optimizer": "adamw",
             "schedule": defaults.SCHEDULE,
@@ -247,7 +251,7 @@ def plan(
         },
         "\n".join(
             [
-                _in_words(setting, found, noise_multiplier, stddev, reached, by, source),
+                _in_words(setting, found, noise_multiplier, stddev, told, source),
                 *plan_copy.in_words(setting, found.best, known, norms),
                 *_the_rest(found, rates),
                 *mechanism_table.in_words(mechanisms),
@@ -258,31 +262,8 @@ def plan(
     )
 
 
-def _certified(setting: Setting, best: Candidate) -> tuple[float, float, str]:
-    """The certified noise multiplier, the epsilon it reaches, and who certified it."""
-
-    def event(noise_multiplier: float) -> events.DpEvent:
-        if best.method == planner.ULS:
-            step = events.poisson_users_gaussian(
-                user_sampling_prob=best.rate, noise_multiplier=noise_multiplier
-            )
-        else:
-            step = events.poisson_records_gaussian(
-                record_sampling_prob=best.rate,
-                group_size=best.group_size,
-                noise_multiplier=noise_multiplier,
-            )
-        return events.repeated(step, best.steps)
-
-    sigma = accountant.calibrate(
-        event, target=setting.epsilon, delta=setting.delta, adjacency=setting.adjacency
-    )
-    told = accountant.evaluate(event(sigma), delta=setting.delta, adjacency=setting.adjacency)
-    return sigma, told.epsilon, told.certified_by
-
-
 def _width(model: str | None) -> int:
-    """The hidden size of the model; without one, that of GPT-2 small."""
+    """The hidden size of the model; without a model, the hidden size of GPT-2 small."""
     if model is None:
         return 768
     from transformers import AutoConfig
@@ -326,8 +307,7 @@ def _in_words(
     found: Recommendation,
     noise_multiplier: float,
     stddev: float,
-    reached: float,
-    by: str,
+    told: Evaluation,
     source: str,
 ) -> str:
     best = found.best
@@ -337,9 +317,9 @@ def _in_words(
         f"step, group size {best.group_size}",
         f"noise_multiplier={noise_multiplier:.5g}, noise on the mean gradient {stddev:.4g} "
         f"(gradient norms: {source})",
-        f"(epsilon={epsilon_text(reached)}, delta={setting.delta:g}), user-level, "
+        f"(epsilon={epsilon_text(told.epsilon)}, delta={setting.delta:g}), user-level, "
         f"{setting.adjacency.value}, {setting.steps:,} steps, {setting.num_users:,} users",
-        f"certified by {by}",
+        f"certified by {told.certified_by}",
         *(f"because {reason}" for reason in found.reasons),
     ]
     return "\n".join(lines)

@@ -13,8 +13,8 @@ from userdp.planner.search import ULS, Candidate, Planner, Setting
 from userdp.sampling import PoissonRecords, PoissonUsers, PublicNumbers
 
 
-def plan_of(setting: Setting, best: Candidate, noise_multiplier: float) -> Plan:
-    """The plan of a run of the best candidate, as `train` makes it."""
+def plan_of(setting: Setting, best: Candidate) -> Plan:
+    """The plan of a run of the best candidate, as `train` makes it, with certified noise."""
     public = PublicNumbers(
         num_users=setting.num_users,
         num_records=setting.kept_records,
@@ -27,7 +27,7 @@ def plan_of(setting: Setting, best: Candidate, noise_multiplier: float) -> Plan:
         public,
         clip=AutomaticClip(),
         delta=setting.delta,
-        noise_multiplier=noise_multiplier,
+        epsilon=setting.epsilon,
         adjacency=setting.adjacency,
     )
 

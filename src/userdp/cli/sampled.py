@@ -27,6 +27,8 @@ from userdp.sampling import (
     CappedPoissonUsers,
     CyclicPoissonRecords,
     CyclicPoissonUsers,
+    PoissonRecords,
+    PoissonUsers,
     Sampler,
     WithoutReplacement,
 )
@@ -129,7 +131,7 @@ class Drawing:
                 "share noise."
             )
         self._check_options()
-        self.part(self.group_size)  # refuses what is no probability
+        self._sampler()  # refuses what is no probability
 
     @property
     def name(self) -> SamplerName:
@@ -175,7 +177,7 @@ class Drawing:
             )
 
     def _check_options(self) -> None:
-        """Refuse options that the sampler would ignore, and miss those that it needs."""
+        """Refuse options that the sampler would ignore, and ask for those that it lacks."""
         line = SAMPLERS[self.name]
         given = {
             "--rate": self.rate,
@@ -205,21 +207,18 @@ class Drawing:
         if self.unit not in line.units:
             raise InputError(f"--sampler {self.name.value} draws users: use it with --unit user.")
 
-    def part(self, group_size: int) -> Sampler:
-        """The sampler, for users of at most so many records."""
-        return SAMPLERS[self.name].make(self, group_size)
+    def _sampler(self) -> Sampler:
+        return SAMPLERS[self.name].make(self)
 
-    def event(
-        self, noise_multiplier: float, adjacency: Adjacency, *, group_size: int | None = None
-    ) -> DpEvent:
+    def event(self, noise_multiplier: float, adjacency: Adjacency) -> DpEvent:
         """What the run costs with this noise, by the table of prices."""
         if self.is_in_fixed_order:
             return events.min_separated_gaussian(
                 participations=self.most_participations, noise_multiplier=noise_multiplier
             )
         assert self.steps is not None
-        part = self.part(self.group_size if group_size is None else group_size)
-        return event_of(part, self._noise(noise_multiplier), adjacency, steps=self.steps)
+        noise = self._noise(noise_multiplier)
+        return event_of(self._sampler(), noise, adjacency, steps=self.steps)
 
     def _noise(self, noise_multiplier: float) -> Noise:
         if self.noise is NoiseKind.GAUSSIAN:
@@ -246,10 +245,10 @@ class Drawing:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One sampler: the options it needs, those of which it needs one, its part and its words."""
+    """One sampler: all options that it `needs`, `either` of some others, its part and its words."""
 
     needs: tuple[str, ...]
-    make: Callable[[Drawing, int], Sampler]
+    make: Callable[[Drawing], Sampler]
     words: Callable[[Drawing], str]
     either: tuple[str, ...] = ()
     units: tuple[SamplingUnit, ...] = (SamplingUnit.USER,)
@@ -266,16 +265,18 @@ def _parts(drawing: Drawing) -> int:
         return drawing.parts
     assert drawing.rate is not None
     check_probability("--rate", drawing.rate)
-    # As a configuration makes it from its expected cohort size.
+    # A configuration computes it in the same way, from its expected cohort size.
     return round(1 / drawing.rate)
 
 
-def _poisson(drawing: Drawing, group_size: int) -> Sampler:
+def _poisson(drawing: Drawing) -> Sampler:
     assert drawing.rate is not None
-    return common.sampler_of(drawing.unit, drawing.rate, group_size)
+    if drawing.unit is SamplingUnit.USER:
+        return PoissonUsers(user_sampling_prob=drawing.rate, group_size=drawing.group_size)
+    return PoissonRecords(record_sampling_prob=drawing.rate, group_size=drawing.group_size)
 
 
-def _capped(drawing: Drawing, group_size: int) -> Sampler:
+def _capped(drawing: Drawing) -> Sampler:
     assert drawing.rate is not None
     assert drawing.cap is not None
     assert drawing.num_users is not None
@@ -283,35 +284,37 @@ def _capped(drawing: Drawing, group_size: int) -> Sampler:
         user_sampling_prob=drawing.rate,
         cap=drawing.cap,
         num_users=drawing.num_users,
-        group_size=group_size,
+        group_size=drawing.group_size,
     )
 
 
-def _cyclic(drawing: Drawing, group_size: int) -> Sampler:
+def _cyclic(drawing: Drawing) -> Sampler:
     assert drawing.rate is not None
     assert drawing.parts is not None
     if drawing.unit is SamplingUnit.USER:
         return CyclicPoissonUsers(
-            user_sampling_prob=drawing.rate, parts=drawing.parts, group_size=group_size
+            user_sampling_prob=drawing.rate, parts=drawing.parts, group_size=drawing.group_size
         )
     # All records of a user are in the user's part, each with its own coin.
     return CyclicPoissonRecords(
-        record_sampling_prob=drawing.rate, parts=drawing.parts, group_size=group_size
+        record_sampling_prob=drawing.rate, parts=drawing.parts, group_size=drawing.group_size
     )
 
 
-def _allocation(drawing: Drawing, group_size: int) -> Sampler:
+def _allocation(drawing: Drawing) -> Sampler:
     assert drawing.steps is not None
     assert drawing.participations is not None
     return Allocation(
-        steps=drawing.steps, participations=drawing.participations, group_size=group_size
+        steps=drawing.steps, participations=drawing.participations, group_size=drawing.group_size
     )
 
 
-def _without_replacement(drawing: Drawing, group_size: int) -> Sampler:
+def _without_replacement(drawing: Drawing) -> Sampler:
     assert drawing.num_users is not None
     return WithoutReplacement(
-        cohort_size=_cohort_size(drawing), num_users=drawing.num_users, group_size=group_size
+        cohort_size=_cohort_size(drawing),
+        num_users=drawing.num_users,
+        group_size=drawing.group_size,
     )
 
 
@@ -351,15 +354,13 @@ SAMPLERS: dict[SamplerName, Line] = {
     SamplerName.BALLS_IN_BINS: Line(
         needs=(),
         either=("--parts", "--rate"),
-        make=lambda one, group_size: BallsInBins(bins=_parts(one), group_size=group_size),
+        make=lambda one: BallsInBins(bins=_parts(one), group_size=one.group_size),
         words=lambda one: f"users dealt into {_parts(one)} bins once, one bin a step in turn",
     ),
     SamplerName.BALANCED_ITERATION: Line(
         needs=(),
         either=("--parts", "--rate"),
-        make=lambda one, group_size: BalancedIteration(
-            round_length=_parts(one), group_size=group_size
-        ),
+        make=lambda one: BalancedIteration(round_length=_parts(one), group_size=one.group_size),
         words=lambda one: f"each user once in every {_parts(one)} steps, drawn afresh each round",
     ),
     SamplerName.ALLOCATION: Line(

@@ -62,11 +62,11 @@ def stats(
 
 
 def _tokens_per_record(opened: UserStore, tokenizer: str) -> NDArray[np.int64]:
-    from transformers import AutoTokenizer
-
+    common.quiet_transformers()
     from userdp.data.tokens import tokens_per_record
+    from userdp.models.load import load_tokenizer
 
-    return tokens_per_record(opened, AutoTokenizer.from_pretrained(tokenizer))
+    return tokens_per_record(opened, load_tokenizer(tokenizer))
 
 
 def _section(title: str, counts: NDArray[np.int64]) -> str:

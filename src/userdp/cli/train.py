@@ -184,6 +184,7 @@ def _ready(config: Path, out: Path, steps: int | None, *, resume: bool, fork: bo
     from torch.cuda import is_available as has_cuda
 
     from userdp.optimizers.by_name import check_options
+    from userdp.tasks import labels_left_out
     from userdp.training.configured import configured_loss
     from userdp.training.from_config import check_out
     from userdp.training.trackers import check_trackers
@@ -192,7 +193,11 @@ def _ready(config: Path, out: Path, steps: int | None, *, resume: bool, fork: bo
     check_options(settings.training)
     check_trackers(settings.training.trackers, out)
     # A loss that cannot be imported is refused now, before the model is read.
-    configured_loss(settings)
+    own_loss = configured_loss(settings)
+    if store is not None and own_loss is None:
+        left_out = labels_left_out(settings.data.task, store.text_kind)
+        if left_out:
+            common.say(f"note: {left_out}")
     unchecked = _check_held_out(settings)
     if settings.training.on_cuda and settings.training.path == "fast" and has_cuda():
         common.say("the first steps compile the model for its batches: a minute or two")

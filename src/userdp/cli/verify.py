@@ -28,7 +28,10 @@ def verify(
     settings = load_config(config)
     common.quiet_transformers()
     from userdp.losses import causal_lm_loss
+    from userdp.models.checks import trainable_parameters
     from userdp.models.load import classes_of
+    from userdp.optimizers.by_name import optimizer_of
+    from userdp.optimizers.scaled_momentum import update_of_run
     from userdp.probe import verify as probe
     from userdp.tasks import task_named
     from userdp.training.configured import configured_loss, load_configured_model
@@ -40,6 +43,8 @@ def verify(
     task = task_named(settings.data.task or "causal", tokenizer, classes=classes_of(model))
     record_loss = own_loss or task.record_loss
     model.eval()
+    optimizer = optimizer_of(model, settings.training)
+    parameters = list(trainable_parameters(model).values())
     privacy = settings.privacy
     length = settings.data.sequence_length
     probe.check_positions(model, length)
@@ -48,6 +53,7 @@ def verify(
             model,
             None if record_loss is causal_lm_loss else task.example(tokenizer),
             record_loss=record_loss,
+            update=update_of_run(settings.update_rule(), optimizer, parameters),
             sequence_length=length,
             group_size=1 if privacy.unit is SamplingUnit.RECORD else privacy.group_size or 2,
             clip=settings.clip_rule(),

@@ -34,9 +34,9 @@ from userdp.clipping.execute.capture import Graph, put_back
 from userdp.clipping.execute.checkpoint import blocks_of
 from userdp.clipping.execute.execution import CompiledCalls, Execution
 from userdp.clipping.execute.models import has_aligned_head, most_positions, padded_rows
-from userdp.clipping.execute.record_attention import KERNEL_DTYPES, refuse_capture
 from userdp.clipping.flat import ClippedSum, FlatBuffer, HalfAddedError
 from userdp.clipping.gradients.chunk_choice import chunks_logits, keeps_logits
+from userdp.clipping.gradients.following import can_follow_records
 from userdp.clipping.gradients.many_users import ManyUsers, look_at
 from userdp.clipping.gradients.one_user import OneUser
 from userdp.clipping.gradients.survey import Survey, stores_little_by_row
@@ -103,10 +103,12 @@ class FastClipping:
         if settings.checkpoint_blocks:
             blocks_of(model)  # Raises now, not at the first step, if there are none.
         self._compared = ComparedShapes(every_shape=every_shape, compiles=self._compile)
-        if settings.join_records is True:
+        is_asked = settings.join_records is True
+        if is_asked:
             refuse_dropout(model)
-            if not self._can_follow_records:
-                refuse_capture()
+        self._can_follow_records = can_follow_records(
+            model, self._product_dtype, captured=self._graphs, is_asked=is_asked
+        )
         self._batch_tokens = settings.microbatch_tokens or usual_tokens(
             model, self._device, captured=self._graphs, words=dictionary_size(model)
         )
@@ -165,11 +167,6 @@ class FastClipping:
     @property
     def _product_dtype(self) -> torch.dtype:
         return self._dtype or self._parameters[0].dtype
-
-    @property
-    def _can_follow_records(self) -> bool:
-        """Whether attention across rows can run: outside of its kernel it cannot be captured."""
-        return not self._graphs or self._product_dtype in KERNEL_DTYPES
 
     def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
         """The sum over the groups; overwritten by the next call. Secret.

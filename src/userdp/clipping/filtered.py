@@ -21,7 +21,7 @@ from userdp.clipping.flat import Apart, ClippedSum, FlatBuffer
 from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import Failures, PlainClipping, clip_update
 from userdp.clipping.rules import ClipRule
-from userdp.losses import Batch
+from userdp.losses import Batch, records_in
 from userdp.updates.halting import GRID, HaltingTest
 
 _LOG = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class FilteredClipping:
         places: list[int] = []
         failures, count = Failures(self.skip_failing), 0
         for place, group in enumerate(groups):
-            if not len(next(iter(group.values()))):
+            if not records_in(group):
                 continue
             count += 1
             # `of_all` counts no more than these.
@@ -122,7 +122,7 @@ def _whole_numbers(update: Sequence[Tensor], bound: float) -> Tensor:
 
 
 def neighbours(users_UP: Tensor, radius: float) -> tuple[Tensor, Tensor]:
-    """How many users are within `radius` and within twice that of each, itself included.
+    """How many users are within `radius` of each user, and within twice `radius`, itself included.
 
     Rows are users, in whole numbers with norms of about `GRID`. All products and their sums are
     whole numbers below 2^53, so float64 holds them exactly in whatever order they are added.

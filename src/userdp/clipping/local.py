@@ -32,27 +32,27 @@ from userdp.clipping.settings import StepSettings
 from userdp.clipping.stacked.clip import StackedClip
 from userdp.clipping.stacked.lora import StackedAdapters, stacked_adapters
 from userdp.clipping.stacked.lstm import StackedLSTM, stacked_lstm
-from userdp.clipping.stacked.records import StackedRecords, lengths_of, num_records
+from userdp.clipping.stacked.records import StackedRecords, lengths_of
 from userdp.clipping.stacked.vectorised import Vectorised
 from userdp.clipping.stacked.workers import in_order, num_workers
-from userdp.losses import Batch, RecordLoss, at_least_float32
+from userdp.losses import Batch, RecordLoss, at_least_float32, records_in
 from userdp.sharded_tensors import is_divided
 from userdp.updates.contract import LocalTraining
 
 _LOG = logging.getLogger(__name__)
 
-# So many numbers may stand side by side in the copies of a microbatch. A local step holds about
-# four tensors of this size: weights, gradients, and both while they are clipped.
+# At most this many numbers stand side by side in the copies of a microbatch. A local step holds
+# about four tensors of this size: weights, gradients, and both while they are clipped.
 _MOST_STACKED = {"cpu": 2**26, "cuda": 2**31}
 _MOST_USERS = 1024
 # On a processor, copies of larger models leave the cache, and users train faster one by one
 # (docs/fedavg.md).
 _LARGEST_ON_CPU = 2**18
-# So many numbers of a tensor may stand side by side in the records of a microbatch. Somebody with
-# many records is stacked in parts, so that the memory of a step follows from public numbers.
+# At most this many numbers of one tensor stand side by side in the records of a microbatch. A user
+# with more records is stacked in parts, so that the memory of a step follows from public numbers.
 _MOST_CELLS = 2**25
-# So many tokens go through a model with adapters at once: as many again as on the fast path gain
-# nothing on a processor.
+# At most this many tokens go through a model with adapters at once, on a processor and on CUDA. On
+# a processor more would gain nothing.
 _MOST_TOKENS = (2**12, 2**15)
 # The length of records if nobody says it, as in the probe.
 _USUAL_LENGTH = 128
@@ -99,9 +99,9 @@ class LocalClipping:
         self._lstm: StackedLSTM | None = None
         if update.descent is not None and settings.compute_dtype is None:
             self._lstm = stacked_lstm(model, self._parameters, record_loss, update.descent)
-        # On a processor each worker has such a program.
+        # On a CPU each worker has its own copy of the program.
         self._lstms = [self._lstm]
-        # So do adapters on a frozen model: the base runs once for all users.
+        # Adapters on a frozen model have their own program, too: the base runs once for all users.
         self._adapters: StackedAdapters | None = None
         if update.descent is not None and self._lstm is None:
             self._adapters = stacked_adapters(model, self._parameters, update.descent)
@@ -137,7 +137,7 @@ class LocalClipping:
 
     def clipped_sum(self, groups: Iterable[Batch], rule: ClipRule) -> ClippedSum:
         """The weighted sum of the users' clipped updates. Secret."""
-        listed = [group for group in groups if num_records(group)]
+        listed = [group for group in groups if records_in(group)]
         total = FlatBuffer(self._parameters)
         within, weight = 0, 0.0
         failures = Failures(self.skip_failing)
@@ -171,7 +171,7 @@ class LocalClipping:
         for group in groups:
             kinds.setdefault(kind_of(group), []).append(group)
         for alike in kinds.values():
-            ordered = sorted(alike, key=num_records)
+            ordered = sorted(alike, key=records_in)
             for first in range(0, len(ordered), self._most_users):
                 yield ordered[first : first + self._most_users]
 
@@ -213,7 +213,7 @@ class LocalClipping:
                     type(error).__name__,
                 )
             return None
-        weights = [self._update.weight(num_records(group)) for group in users]
+        weights = [self._update.weight(records_in(group)) for group in users]
         sums, squared = self._summed(way, rule, weights, lstm)
         return _Trained(
             sums=sums,
@@ -281,7 +281,7 @@ class LocalClipping:
         return [tensor[: len(users)] for tensor in way]
 
     def _train_lstm(self, lstm: StackedLSTM, users: Sequence[Batch], rule: ClipRule) -> None:
-        """The same by the LSTM's own program, which keeps the ways."""
+        """Train the users by the LSTM's own program, which keeps their ways."""
         eps = torch.finfo(self._parameters[0].dtype).eps
         lstm.start(len(users))
         for stacked, number in self._local_batches(users, len(users), lengths_of(users, None)):
@@ -297,7 +297,7 @@ class LocalClipping:
     def _adapter_ways(
         self, adapters: StackedAdapters, users: Sequence[Batch], rule: ClipRule
     ) -> list[Tensor]:
-        """The same by one model for all users' adapters."""
+        """The users' ways, by one model that holds all users' adapters."""
         eps = torch.finfo(at_least_float32(self._parameters[0]).dtype).eps
         places = self._most_users if self._compiles else len(users)
         lengths = self._lengths(users)
@@ -329,7 +329,7 @@ class LocalClipping:
         size = self._update.local_batch_size
         cells = places * size * max(lengths.values(), default=1)
         rows = size * max(1, _MOST_CELLS // cells)
-        most = max(map(num_records, users))
+        most = max(map(records_in, users))
         parts = [slice(first, first + rows) for first in range(0, most, rows)]
         stacked: StackedRecords | None = None
         for _ in range(self._update.local_epochs):

@@ -25,7 +25,15 @@ from userdp.clipping.factors import ROUNDING_MARGIN, clip_factors
 from userdp.clipping.flat import ClippedSum, FlatBuffer
 from userdp.clipping.layer_groups import Layers
 from userdp.clipping.rules import ClipRule
-from userdp.losses import Batch, RecordLoss, Update, at_least_float32, wide_dtype
+from userdp.losses import (
+    Batch,
+    RecordLoss,
+    Update,
+    at_least_float32,
+    on_device,
+    records_in,
+    wide_dtype,
+)
 from userdp.module_state import ModuleState
 from userdp.sharded_tensors import leaf_of
 from userdp.updates.contract import UpdateRule
@@ -148,7 +156,7 @@ class PlainClipping:
         layers = self._layers.by(rule)
         for group in groups:
             # A group without a record adds nothing, neither to the sum nor to the counts.
-            num_records = len(next(iter(group.values())))
+            num_records = records_in(group)
             if not num_records:
                 continue
             count += 1
@@ -188,7 +196,7 @@ class PlainClipping:
                 return self._rule.of_group(
                     self._model,
                     [leaf_of(parameter) for parameter in self._parameters],
-                    {name: tensor.to(device) for name, tensor in group.items()},
+                    on_device(group, device),
                     record_loss=self._record_loss,
                     clip=list
                     if rule is None

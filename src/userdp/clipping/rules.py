@@ -107,7 +107,7 @@ class PerVectorClip(FlatClip):
         "clip_groups": "groups",
         "clip_norms": "norms",
     }
-    # By default that of the `norms`.
+    # By default it follows from the `norms`.
     clip_norm: float = 0.0
     groups: tuple[str, ...] = ()
     norms: tuple[float, ...] = ()
@@ -144,7 +144,7 @@ class PerVectorClip(FlatClip):
         return tuple(norm / together for norm in self.norms)
 
     def vectors(self, names: Sequence[str]) -> list[int]:
-        """Every parameter is one, or those of a pattern together."""
+        """Every parameter is a vector by itself, or those that match a pattern are one together."""
         if not self.groups:
             return list(range(len(names)))
         found = [
@@ -323,7 +323,7 @@ class ScheduledClip(FlatClip):
 
     name: ClassVar[str] = "schedule"
     keys: ClassVar[Mapping[str, str]] = {"schedule": "phases"}
-    # Of the present phase; by default that of the first.
+    # The clip norm of the present phase; by default that of the first phase.
     clip_norm: float = 0.0
     phases: tuple[tuple[int, float], ...] = field(
         metadata={"hint": "Give pairs of a step and the clip norm from it on: [[0, 1.0], ...]."}
@@ -351,12 +351,12 @@ class ScheduledClip(FlatClip):
 
     @property
     def changes(self) -> bool:
-        """At the steps of the schedule."""
+        """Whether the clip norm changes: it does if there are several phases."""
         return len(self.phases) > 1
 
     @property
     def last_phase(self) -> int:
-        """The first step of the last one."""
+        """The first step of the last phase."""
         return self.phases[-1][0]
 
     def begun_at(self, step: int) -> dict[str, float]:

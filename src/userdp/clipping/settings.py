@@ -9,6 +9,8 @@ import torch
 
 from userdp.errors import InputError
 
+PathName = Literal["fast", "plain"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
@@ -36,7 +38,7 @@ class StepSettings:
     `check`: compare the fast path with the plain loop on made-up values before its sums count.
     """
 
-    path: Literal["fast", "plain"] = "fast"
+    path: PathName = "fast"
     microbatch_tokens: int | None = None
     microbatch_records: int | None = None
     compute_dtype: torch.dtype | None = None

@@ -184,7 +184,7 @@ class Config(Section):
         )
 
     def _known_of_fixed_graph(self, selection: Selection) -> dict[str, Any]:
-        """Its realised bound and its size.
+        """The realised bound and the size of a fixed selection.
 
         Both depend on who owns what alone, which fixed-graph privacy treats as public.
         """

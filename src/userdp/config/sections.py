@@ -325,6 +325,6 @@ class TrainingSettings(WithParts):
 
     @property
     def autocast_dtype(self) -> Literal["bfloat16"] | None:
-        """The dtype of products; None if it is that of the weights."""
+        """The dtype of products; None means the dtype of the weights."""
         chosen = self.compute_dtype or ("bfloat16" if self.on_cuda else "float32")
         return "bfloat16" if chosen == "bfloat16" else None

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from userdp.data.select import random_chunks
 from userdp.data.tokens import TokenRows
 from userdp.errors import InputError
-from userdp.index import Rows, UserIndex
+from userdp.index import Rows, UserIndex, indptr_of
 from userdp.streams import Streams
 from userdp.units import SamplingUnit
 
@@ -322,6 +322,6 @@ def _resampled_once(index: UserIndex, group_size: int, streams: Streams) -> User
             own = streams.rng(0, user + 1).choice(own, size=group_size, replace=True)
         groups.append(own)
     sizes = np.fromiter((len(group) for group in groups), np.int64, count=len(groups))
-    indptr = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    indptr = indptr_of(sizes)
     rows = np.concatenate(groups) if groups else np.zeros(0, np.int64)
     return UserIndex(indptr=indptr, rows=rows)

@@ -123,7 +123,7 @@ def begins_texts(tokenizer: Any) -> bool:
     return getattr(tokenizer, "init_kwargs", {}).get(BEGINS_TEXTS) is True
 
 
-# No tokenizer was made with these words in mind; they have none of each other's.
+# No tokenizer was made with these words in mind, and the two texts have no word in common.
 _MADE_UP = "q\u00fcxz \u0e5b\u0f00 \u2f00\U0001f9ff zzyzx"
 _OTHERS = "jw\u00f8k \u0e4f\u0f01 \u2f01\U0001f9fe vvuvv"
 LEARNS = (
@@ -158,10 +158,11 @@ def copied(tokenizer: Any) -> Any:
 
 
 def learns(tokenizer: Any, before: Any) -> bool:
-    """Whether reading has changed the tokenizer, of which `before` is a copy.
+    """Whether reading has changed the tokenizer; `before` is a copy that has read nothing since.
 
-    One that learns words as it reads tells others by its numbers who came first. New made-up words
-    then have other numbers than in the copy. Whoever reads at random differs from itself, too.
+    A tokenizer that learns words as it reads shows by its numbers who came first. Made-up words
+    that are new to it then have other numbers than in the copy. One that reads at random differs
+    from its copy, too.
     """
     copies = copied(before), copied(before), copied(tokenizer)
     if any(one is None for one in copies):
@@ -173,7 +174,7 @@ def learns(tokenizer: Any, before: Any) -> bool:
 def ids_of(texts: Sequence[str], kind: TextKind, tokenizer: Any) -> list[list[int]]:
     """The tokens of each record's words, without special tokens.
 
-    A chat that is refused has none, and no more has a text that the tokenizer fails at.
+    A chat that is refused has none, and neither has a text that the tokenizer fails at.
     """
     words = list(texts) if kind == "plain" else [_words(text, kind, tokenizer) for text in texts]
     try:

@@ -1,4 +1,4 @@
-"""Users of exactly so many tokens each: those with fewer give nothing, the others their first ones.
+"""Users of one size in tokens: those with fewer give nothing, the others give their first ones.
 
 McMahan et al. 2018 prepare their users in this way (App. B), with 1,600 tokens each.
 
@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from userdp.data.tokens import TokenRows
+from userdp.index import indptr_of, ranges
 
 
 def equally_long(rows: TokenRows, tokens_per_user: int) -> TokenRows:
-    """The rows of users with at least so many tokens, cut after so many. Secret.
+    """The rows of users with at least `tokens_per_user` tokens, cut after these. Secret.
 
     Rows stay in their order. A row that is cut to its first token predicts nothing and is left out.
     """
@@ -29,10 +30,10 @@ def equally_long(rows: TokenRows, tokens_per_user: int) -> TokenRows:
     left = np.where(totals[owners] >= tokens_per_user, left, 0)
     left = np.where((left == 1) & (lengths > 1), 0, left)
     kept = np.flatnonzero(left)
-    places = _places(np.asarray(rows.indptr)[kept], left[kept])
+    places = ranges(np.asarray(rows.indptr)[kept], left[kept])
     return TokenRows(
         tokens=np.asarray(rows.tokens[places]),
-        indptr=np.concatenate([[0], np.cumsum(left[kept])]).astype(np.int64),
+        indptr=indptr_of(left[kept]),
         owners=owners[kept],
         num_users=rows.num_users,
         labelled=None if rows.labelled is None else np.asarray(rows.labelled[places]),
@@ -55,10 +56,3 @@ def _before(owners: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np
     found = np.empty_like(starts)
     found[order] = starts - starts[first] if len(starts) else starts
     return found
-
-
-def _places(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The positions of all spans, one after the other."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(starts - (ends - lengths), lengths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -49,6 +49,9 @@ BY_SUFFIX = {
     ".xml": Format.STACKEXCHANGE,
     ".txt": Format.DIALOGUE,
 }
+# A file of this name is taken for what it mostly is if it is named itself. In a folder it is mostly
+# a description of the data beside it.
+BY_SUFFIX_ALONE = {".json": Format.JSONL}
 LINK = Skipped("a link in a folder: not followed")
 HAVE_COLUMNS = frozenset({Format.JSONL, Format.CSV, Format.PARQUET, Format.HF})
 FOLDERS_ARE_SOURCES = frozenset({Format.HF, Format.MAILDIR, Format.GIT})
@@ -155,17 +158,17 @@ def _links_in(folder: Path) -> int:
     return sum(path.is_symlink() for path in folder.rglob("*")) if folder.is_dir() else 0
 
 
-def _by_suffix(path: Path) -> Format | None:
+def _by_suffix(path: Path, known: Mapping[str, Format] = BY_SUFFIX) -> Format | None:
     for suffix in reversed(path.suffixes):
-        if suffix in BY_SUFFIX:
-            return BY_SUFFIX[suffix]
+        if suffix in known:
+            return known[suffix]
     return None
 
 
 def _format_of(path: Path) -> Format:
     if path.is_dir():
         return _format_of_folder(path)
-    format = _by_suffix(path)
+    format = _by_suffix(path, BY_SUFFIX | BY_SUFFIX_ALONE)
     if format is None:
         known = ", ".join(BY_SUFFIX)
         raise InputError(

@@ -26,6 +26,7 @@ from userdp.data.record import NO_TIME, ImportBatch
 from userdp.data.store import ImportResult, UserStore
 from userdp.data.write import write_batches
 from userdp.errors import InputError
+from userdp.index import ranges
 
 Numbers = NDArray[np.int64]
 
@@ -197,8 +198,7 @@ def record_batches(store: UserStore, records: Numbers) -> Iterator[ImportBatch]:
             continue
         begins = store.record_users_indptr[wanted]
         counts = store.record_users_indptr[wanted + 1] - begins
-        ends = np.cumsum(counts)
-        edges = np.arange(ends[-1]) + np.repeat(begins - (ends - counts), counts)
+        edges = ranges(begins, counts)
         yield ImportBatch(
             texts=chunk.take(pa.array(wanted - store.chunk_starts[number])),
             owners=names.take(pa.array(store.record_users[edges])).cast(pa.large_string()),

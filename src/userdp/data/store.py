@@ -35,13 +35,7 @@ from numpy.typing import NDArray
 from userdp.data import remote
 from userdp.data.array_files import array_digest, file_digest
 from userdp.data.contents import TEXT_KINDS, TextKind
-from userdp.data.files import (
-    TextDigest,
-    fingerprint,
-    keyed_digest,
-    pc,
-    read_column,
-)
+from userdp.data.files import TextDigest, fingerprint, keyed_digest, pc, read_column
 from userdp.data.identity import IdRule, Pseudonyms, forget_key, key_beside, load_or_create_key
 from userdp.data.write import (
     FINGERPRINTED,
@@ -53,11 +47,12 @@ from userdp.data.write import (
     write_store,
 )
 from userdp.errors import InputError
+from userdp.index import indptr_of, ranges
 
 __all__ = ["FORMAT", "ImportResult", "UserStore", "write_batches", "write_store"]
 
 
-# What a manifest holds beside its format, and of which kind.
+# What a manifest holds beside its format, and the type of each.
 _KINDS = {
     "records": int,
     "users": int,
@@ -118,7 +113,7 @@ class UserStore:
 
     @property
     def fingerprint(self) -> str:
-        """The name of the texts and edges, to which a run is bound. Public, because it is keyed."""
+        """Names the texts and edges; a run is bound to it. It is keyed, and so it may be public."""
         return self.manifest["fingerprint"]
 
     @property
@@ -327,9 +322,8 @@ class UserStore:
         counts = self.user_records_indptr[users + 1] - starts
         if at_most is not None:
             counts = np.minimum(counts, at_most)
-        indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        positions = np.arange(indptr[-1]) + np.repeat(starts - indptr[:-1], counts)
-        return indptr, np.asarray(self.user_records[positions])
+        indptr = indptr_of(counts)
+        return indptr, np.asarray(self.user_records[ranges(starts, counts)])
 
     def records_per_user(self) -> NDArray[np.int64]:
         """How many records each user has."""
@@ -361,7 +355,7 @@ class UserStore:
     def shares_users_with(self, other: UserStore) -> int | None:
         """How many users are in both stores; None if that is not known.
 
-        It is not where ids are hidden under different keys, or were compared by different rules.
+        It is unknown if ids are hidden under different keys, or were compared by different rules.
         """
         if self.manifest["key_name"] != other.manifest["key_name"]:
             return None

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from userdp.data.encoding import WHOLE_TEXT, Encoding, begins_texts, ids_of, ref
 from userdp.data.remote_tokens import DIGESTS, LARGE, adopt, numbers, write_blocks
 from userdp.errors import InputError
 from userdp.files.durable import OWNER_ONLY_DIRECTORY, OWNER_ONLY_FILE
-from userdp.index import IGNORED_LABEL, Rows, UserIndex
+from userdp.index import IGNORED_LABEL, Rows, UserIndex, indptr_of, ranges
 
 if TYPE_CHECKING:
     from userdp.data.store import UserStore
@@ -108,17 +108,6 @@ def padded(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Cached:
-    """All rows of a store: as `TokenRows`, with the record of each row instead of its owner."""
-
-    tokens: NDArray[np.int32]
-    indptr: NDArray[np.int64]
-    record_of_row: NDArray[np.int64]
-    labelled: NDArray[np.bool_] | None
-    classes: NDArray[np.int64] | None
-
-
 def tokenise(
     store: UserStore,
     tokenizer: Any,
@@ -132,43 +121,35 @@ def tokenise(
     With `verify`, every byte of the cache is checked, so that training uses the named data.
     """
     owners = store.sole_owners()
-    found = _cached_rows(store, tokenizer, sequence_length, encoding, verify=verify)
-    return TokenRows(
-        tokens=found.tokens,
-        indptr=found.indptr,
-        owners=owners[found.record_of_row],
-        num_users=store.num_users,
-        labelled=found.labelled,
-        classes=found.classes,
-        records=found.record_of_row,
+    found = tokenise_by_record(
+        store, tokenizer, sequence_length=sequence_length, encoding=encoding, verify=verify
     )
-
-
-def tokenise_with_records(
-    store: UserStore, tokenizer: Any, *, sequence_length: int, encoding: Encoding = WHOLE_TEXT
-) -> tuple[TokenRows, NDArray[np.int64]]:
-    """The rows of `tokenise`, and which record each is from."""
-    found = _cached_rows(store, tokenizer, sequence_length, encoding)
-    rows = tokenise(store, tokenizer, sequence_length=sequence_length, encoding=encoding)
-    return rows, np.asarray(found.record_of_row)
+    return replace(found, owners=owners[found.owners], num_users=store.num_users)
 
 
 def tokenise_by_record(
-    store: UserStore, tokenizer: Any, *, sequence_length: int, encoding: Encoding = WHOLE_TEXT
+    store: UserStore,
+    tokenizer: Any,
+    *,
+    sequence_length: int,
+    encoding: Encoding = WHOLE_TEXT,
+    verify: bool = False,
 ) -> TokenRows:
     """All rows, each owned by the number of its record: for records of several owners.
 
     Never for training: a bound on what an "owner" gives would here be one on records.
     """
-    found = _cached_rows(store, tokenizer, sequence_length, encoding)
+    cache = _cache_of(store, tokenizer, sequence_length, encoding, verify=verify)
+    where = store.path, store.url
+    record_of_row = np.load(cache / "record_of_row.npy", mmap_mode="r")
     return TokenRows(
-        tokens=found.tokens,
-        indptr=found.indptr,
-        owners=np.asarray(found.record_of_row),
+        tokens=numbers(cache, "tokens.i32", *where),
+        indptr=np.load(cache / "indptr.npy", mmap_mode="r"),
+        owners=np.asarray(record_of_row),
         num_users=store.num_records,
-        labelled=found.labelled,
-        classes=found.classes,
-        records=found.record_of_row,
+        labelled=numbers(cache, "labelled.u8", *where) if encoding.has_labelled else None,
+        classes=np.load(cache / "classes.npy", mmap_mode="r") if encoding.has_classes else None,
+        records=record_of_row,
     )
 
 
@@ -190,51 +171,26 @@ def tokenise_selected(
     Without it, records may have several owners, and a record gives its first row only, because the
     bound of the selection counts records. Every row is its own owner: row i has owner i.
     """
-    found = _cached_rows(store, tokenizer, sequence_length, encoding, verify=verify)
-    first_row = np.searchsorted(found.record_of_row, records)
+    found = tokenise_by_record(
+        store, tokenizer, sequence_length=sequence_length, encoding=encoding, verify=verify
+    )
+    first_row = np.searchsorted(found.owners, records)
     # A record without a token to predict has no row. It could only contribute zero.
-    count = np.searchsorted(found.record_of_row, records, side="right") - first_row
+    count = np.searchsorted(found.owners, records, side="right") - first_row
     if owners is None:
         count = np.minimum(count, 1)
-    chosen = _ranges(first_row, count)
+    chosen = ranges(first_row, count)
     starts, stops = found.indptr[chosen], found.indptr[chosen + 1]
     lengths = stops - starts
-    new_indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    positions = _ranges(starts, lengths)
+    positions = ranges(starts, lengths)
     return TokenRows(
         tokens=found.tokens[positions],
-        indptr=new_indptr,
-        owners=np.arange(len(lengths)) if owners is None else owners[found.record_of_row[chosen]],
+        indptr=indptr_of(lengths),
+        owners=np.arange(len(lengths)) if owners is None else owners[found.owners[chosen]],
         num_users=len(lengths) if owners is None else store.num_users,
         labelled=None if found.labelled is None else found.labelled[positions],
         classes=None if found.classes is None else found.classes[chosen],
-        records=found.record_of_row[chosen],
-    )
-
-
-def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The numbers from each start on, as many as its length says, one range after another."""
-    before = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
-
-
-def _cached_rows(
-    store: UserStore,
-    tokenizer: Any,
-    sequence_length: int,
-    encoding: Encoding = WHOLE_TEXT,
-    *,
-    verify: bool = False,
-) -> _Cached:
-    """All rows of the store, from the cache, which is written if it is not there."""
-    cache = _cache_of(store, tokenizer, sequence_length, encoding, verify=verify)
-    where = store.path, store.url
-    return _Cached(
-        tokens=numbers(cache, "tokens.i32", *where),
-        indptr=np.load(cache / "indptr.npy", mmap_mode="r"),
-        record_of_row=np.load(cache / "record_of_row.npy", mmap_mode="r"),
-        labelled=numbers(cache, "labelled.u8", *where) if encoding.has_labelled else None,
-        classes=np.load(cache / "classes.npy", mmap_mode="r") if encoding.has_classes else None,
+        records=found.owners[chosen],
     )
 
 

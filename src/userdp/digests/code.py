@@ -1,6 +1,6 @@
 """Which code is followed to say what a run is bound to, and what the other code counts by.
 
-Followed is what is one's own. The standard library and the packages whose versions a run is bound
+Code of one's own is followed. The standard library and the packages whose versions a run is bound
 to count by their names, and large installed packages by all of their source.
 """
 
@@ -32,7 +32,7 @@ def _is_of_python(top: str) -> bool:
     """Whether a module is of the standard library."""
     if top not in sys.stdlib_module_names:
         return False
-    # A file of one's own may have the name of a module of Python.
+    # A caller's file may have the name of a module of Python.
     file = getattr(sys.modules.get(top), "__file__", None)
     return file is None or Path(file).is_relative_to(Path(os.__file__).parent)
 

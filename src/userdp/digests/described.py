@@ -2,13 +2,13 @@
 
 A loss or a task of one's own is code, and so is what it calls. Code is followed from a function to
 every function, class, object and module that it names or holds, however deep. It ends at the
-standard library and at the packages whose versions a run is bound to, of which the names count, and
-at large installed packages, of which all source counts.
+standard library and at the packages whose versions a run is bound to, which count by name, and at
+large installed packages, which count by all of their source.
 
 The data is the same in every process: no address, no order of a set and no line number is in it.
-Nothing is imported, and nothing of one's own is called. What code looks up by a name that it
-computes is found only where it lies in a module that the code is in or names, because of such
-modules the whole source counts. A script (`__main__`) counts by what it defines alone.
+Nothing is imported, and nothing of one's own is called. Code may look up something by a name that
+it computes. That is found only in modules that the code is in or names: of these the whole source
+counts. A script (`__main__`) counts by what it defines alone.
 
 Public: all of this is code and settings.
 """
@@ -109,7 +109,7 @@ class _Walk:
 
     def of(self, value: Any) -> Any:
         """The value, or its number."""
-        # Of these types alone: a type that is derived from one of them may have code of its own.
+        # Only these very types: a type derived from one of them may have code of its own.
         kind: type = type(value)
         if value is None or kind in (bool, int, str):
             return value
@@ -233,7 +233,7 @@ class _Walk:
         cells = [_in_cell(cell) for cell in function.__closure__ or ()]
         around = [cells, function.__defaults__, function.__kwdefaults__, vars(function)]
         held = [self.of(part) for part in around]
-        # A decorator that another package made still holds a function of one's own.
+        # A decorator of another package still holds the caller's own function.
         home = str(function.__globals__.get("__name__"))
         if (bound := bound_by(home)) is not None:
             return [home, bound, function.__qualname__, held]
@@ -252,7 +252,7 @@ class _Walk:
         return [home, self._code(function.__code__), held, used, imported, self._home(home)]
 
     def _home(self, name: str) -> Any:
-        """The source of a module that something of one's own is written in.
+        """The source of a module that holds code of the caller's own.
 
         A script counts by what it defines alone: it also says whether a run goes on.
         """

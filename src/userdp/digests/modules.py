@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from userdp.digests.code import bound_by
 from userdp.digests.values import kind_of, plain_attributes
 
-# What every module of torch holds, which is described apart.
+# What every module of torch holds. It is described elsewhere.
 _OF_MODULES = frozenset(vars(nn.Module()))
 # The same of optimizers. The last one is set when a schedule is there and a step was taken.
 _OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) - {"defaults"}
@@ -45,7 +45,7 @@ def model_parts(model: nn.Module) -> list[Any]:
         ]
         for name, module in model.named_modules()
     ]
-    # Where an object says its address, that is another one in each process.
+    # An object that says its address says another one in each process.
     words = re.sub(r" at 0x[0-9a-f]+", "", str(model))
     return [kind_of(model), words, config, modules, _global_hooks()]
 
@@ -54,7 +54,7 @@ def optimizer_parts(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The class, the settings and the state, and all that the object holds beside them."""
     held = {name: entry for name, entry in vars(optimizer).items() if name not in _OF_OPTIMIZERS}
     hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks", {}) for when in _WHEN]
-    # Those of torch for every optimizer.
+    # The hooks that torch runs for every optimizer.
     hooks += [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
     hooked = [list(entry.values()) for entry in hooks]
     return [type(optimizer), optimizer.state_dict(), dict(sorted(held.items())), hooked]
@@ -63,8 +63,8 @@ def optimizer_parts(optimizer: torch.optim.Optimizer) -> list[Any]:
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """What a module holds beside its own tensors and modules.
 
-    Of a library's module its settings do not count, which the model's configuration says, nor what
-    has a private name, unless it is code, a tensor, or of one's own.
+    The settings of a library's module do not count, because the model's configuration says them.
+    Neither does anything with a private name, unless it is code, a tensor, or one's own.
     """
     held = {
         name: _settings(entry) if hasattr(entry, "to_dict") else entry
@@ -85,7 +85,7 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _computes(value: Any) -> bool:
-    """Whether a value may decide what a library's module computes: code, tensors, one's own."""
+    """Whether a value may decide what a library's module computes: code, tensors, own objects."""
     if isinstance(value, Mapping):
         entries = cast("Mapping[Any, Any]", value)
         return any(map(_computes, entries.values()))

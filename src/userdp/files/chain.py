@@ -47,11 +47,6 @@ def sealed(before: str, row: Row, key: bytes) -> Row:
     return marked | {"hash": chained(before, marked)}
 
 
-def read_rows(path: Path, key: bytes | None) -> list[Row]:
-    """The rows of a file. Every byte is checked; tags are checked only with the key."""
-    return list(rows_of(read_content(path), path, key))
-
-
 def read_content(path: Path) -> bytes:
     """Every byte of the file at `path`, which must be there."""
     try:
@@ -61,9 +56,10 @@ def read_content(path: Path) -> bytes:
 
 
 def rows_of(content: bytes, path: Path, key: bytes | None) -> Iterator[Row]:
-    """The rows in `content` (of the file at `path`), one after the other, each checked.
+    """The rows in `content` (of the file at `path`), one after the other.
 
-    So whoever needs only some of the rows never holds all of them.
+    Every byte is checked; tags are checked only with the key. Whoever needs only some of the rows
+    never holds all of them.
     """
     before = ""
     for number, line in enumerate(io.BytesIO(content), start=1):

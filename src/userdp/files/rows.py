@@ -54,7 +54,7 @@ class RowsFile:
         try:
             lock = hold(file.fileno(), path)
             if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                # Locked is the file that was there before.
+                # The lock is on the file that was there before.
                 lock.release()
                 raise LedgerError(f"{path} was moved or replaced at this moment: try again.")
             return RowsFile(file, lock)
@@ -63,7 +63,7 @@ class RowsFile:
             raise
 
     def put_right(self, content: bytes, right: bytes) -> None:
-        """Change the end of the file from that of `content` to that of `right`."""
+        """Change the end of the file, which holds `content`, so that it holds `right`."""
         if right == content:
             return
         if len(right) > len(content):

@@ -11,13 +11,15 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from userdp.errors import InputError, MixedExamplesError
+from userdp.model_settings import every_setting
 from userdp.models.quantised import quantisation_of, refuse_shared_outliers
 from userdp.sharded_tensors import local_of
 
@@ -27,6 +29,10 @@ _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
 _EXPERT_COUNT = re.compile(r"^(moe_)?(num|n)_(\w+_)?experts$|^moe_num_experts$|^ffn_num_experts$")
 # Names of layers that route tokens to experts.
 _EXPERT_LAYER = re.compile(r"(MoE|Moe|Experts|SparseMLP|TopKRouter|TopkRouter)")
+
+# What says in a name of transformers that a module or a weight belongs to experts.
+_NAMED_FOR_EXPERTS = re.compile(r"expert|router|moe", re.IGNORECASE)
+_LIBRARIES = frozenset({"torch", "transformers", "peft"})
 
 
 def refuse_mixing(model: nn.Module) -> None:
@@ -53,7 +59,7 @@ def refuse_mixing(model: nn.Module) -> None:
             )
     config: Any = getattr(model, "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else {}
-    for key, experts in _settings(settings):
+    for key, experts in () if _has_no_experts(model) else every_setting(settings):
         if _EXPERT_COUNT.search(key) and isinstance(experts, int) and experts > 1:
             raise _mixture_of_experts(model, f"{key}={experts}")
     for name, module in model.named_modules():
@@ -61,13 +67,18 @@ def refuse_mixing(model: nn.Module) -> None:
             raise _mixture_of_experts(model, f"{type(module).__name__} at {name!r}")
 
 
-def _settings(settings: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """All settings by name, at any depth."""
-    if isinstance(settings, dict):
-        for name, value in settings.items():
-            yield from _settings(value, str(name))
-    else:
-        yield key, settings
+def _has_no_experts(model: nn.Module) -> bool:
+    """Whether `transformers` made the model, and nothing in it is named for experts.
+
+    The settings of a dense model may have a number of experts, too (Doge, DeepSeek V3 in its first
+    layers). Of other modules nobody knows how they name theirs.
+    """
+    kinds = {type(module) for module in model.modules()}
+    names = [part for name, _ in model.named_modules() for part in name.split(".")]
+    names += [name for name, _ in model.named_parameters()] + [kind.__name__ for kind in kinds]
+    is_theirs = any(issubclass(kind, PreTrainedModel) for kind in kinds)
+    is_theirs = is_theirs and all(kind.__module__.split(".")[0] in _LIBRARIES for kind in kinds)
+    return is_theirs and not any(map(_NAMED_FOR_EXPERTS.search, names))
 
 
 def _mixture_of_experts(model: nn.Module, seen: str) -> MixedExamplesError:
@@ -75,6 +86,18 @@ def _mixture_of_experts(model: nn.Module, seen: str) -> MixedExamplesError:
         f"{type(model).__name__} is a mixture of experts ({seen}): routing and its balancing loss "
         "couple the records of a batch. Use a dense model."
     )
+
+
+def input_embedding(model: nn.Module) -> Any:
+    """The table of the model's tokens; None if it has none.
+
+    CANINE hashes characters instead, and `transformers` raises an error.
+    """
+    find: Any = getattr(model, "get_input_embeddings", None)
+    try:
+        return None if find is None else find()
+    except NotImplementedError:
+        return None
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

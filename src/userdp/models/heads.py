@@ -13,8 +13,10 @@ import peft
 import torch
 import transformers
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from userdp.errors import InputError
+from userdp.models.hub import asked_once
 from userdp.names.tasks import TaskName
 
 _LOG = logging.getLogger(__name__)
@@ -29,6 +31,10 @@ _MODELS = "transformers.models."
 # A model that ends in hidden states.
 _NO_HEAD = re.compile(r"(?<!LMHead)(?<!Heads)Model$")
 _MASKED = re.compile(r"MaskedLM$|ForPre[Tt]raining$")
+# These have a name that says less, and were trained to fill gaps all the same (FlauBERT, XLM).
+_ALSO_MASKED = frozenset(
+    name for name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() if name.endswith("LMHeadModel")
+)
 # Models with a head for classes, and those whose head is left out if classes are learned.
 _CLASSIFIER = re.compile(r"ForSequenceClassification$")
 _BASE = re.compile(r"ForSequenceClassification$|LM$|LMHeadModel$|ForPre[Tt]raining$|Model$")
@@ -89,7 +95,7 @@ def named_classes(source: Path) -> tuple[str, ...]:
 def refuse_other_task(source: Path, task: TaskName) -> None:
     """Refuse a checkpoint that was saved for another task: its head would begin at random."""
     for name in named_classes(source):
-        if task == "masked" and not _MASKED.search(name):
+        if task == "masked" and not (_MASKED.search(name) or name in _ALSO_MASKED):
             raise InputError(
                 f"model {str(source)!r} is a {name}: it has no head that fills gaps, and one made "
                 "for it would begin with random weights. Use a masked language model."
@@ -113,13 +119,14 @@ def refuse_other_head(model: nn.Module, task: TaskName) -> None:
     Without this a model that fills gaps would be trained to copy the token that it already sees.
     """
     bare: Any = model.get_base_model() if isinstance(model, peft.PeftModel) else model
-    # A class of one's own says nothing by its name, but the class that it is made from does.
+    # The name of a caller's class says nothing, but the class that it is derived from does.
     library = (c.__name__ for c in type(bare).__mro__ if c.__module__.startswith(_MODELS))
     name = next(library, None)
     if name is None:
         return
     if task == "masked":
-        fits, lacks = name.endswith("MaskedLM"), "has no head that fills gaps"
+        fits = name.endswith("MaskedLM") or name in _ALSO_MASKED
+        lacks = "has no head that fills gaps"
     elif task == "classification":
         fits, lacks = bool(_CLASSIFIER.search(name)), "has no head for classes"
         if fits:
@@ -182,7 +189,8 @@ def class_options(source: str, task: TaskName, classes: Sequence[str] | None) ->
 def classes_at(source: str) -> tuple[str, ...]:
     """The names of the classes that the model at this place knows; the weights are not read."""
     try:
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        with asked_once(source):
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise InputError(f"model {source!r}: its config.json cannot be read.") from error
     return class_names(config)
@@ -227,6 +235,23 @@ def begin_missing(model: nn.Module, source: str, task: TaskName, missing: Iterab
             else:
                 weight.fill_(1.0 if name.endswith("weight") else 0.0)
     _LOG.warning("the head for classes begins fresh, from a fixed seed: %s", ", ".join(head))
+
+
+def head_of(model: nn.Module) -> list[str]:
+    """The names of the modules of a classifier that lie beside its base: all are trained.
+
+    peft finds modules by the end of their names. So a name that fits something in the base, too, is
+    left out: adapters are trained there.
+    """
+    base = str(getattr(model, "base_model_prefix", ""))
+    inside = [name for name, _ in model.named_modules() if name.startswith(f"{base}.")]
+    return [
+        name
+        for name, module in model.named_children()
+        if name != base
+        and any(True for _ in module.parameters())
+        and not any(other.endswith(name) for other in inside)
+    ]
 
 
 def _is_classifier(source: str) -> bool:

@@ -7,10 +7,9 @@ the machine, and remote code could break the guarantee.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +24,19 @@ from userdp.history import carry, history_of, merged, read_history
 
 # Importing it makes the model known to `transformers`.
 from userdp.models import word_lstm as word_lstm
+from userdp.models.adapters import Lora, add_lora, first_line
+from userdp.models.checks import input_embedding
 from userdp.models.heads import (
     begin_missing,
     class_names,
     class_options,
-    lora_task,
     model_class,
     refuse_other_task,
 )
+from userdp.models.hub import asked_once
 from userdp.models.quantised import freeze, loading_options, quantisation_of
 from userdp.names.quantisation import GGUF_FILE, Quantisation
 from userdp.names.tasks import TaskName
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lora:
-    """Low-rank adapters on the named modules ("all-linear": every linear layer but the head).
-
-    With `freeze_a`, only B of every product B A is trained, and A stays as it was drawn. Then the
-    noise on B enters the weights as it is; with two trained factors the noise of one is multiplied
-    by that of the other. A comes from a fixed seed, so it is the same whenever a run goes on.
-    Reference: Hu et al. 2021; with user-level privacy, Chua et al. 2024, Sec. 5; one frozen factor,
-    Sun et al. 2024 (FFA-LoRA).
-    """
-
-    rank: int = 8
-    alpha: float = 16.0
-    targets: str | Sequence[str] = "all-linear"
-    freeze_a: bool = False
 
 
 def load_model(
@@ -96,10 +80,11 @@ def load_model(
         options |= loading_options(quantize, device)
     refuse_other_task(Path(source), task)
     try:
-        options |= class_options(source, task, classes)
-        loaded: Any = model_class(task).from_pretrained(
-            source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
-        )
+        with asked_once(source):
+            options |= class_options(source, task, classes)
+            loaded: Any = model_class(task).from_pretrained(
+                source, dtype=dtype, trust_remote_code=False, output_loading_info=True, **options
+            )
     except InputError:
         raise
     except Exception as error:
@@ -130,9 +115,10 @@ def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
     has_own = (Path(source) / "tokenizer.json").is_file()
     options = {"gguf_file": gguf_file} if gguf_file and not has_own else {}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            source, trust_remote_code=False, **options
-        )
+        with asked_once(source):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                source, trust_remote_code=False, **options
+            )
     except Exception as error:
         raise _not_loaded(f"tokenizer of {source!r}", source, error) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
@@ -143,48 +129,6 @@ def load_tokenizer(source: str, *, gguf_file: str | None = None) -> Any:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def add_lora(model: nn.Module, lora: Lora, *, task: TaskName = "causal") -> nn.Module:
-    """The model with trainable adapters. Everything else is frozen, but for a head for classes."""
-    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
-    settings = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
-        target_modules=targets,
-        lora_dropout=0.0,
-        # GPT-2's Conv1D stores its weight transposed, and peft must be told.
-        fan_in_fan_out=any(
-            isinstance(module, transformers.pytorch_utils.Conv1D) for module in model.modules()
-        ),
-        task_type=lora_task(task),
-    )
-    try:
-        adapted = peft.get_peft_model(model, settings)  # pyright: ignore[reportArgumentType]
-    except ValueError as error:
-        raise InputError(f"LoRA targets {targets!r}: {_first_line(error)}") from error
-    if lora.freeze_a:
-        _freeze_a(adapted)
-    return adapted
-
-
-def _freeze_a(adapted: nn.Module) -> None:
-    """Draw every A from a seed of its own, which is public, and freeze it."""
-    if any(len(getattr(module, "lora_embedding_A", ())) for module in adapted.modules()):
-        raise InputError(
-            "freeze_a: the adapter of an embedding begins with A = 0 and would learn nothing. Take "
-            "the embedding out of the LoRA targets, or leave freeze_a out."
-        )
-    for name, weight in adapted.named_parameters():
-        if "lora_A" not in name.split("."):
-            continue
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
-        # As peft draws it: uniform, with the variance 1 / (3 inputs).
-        bound = weight[0].numel() ** -0.5
-        uniform = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed))
-        with torch.no_grad():
-            weight.copy_((2 * uniform - 1) * bound)
-        weight.requires_grad_(False)
 
 
 def load_adapter(model: nn.Module, adapter: Path) -> nn.Module:
@@ -198,7 +142,7 @@ def load_adapter(model: nn.Module, adapter: Path) -> nn.Module:
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise InputError(
-            f"the adapter in {adapter} does not fit its base model: {_first_line(error)} Load the "
+            f"the adapter in {adapter} does not fit its base model: {first_line(error)} Load the "
             "base that it was trained on."
         ) from error
     remember(adapted, adapter)
@@ -233,7 +177,8 @@ def _base_of(source: Path) -> str:
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
     """Refuse a tokenizer with more tokens than the model has embeddings."""
     # An adapter on the embedding has `weight`, but not `num_embeddings`.
-    embeddings = model.get_input_embeddings().weight.shape[0]  # pyright: ignore
+    table = input_embedding(model)
+    embeddings = math.inf if table is None else table.weight.shape[0]
     if len(tokenizer) > embeddings:
         raise InputError(
             f"the tokenizer has {len(tokenizer):,} tokens and the model embeddings for "
@@ -261,9 +206,9 @@ def save_model(model: nn.Module, tokenizer: Any, out: Path, *, card: str) -> Non
 
 
 def forget_quantisation(model: nn.Module) -> None:
-    """Let a model that was read from GGUF say what it is: its weights are floats now.
+    """Remove the mark "quantised" from a model that was read from GGUF: its weights are floats now.
 
-    While it claims to be quantised, transformers refuses to save it.
+    With the mark, transformers refuses to save it.
     """
     config: Any = getattr(model, "config", None)
     if hasattr(config, "quantization_config"):
@@ -298,7 +243,7 @@ def moved(model: nn.Module, device: str) -> nn.Module:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {device!r} cannot be used: {_first_line(error)}") from error
+        raise InputError(f"device {device!r} cannot be used: {first_line(error)}") from error
 
 
 def _refuse_missing_path(source: str) -> None:
@@ -361,7 +306,7 @@ def _not_loaded(what: str, source: str, error: Exception) -> Exception:
             "gguf_file one that holds a GGUF file."
         )
     asked = "" if place.exists() else "there is no such directory, and as a name on the hub "
-    return InputError(f"{what}: {asked}it could not be loaded: {_first_line(error)}")
+    return InputError(f"{what}: {asked}it could not be loaded: {first_line(error)}")
 
 
 def _refuse_pickle(source: Path) -> None:
@@ -376,9 +321,3 @@ def _refuse_pickle(source: Path) -> None:
             f"{source} has its weights in {unsafe[0]}, a pickle, which can run any code when read. "
             "Convert them to safetensors first."
         )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    # Some libraries announce the cause on the first line and name it on the second.
-    return " ".join(part.strip() for part in lines[: 2 if lines[0].endswith(":") else 1])

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from userdp.model_settings import FIXED_ROTATIONS
+
 # Values of `model_type` in a model's configuration.
 PROVEN = frozenset(
     """
@@ -22,10 +24,6 @@ PROVEN = frozenset(
     starcoder2 xlstm
     """.split()
 )
-# Rotary embeddings in which a position's angle does not depend on the sequence length.
-FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
-
-
 # Ways to compute attention for which the library has its own function.
 ATTENTION = frozenset({"eager", "sdpa", "flash_attention_2"})
 _LIBRARIES = frozenset({"torch", "transformers", "peft"})

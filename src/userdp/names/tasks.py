@@ -10,7 +10,7 @@ TaskName = Literal["causal", "chat", "masked", "classification"]
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What a task predicts: one of `unit`, by which losses are means, and when it is `right`."""
+    """What a task predicts: losses are means over a `unit`; `right` is what accuracy is called."""
 
     unit: str = "token"
     right: str = "next token right"

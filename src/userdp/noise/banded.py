@@ -67,7 +67,7 @@ class Banded(Noise):
     schedule: str = "constant"
     warmup_steps: int = 0
     schedule_hold: float = 0.0
-    # Of a buffered strategy. Its price depends on them, so they are written down.
+    # The numbers of a buffered strategy. Its price depends on them, so they are written down.
     decays: tuple[float, ...] = ()
     scales: tuple[float, ...] = ()
 

@@ -40,7 +40,7 @@ class Noise(Part):
     # Whether a step's price can be shared with a noisy count (Andrew et al. 2021, Thm. 1). That
     # holds for independent Gaussian noise.
     shares_with_count: ClassVar[bool] = False
-    # Whether the noise of a step says nothing about that of another. Marks price such noise only.
+    # Whether the noises of two steps are independent. Marks price such noise only.
     is_independent: ClassVar[bool] = True
     # What a statement says that the noise does not protect against.
     not_covered: ClassVar[str] = "attacks on floating-point noise (Mironov 2012) and on timing"

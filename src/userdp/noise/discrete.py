@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Rounding may add this share of the clip norm to the sensitivity.
 ROUNDING_SHARE = 1e-3
-# For the rounding errors of the few operations by which the sensitivity is computed.
+# Room for the rounding errors of the few operations that compute the sensitivity.
 _ROOM = 2.0**-40
 
 
@@ -91,7 +91,7 @@ class Discrete(Noise):
 
     @property
     def words(self) -> str:
-        """The multiplier, and what it is about."""
+        """The multiplier, and that the noise is on a grid."""
         return f"noise_multiplier={self.noise_multiplier:.4g}, whole numbers on a grid"
 
 

@@ -134,7 +134,7 @@ class RunningBanded(Banded):
         own, given = self.run.matrix, state["coefficients"]
         if not isinstance(given, Tensor) or given.shape != numbers_of(own).shape:
             raise InputError("the state is that of noise with another strategy.")
-        # The price of strategies without bands, and that of bins, depends on all numbers of C.
+        # The prices of strategies without bands, and of bins, depend on all numbers of C.
         # Bands are searched for, and the search may end a little elsewhere on another machine.
         close = NEARLY_SAME if isinstance(own, Bands) else SAME
         if not np.allclose(given, numbers_of(own), close, close):

@@ -26,7 +26,7 @@ from userdp.config.sections import DataSettings
 from userdp.data.store import UserStore
 from userdp.data.tokens import tokenise
 from userdp.errors import InputError
-from userdp.losses import Batch
+from userdp.losses import Batch, on_device
 from userdp.models.checks import trainable_parameters
 from userdp.names.optimizers import NOTHING_USES_PUBLIC
 from userdp.optimizers.scaled_momentum import ScaledMomentum, refuse_unlearnt
@@ -49,7 +49,7 @@ LEARNT = (
 )
 
 
-# So many batches of public records tell how large gradients usually are.
+# How many batches of public records show how large gradients usually are.
 BATCHES_FOR_SCALES = 100
 
 
@@ -159,8 +159,7 @@ def check_use(public: PublicData | None, optimizer: torch.optim.Optimizer) -> No
 def _gradient(step: PrivateStep, task: Task, batch: Batch) -> list[Tensor | None]:
     """The mean gradient of a batch of public records at the present weights."""
     parameters = list(trainable_parameters(step.model).values())
-    device = parameters[0].device
-    batch = {name: values.to(device) for name, values in batch.items()}
+    batch = on_device(batch, parameters[0].device)
     with torch.enable_grad():
         loss = task.record_loss(step.model, batch).mean()
         return list(torch.autograd.grad(loss, parameters, allow_unused=True))

@@ -168,7 +168,7 @@ class ScaledMomentum(torch.optim.Optimizer):
         """1 / (root mean square + floor), in such units that the scales' own is 1."""
         parameters = list(self._parameters())
         squares = [self.state[p]["squares"] for p in parameters]
-        # The mean square of a matrix is the mean of those of its rows.
+        # The mean square of a matrix is the mean of its rows' mean squares.
         usual = _of_all(parameters, [own[0].mean() for own in squares]).clamp(min=_LEAST)
         # A parameter without any gradient so far, such as the first factor of a fresh adapter,
         # counts as a usual one: its gradients may come.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from userdp.data.tokens import TokenRows
 from userdp.errors import InputError
 from userdp.index import Rows
+from userdp.losses import on_device
 from userdp.models.checks import refuse_mixing, trainable_parameters
 from userdp.tasks import Task
 from userdp.updates.mean_gradient import mean_gradient
@@ -81,7 +82,7 @@ def _norms(
             mean = mean_gradient(
                 model,
                 parameters,
-                {name: tensor.to(parameters[0].device) for name, tensor in batch.items()},
+                on_device(batch, parameters[0].device),
                 record_loss=task.record_loss,
                 microbatch_records=MICROBATCH_RECORDS,
             )

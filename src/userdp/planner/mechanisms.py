@@ -69,7 +69,7 @@ class MechanismSetting:
 
     @property
     def round_length(self) -> int:
-        """In how many steps all users come once."""
+        """The number of steps in which every user comes once."""
         return max(1, round(self.num_users / self.cohort_size))
 
 

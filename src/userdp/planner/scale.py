@@ -70,7 +70,7 @@ class Machine:
                 raise InputError(f"machine: {name}={value}: give a number above 0.")
 
     def bandwidth(self, gpus: int) -> float:
-        """Bytes a second of each GPU in a ring of so many."""
+        """Bytes a second that each GPU sends in a ring of this many."""
         return self.node_bandwidth if gpus <= self.node_size else self.network_bandwidth
 
 

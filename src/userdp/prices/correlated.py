@@ -13,6 +13,7 @@ from userdp.accounting import correlated_bins, events
 from userdp.errors import UnaccountedPlanError
 from userdp.noise import Banded
 from userdp.noise.strategies.bands import Bands
+from userdp.prices import independent
 from userdp.sampling import (
     BallsInBins,
     CyclicPoissonRecords,
@@ -24,16 +25,10 @@ from userdp.sampling import (
 
 
 def of_fixed_order(sampler: MinSeparated, noise: Banded, steps: int) -> events.DpEvent:
-    """One Gaussian for the whole run, whatever the strategy.
-
-    How long the run was decides nothing: the sampler was checked for all its steps.
-    """
-    del steps
+    """One Gaussian for the whole run, whatever the strategy."""
     if noise.is_banded:
         _check_apart(noise, sampler.separation, f"separation={sampler.separation}")
-        return events.min_separated_gaussian(
-            participations=sampler.participations, noise_multiplier=noise.noise_multiplier
-        )
+        return independent.of_fixed_order(sampler, noise, steps)
     sensitivity = noise.sensitivity(
         separation=sampler.separation, participations=sampler.participations
     )
@@ -43,35 +38,21 @@ def of_fixed_order(sampler: MinSeparated, noise: Banded, steps: int) -> events.D
 
 
 def of_users_in_turn(sampler: CyclicPoissonUsers, noise: Banded, steps: int) -> events.DpEvent:
-    """Each turn of a user's part is a Poisson-sampled Gaussian of its own."""
+    """The price of independent noise: two turns of one part have independent noise."""
     _check_turns(noise, sampler.parts)
-    return events.cyclic_poisson_banded(
-        user_sampling_prob=sampler.user_sampling_prob,
-        steps=steps,
-        bands=sampler.parts,
-        noise_multiplier=noise.noise_multiplier,
-    )
+    return independent.of_users_in_turn(sampler, noise, steps)
 
 
 def of_records_in_turn(sampler: CyclicPoissonRecords, noise: Banded, steps: int) -> events.DpEvent:
-    """The same with a coin for each of a user's records, which are all in the user's part."""
+    """The price of independent noise: all records of a user are in one part."""
     _check_turns(noise, sampler.parts)
-    turn = events.poisson_records_gaussian(
-        record_sampling_prob=sampler.record_sampling_prob,
-        group_size=sampler.group_size,
-        noise_multiplier=noise.noise_multiplier,
-    )
-    return events.repeated(turn, -(-steps // sampler.parts))
+    return independent.of_records_in_turn(sampler, noise, steps)
 
 
 def of_bins(sampler: BallsInBins, noise: Banded, steps: int) -> events.DpEvent:
     """Users who have one bin for good; the whole run is priced, however much of it was taken."""
     if noise.bands == 1:
-        return events.balls_in_bins_gaussian(
-            bins=sampler.bins,
-            rounds=-(-steps // sampler.bins),
-            noise_multiplier=noise.noise_multiplier,
-        )
+        return independent.of_bins(sampler, noise, steps)
     return events.balls_in_bins_banded(
         bins=sampler.bins,
         gram=_gram(replace(noise, noise_multiplier=0.0), sampler.bins),
@@ -94,23 +75,13 @@ def _gram(noise: Banded, bins: int) -> tuple[float, ...]:
 def of_sampled_users(sampler: PoissonUsers, noise: Banded, steps: int) -> events.DpEvent:
     """Users who may take part in any step: only independent noise has a price."""
     _check_independent(noise)
-    step = events.poisson_users_gaussian(
-        user_sampling_prob=sampler.user_sampling_prob, noise_multiplier=noise.noise_multiplier
-    )
-    return events.repeated(step, steps)
+    return events.repeated(independent.step_of_users(sampler, noise), steps)
 
 
 def of_sampled_records(sampler: PoissonRecords, noise: Banded, steps: int) -> events.DpEvent:
     """Records that may take part in any step: only independent noise has a price."""
     _check_independent(noise)
-    if sampler.is_unbounded:
-        raise UnaccountedPlanError("users with any number of records have no price.")
-    step = events.poisson_records_gaussian(
-        record_sampling_prob=sampler.record_sampling_prob,
-        group_size=sampler.group_size,
-        noise_multiplier=noise.noise_multiplier,
-    )
-    return events.repeated(step, steps)
+    return events.repeated(independent.step_of_records(sampler, noise), steps)
 
 
 def _check_turns(noise: Banded, parts: int) -> None:

@@ -16,7 +16,8 @@ without privacy.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from userdp.errors import InputError, UnaccountedPlanError
@@ -26,10 +27,42 @@ from userdp.units import Adjacency
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordLevel:
-    """The price of one record alone. A record is one row of tokens; a user may have many."""
+class Mark(ABC):
+    """Why nothing is promised, and what is priced in its place."""
 
     # What the epsilon that it prices is called.
+    epsilon_name: ClassVar[str]
+
+    @abstractmethod
+    def priced(self, sampler: Sampler, *, num_users: int, groups: float) -> Sampler:
+        """The sampler that is priced in place of this one, which draws `groups` groups a step.
+
+        A sampler for which the mark has no price is refused.
+        """
+
+    @abstractmethod
+    def words(self, *, num_users: int, groups: float) -> str:
+        """The first words of a statement."""
+
+    def adjacency(self, sampler: Sampler, adjacency: Adjacency) -> Adjacency:
+        """The adjacency under which it is priced: by default the plan's."""
+        del sampler
+        return adjacency
+
+    def noise_ratio(self, groups: float) -> float:
+        """The noise multiplier that runs, over the one that is priced: by default the same."""
+        del groups
+        return 1.0
+
+    def people(self, num_users: int) -> int:
+        """How many people delta is chosen for: by default as many as there are."""
+        return num_users
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordLevel(Mark):
+    """The price of one record alone. A record is one row of tokens; a user may have many."""
+
     epsilon_name: ClassVar[str] = "record-level epsilon"
 
     def priced(self, sampler: Sampler, *, num_users: int, groups: float) -> Sampler:
@@ -54,15 +87,6 @@ class RecordLevel:
             return Adjacency.REPLACE
         return adjacency
 
-    def noise_ratio(self, groups: float) -> float:
-        """The noise multiplier that runs, over the one that is priced: they are the same."""
-        del groups
-        return 1.0
-
-    def people(self, num_users: int) -> int:
-        """How many people there are by the mark: as many as there are."""
-        return num_users
-
     def words(self, *, num_users: int, groups: float) -> str:
         """The first words of a statement."""
         del num_users, groups
@@ -70,7 +94,7 @@ class RecordLevel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hypothetical:
+class Hypothetical(Mark):
     """The price as if there were `num_users` users, and `expected_groups` groups in a step.
 
     The noise on the average is that of the hypothetical run, z C / `expected_groups`. So the run
@@ -110,17 +134,12 @@ class Hypothetical:
             )
         return found
 
-    def adjacency(self, sampler: Sampler, adjacency: Adjacency) -> Adjacency:
-        """That of the plan."""
-        del sampler
-        return adjacency
-
     def noise_ratio(self, groups: float) -> float:
         """The noise multiplier that runs, over the one that is priced."""
         return groups / self.expected_groups
 
     def people(self, num_users: int) -> int:
-        """How many people there are by the mark. Delta is chosen for so many."""
+        """The hypothetical ones."""
         del num_users
         return self.num_users
 
@@ -134,7 +153,7 @@ class Hypothetical:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsIfPoisson:
+class AsIfPoisson(Mark):
     """The price of Poisson sampling, where the batches were drawn in a way that has no price.
 
     Papers shuffle and state this number. It is not what ran (Chua et al. 2024, arXiv 2403.17673).
@@ -152,27 +171,10 @@ class AsIfPoisson:
             )
         return found
 
-    def adjacency(self, sampler: Sampler, adjacency: Adjacency) -> Adjacency:
-        """That of the plan."""
-        del sampler
-        return adjacency
-
-    def noise_ratio(self, groups: float) -> float:
-        """The noise multiplier that runs, over the one that is priced: they are the same."""
-        del groups
-        return 1.0
-
-    def people(self, num_users: int) -> int:
-        """How many people there are by the mark: as many as there are."""
-        return num_users
-
     def words(self, *, num_users: int, groups: float) -> str:
         """The first words of a statement."""
         del num_users, groups
         return "guarantee: none, the batches were shuffled and not sampled as they are priced"
-
-
-Mark = RecordLevel | Hypothetical | AsIfPoisson
 
 
 def hypothetical(
@@ -189,17 +191,7 @@ def hypothetical(
 
 def to_json(mark: Mark | None) -> dict[str, Any]:
     """What a plan writes about its mark: nothing if there is none, so that old records stay."""
-    if mark is None:
-        return {}
-    if not isinstance(mark, Hypothetical):
-        return {"mark": {"type": type(mark).__name__}}
-    return {
-        "mark": {
-            "type": "Hypothetical",
-            "num_users": mark.num_users,
-            "expected_groups": mark.expected_groups,
-        }
-    }
+    return {} if mark is None else {"mark": {"type": type(mark).__name__, **asdict(mark)}}
 
 
 def from_json(data: dict[str, Any]) -> Mark | None:

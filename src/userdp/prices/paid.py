@@ -192,7 +192,7 @@ def _is_sound(number: Any, above_zero: bool, largest: float) -> bool:
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         return False
     if isinstance(number, int) and abs(number) >= LARGEST_COUNT:
-        # Python's whole numbers have no end, and those of an accountant have.
+        # Whole numbers are unlimited in Python, but not in an accountant.
         return False
     if not math.isfinite(number) or number > largest:
         return False

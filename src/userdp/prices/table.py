@@ -18,7 +18,7 @@ from typing import Any
 from userdp.accounting import accountant, events
 from userdp.errors import InputError, UnaccountedPlanError
 from userdp.noise import Banded, Discrete, Gaussian, Noise
-from userdp.prices import correlated
+from userdp.prices import correlated, independent
 from userdp.prices.earlier import Earlier, by_people
 from userdp.prices.paid import Paid, all_events
 from userdp.sampling import (
@@ -49,95 +49,10 @@ def each_step(step: Callable[[Any, Any], events.DpEvent]) -> Price:
     return lambda sampler, noise, steps: events.repeated(step(sampler, noise), steps)
 
 
-def _users(sampler: PoissonUsers | CyclicPoissonUsers, noise: Gaussian) -> events.DpEvent:
-    return events.poisson_users_gaussian(
-        user_sampling_prob=sampler.user_sampling_prob, noise_multiplier=noise.noise_multiplier
-    )
-
-
-def _records(sampler: PoissonRecords | CyclicPoissonRecords, noise: Gaussian) -> events.DpEvent:
-    if sampler.is_unbounded:
-        raise UnaccountedPlanError("users with any number of records have no price.")
-    return events.poisson_records_gaussian(
-        record_sampling_prob=sampler.record_sampling_prob,
-        group_size=sampler.group_size,
-        noise_multiplier=noise.noise_multiplier,
-    )
-
-
-def _capped(sampler: CappedPoissonUsers, noise: Gaussian) -> events.DpEvent:
-    return events.capped_poisson_users_gaussian(
-        user_sampling_prob=sampler.user_sampling_prob,
-        cap=sampler.cap,
-        num_users=sampler.num_users,
-        noise_multiplier=noise.noise_multiplier,
-    )
-
-
-def _without_replacement(sampler: WithoutReplacement, noise: Gaussian) -> events.DpEvent:
-    return events.without_replacement_gaussian(
-        num_users=sampler.num_users,
-        cohort_size=sampler.cohort_size,
-        noise_multiplier=noise.noise_multiplier,
-    )
-
-
-def rounds_begun(steps: int, length: int) -> int:
-    """How many rounds of so many steps have begun after `steps` steps; each is priced whole."""
-    return -(-steps // length)
-
-
-def _cyclic_users(sampler: CyclicPoissonUsers, noise: Gaussian, steps: int) -> events.DpEvent:
-    return events.repeated(_users(sampler, noise), rounds_begun(steps, sampler.parts))
-
-
-def _cyclic_records(sampler: CyclicPoissonRecords, noise: Gaussian, steps: int) -> events.DpEvent:
-    # All of a user's rows may have their coin in the same step: the price is that of one step each
-    # time that it is the part's turn.
-    return events.repeated(_records(sampler, noise), rounds_begun(steps, sampler.parts))
-
-
-def _min_separated(sampler: MinSeparated, noise: Gaussian, steps: int) -> events.DpEvent:
-    del steps
-    return events.min_separated_gaussian(
-        participations=sampler.participations, noise_multiplier=noise.noise_multiplier
-    )
-
-
-def _balls_in_bins(sampler: BallsInBins, noise: Gaussian, steps: int) -> events.DpEvent:
-    return events.balls_in_bins_gaussian(
-        bins=sampler.bins,
-        rounds=rounds_begun(steps, sampler.bins),
-        noise_multiplier=noise.noise_multiplier,
-    )
-
-
-def _balanced(sampler: BalancedIteration, noise: Gaussian, steps: int) -> events.DpEvent:
-    return events.balanced_iteration_gaussian(
-        round_length=sampler.round_length,
-        rounds=rounds_begun(steps, sampler.round_length),
-        noise_multiplier=noise.noise_multiplier,
-    )
-
-
-def _allocation(sampler: Allocation, noise: Gaussian, steps: int) -> events.DpEvent:
-    # Whatever comes first: where a user takes part was drawn for the whole run.
-    del steps
-    return events.random_allocation_gaussian(
-        steps=sampler.steps,
-        participations=sampler.participations,
-        noise_multiplier=noise.noise_multiplier,
-    )
-
-
-def _no_price(sampler: Sampler, noise: Gaussian, steps: int) -> events.DpEvent:
-    raise UnaccountedPlanError(f"{type(sampler).__name__} has no accounting rule.")
-
-
 # Under fixed-graph adjacency each row has a coin of its own, so a user who owns k rows can enter a
 # step k times. So there is no rule for sampling "users" there (Ganesh et al. 2025, Def. 2.1).
 ONE_OWNER = (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT, Adjacency.REPLACE)
-# The proof of random allocation compares a user with nobody, and not with another user.
+# For proofs that compare a user with nobody, and not with another user.
 PRESENT_OR_NOT = (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT)
 FIXED_GRAPH = (Adjacency.FIXED_GRAPH_ZERO_OUT, Adjacency.FIXED_GRAPH_REPLACE)
 
@@ -158,17 +73,17 @@ def set_price(
     _PRICES.update({(sampler, noise, adjacency): price for adjacency in adjacencies})
 
 
-set_price(PoissonUsers, Gaussian, ONE_OWNER, each_step(_users))
-set_price(PoissonRecords, Gaussian, tuple(Adjacency), each_step(_records))
-set_price(CappedPoissonUsers, Gaussian, ONE_OWNER, each_step(_capped))
-set_price(WithoutReplacement, Gaussian, ONE_OWNER, each_step(_without_replacement))
-set_price(CyclicPoissonUsers, Gaussian, ONE_OWNER, _cyclic_users)
-set_price(CyclicPoissonRecords, Gaussian, tuple(Adjacency), _cyclic_records)
+set_price(PoissonUsers, Gaussian, ONE_OWNER, each_step(independent.step_of_users))
+set_price(PoissonRecords, Gaussian, tuple(Adjacency), each_step(independent.step_of_records))
+set_price(CappedPoissonUsers, Gaussian, ONE_OWNER, each_step(independent.step_of_capped_users))
+set_price(WithoutReplacement, Gaussian, ONE_OWNER, each_step(independent.step_without_replacement))
+set_price(CyclicPoissonUsers, Gaussian, ONE_OWNER, independent.of_users_in_turn)
+set_price(CyclicPoissonRecords, Gaussian, tuple(Adjacency), independent.of_records_in_turn)
 # Which record is in which batch depends on who owns what, so that must be public.
-set_price(MinSeparated, Gaussian, FIXED_GRAPH, _min_separated)
-set_price(BallsInBins, Gaussian, PRESENT_OR_NOT, _balls_in_bins)
-set_price(BalancedIteration, Gaussian, PRESENT_OR_NOT, _balanced)
-set_price(Allocation, Gaussian, PRESENT_OR_NOT, _allocation)
+set_price(MinSeparated, Gaussian, FIXED_GRAPH, independent.of_fixed_order)
+set_price(BallsInBins, Gaussian, PRESENT_OR_NOT, independent.of_bins)
+set_price(BalancedIteration, Gaussian, PRESENT_OR_NOT, independent.of_rounds)
+set_price(Allocation, Gaussian, PRESENT_OR_NOT, independent.of_allocation)
 set_price(PoissonUsers, Banded, ONE_OWNER, correlated.of_sampled_users)
 set_price(PoissonRecords, Banded, tuple(Adjacency), correlated.of_sampled_records)
 set_price(CyclicPoissonUsers, Banded, ONE_OWNER, correlated.of_users_in_turn)
@@ -178,41 +93,17 @@ set_price(CyclicPoissonRecords, Banded, ONE_OWNER, correlated.of_records_in_turn
 set_price(BallsInBins, Banded, PRESENT_OR_NOT, correlated.of_bins)
 set_price(MinSeparated, Banded, FIXED_GRAPH, correlated.of_fixed_order)
 # These two can be planned with a mark alone (`marks.AsIfPoisson`), which prices another sampler.
-set_price(Shuffled, Gaussian, ONE_OWNER, _no_price)
-set_price(ShuffledRecords, Gaussian, ONE_OWNER, _no_price)
-
-
-def _users_discrete(sampler: PoissonUsers, noise: Discrete) -> events.DpEvent:
-    return events.poisson_users_discrete(
-        user_sampling_prob=sampler.user_sampling_prob, noise_multiplier=noise.noise_multiplier
-    )
-
-
-# The proof compares a sampled user with nobody. For two users who may both be sampled, as under
-# replace, and for several records of a user, there is none here.
-set_price(
-    PoissonUsers,
-    Discrete,
-    (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT),
-    each_step(_users_discrete),
-)
-
-
-def _everybody(sampler: PoissonUsers, noise: Gaussian) -> events.DpEvent:
-    if sampler.user_sampling_prob != 1:
-        raise UnaccountedPlanError(
-            "a filter has a price where every user is in every step: set expected_cohort_size to "
-            "num_users, or use another update."
-        )
-    return _users(sampler, noise)
-
+set_price(Shuffled, Gaussian, ONE_OWNER, independent.no_price)
+set_price(ShuffledRecords, Gaussian, ONE_OWNER, independent.no_price)
+# For several records of a user there is no proof.
+set_price(PoissonUsers, Discrete, PRESENT_OR_NOT, each_step(independent.step_of_users_discrete))
 
 # With a halting test a step's noise is scaled to how far one user moves the filtered mean, and the
 # test itself is paid for once (docs/accounting.md). That bound holds for a user who is exchanged,
 # too, but the events of replace would count it twice.
 _TESTED: Table = {
-    (PoissonUsers, Gaussian, adjacency): each_step(_everybody)
-    for adjacency in (Adjacency.ADD_REMOVE, Adjacency.ZERO_OUT)
+    (PoissonUsers, Gaussian, adjacency): each_step(independent.step_of_everybody)
+    for adjacency in PRESENT_OR_NOT
 }
 
 
@@ -274,7 +165,7 @@ def price_of(
 
 
 def _called(part: object) -> str:
-    """A part as a configuration calls it, and its class: a part of one's own may share a name."""
+    """A part's name in a configuration, and its class: a caller's part may share the name."""
     kind = type(part)
     return f"'{getattr(kind, 'name', '')}' ({kind.__name__})"
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from userdp.clipping.execute.models import num_classes_of
 from userdp.clipping.flat import ClippedSum
 from userdp.clipping.plain import PlainClipping
 from userdp.clipping.rules import ClipRule
-from userdp.clipping.settings import StepSettings
+from userdp.clipping.settings import PathName, StepSettings
 from userdp.clipping.summation import Summation, summation
 from userdp.errors import NothingSeenError, UntriedModelError
 from userdp.index import IGNORED_LABEL, UserIndex
@@ -34,6 +34,7 @@ from userdp.losses import (
     causal_lm_loss,
     classification_loss,
     masked_lm_loss,
+    records_in,
 )
 from userdp.models.proven import is_proven, ways_of
 from userdp.plan import Plan
@@ -122,7 +123,7 @@ class CheckedModel:
         self._vocabulary = vocabulary_of(model)
         self._num_classes = num_classes_of(model)
 
-    def _new_summation(self, *, path: Literal["fast", "plain"] | None = None) -> Summation:
+    def _new_summation(self, *, path: PathName | None = None) -> Summation:
         settings = replace(self._settings, path=path or self._settings.path)
         # In a model that is not proven, and by a loss of one's own, rows may affect each other in
         # some batch shapes only.
@@ -158,14 +159,14 @@ class CheckedModel:
         self.summation.load_state_dict(state["sums"])
 
     def update_of_one(self, groups: Sequence[Batch], rule: ClipRule) -> Update | None:
-        """The update of the first group that has one alone, if the loss is one's own. Secret.
+        """The update of the first group that has one alone; only for a caller's own loss. Secret.
 
         It must be the same before and after the step's sum is computed.
         """
         if self._witness is None:
             return None
         for group in groups:
-            if not len(next(iter(group.values()))):
+            if not records_in(group):
                 continue
             try:
                 return self._witness.update(group, rule)
@@ -177,10 +178,10 @@ class CheckedModel:
         return None
 
     def is_explained(self, total: ClippedSum, update: Update | None) -> bool:
-        """Whether the sum may be what it is, if this is the update of one of its groups.
+        """Whether the sum is possible, if `update_of_one` gave this `update` before it.
 
-        Where a loss is one's own and every group fails alone, the sum is zero. Otherwise the loss
-        fails because of what it keeps of other groups.
+        If no group has an update alone, the sum must be zero. Otherwise the caller's loss fails or
+        works because of what it keeps of other groups.
         """
         if self._witness is None or update is not None:
             return True
@@ -238,7 +239,7 @@ class CheckedModel:
         examples = [
             (_kind(group), int(owners[rows[0]]), group)
             for rows, group in zip(cohort, groups, strict=True)
-            if len(rows) and len(next(iter(group.values())))
+            if len(rows) and records_in(group)
         ]
         votes = Counter(kind for kind, _ in {(kind, user) for kind, user, _ in examples})
         for _, user, example in sorted(examples, key=lambda item: (-votes[item[0]], item[0])):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from userdp.clipping.checks.made_up import MadeUp
-from userdp.losses import RecordLoss
+from userdp.losses import RecordLoss, on_device
 from userdp.models.checks import BufferGuard, trainable_parameters
 from userdp.module_state import ModuleState
 from userdp.sharded_tensors import leaf_of
@@ -26,7 +26,7 @@ def what_it_keeps(
     names: list[str] = []
     for length in (sequence_length, min(3, sequence_length)):
         group = made_up.group(1, length if made_up.has_tokens else 1, seed=107)
-        own = {name: tensor.to(device) for name, tensor in group.items()}
+        own = on_device(group, device)
         with torch.no_grad():
             record_loss(model, own)
         names += note.changed()
@@ -48,7 +48,7 @@ def is_random(
     """
     device = next(model.parameters()).device
     group = made_up.group(1, sequence_length if made_up.has_tokens else 1, seed=109)
-    own = {name: tensor.to(device) for name, tensor in group.items()}
+    own = on_device(group, device)
     state = ModuleState(model)
     losses: list[Tensor] = []
     devices = [device] if device.type == "cuda" else []

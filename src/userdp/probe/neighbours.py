@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +28,19 @@ from userdp.clipping.rules import ClipRule
 from userdp.clipping.settings import StepSettings
 from userdp.clipping.summation import Summation, summation
 from userdp.errors import PLAIN
-from userdp.losses import Batch, RecordLoss, Update, coarsest_dtype, wide_dtype
+from userdp.losses import (
+    Batch,
+    RecordLoss,
+    Update,
+    coarsest_dtype,
+    on_device,
+    records_in,
+    wide_dtype,
+)
 from userdp.models.checks import trainable_parameters
 from userdp.probe.seen import MOST_COUPLING, Probe
 from userdp.probe.tried_users import Group, TriedUsers
 from userdp.updates.contract import UpdateRule
-
-Path = Literal["fast", "plain"]
 
 # Coupling grows with the cohort, and real cohorts are larger than a probe's. So nothing is allowed
 # beyond what rounding needs. On the CPU the fast path needs less than on a GPU: small models up to
@@ -91,7 +96,7 @@ class Trial:
         self._longest, self._rows = users.longest, users.rows
         self._record_loss = record_loss
         self._update_rule = update
-        self._path: Path = settings.path
+        self._path = settings.path
         self._settings = settings
         self._parameters = list(trainable_parameters(model).values())
         self._layers = Layers(model, self._parameters)
@@ -112,7 +117,7 @@ class Trial:
         packings = (True, False) if thorough and self._path == "fast" else (True,)
         for mix in packings:
             clipping = self._clipping(self._record_loss, mix)
-            # Computed first: so no sum is held beside another one that is kept for longer.
+            # Computed first, so that no sum is held beside one that is kept for longer.
             unclipped = list(self._unclipped(clipping))
             alone = self._kept(self._sum(clipping, self._others))
             yield self._probe("each user alone", alone, self._of_oracle())
@@ -178,7 +183,7 @@ class Trial:
             return self._record_loss(model, own) * batch[_SCALE]
 
         def scaled(group: Group, factor: float) -> Group:
-            rows = len(next(iter(group.values())))
+            rows = records_in(group)
             return group | {_SCALE: torch.full((rows,), factor, dtype=torch.float64)}
 
         others = [scaled(group, 1.0) for group in self._others]
@@ -193,8 +198,6 @@ class Trial:
                 self._clip_in_place(own, extra)
                 found = self._sum(clipping, [*others[:where], extra, *others[where:]])
                 yield self._probe(f"{name}, {place}", found, alone, own)
-
-    # ---- sums
 
     def _plain(self, record_loss: RecordLoss) -> PlainClipping:
         return PlainClipping(
@@ -272,7 +275,7 @@ class Trial:
 
     def _clip_in_place(self, update: Update, group: Group) -> None:
         """Replace the tensors by the group's contribution, one by one: no second list is held."""
-        weight = self._update_rule.weight(len(next(iter(group.values()))))
+        weight = self._update_rule.weight(records_in(group))
         layers = self._layers.by(self._rule)
         for place, tensor in enumerate(each_clipped(update, self._rule, layers=layers)):
             update[place] = tensor if weight == 1 else tensor * weight
@@ -288,7 +291,7 @@ class Trial:
         return lambda: own
 
     def _own(self, extra: Group) -> Update | None:
-        if not len(next(iter(extra.values()))):
+        if not records_in(extra):
             return None
         own = self._update(self._oracle, extra)
         self._clip_in_place(own, extra)
@@ -346,18 +349,15 @@ class Trial:
         """How far the plain loop's update of a group is from that in float32, both clipped."""
         self._clip_in_place(update, group)
         device = self._parameters[0].device
-        own = {name: tensor.to(device) for name, tensor in group.items()}
         wide = wide_gradient(
             self._model,
             self._parameters,
-            own,
+            on_device(group, device),
             record_loss=self._record_loss,
             scales=self._update_rule.scales,
         )
         self._clip_in_place(wide, group)
         return distance(wide, update)
-
-    # ---- why
 
     def cause_of(self, probe: Probe) -> str:
         """What is wrong, by how much, and what to do."""

@@ -38,6 +38,8 @@ class TriedUsers:
         """The users that join the cohort, one at a time, and what is special about each."""
         yield "a long user", self.group(self.rows, self.longest, 101)
         yield "a short user", self.group(1, 2, 102)
+        # It may share a batch with a user of one record less, who then has a row of padding.
+        yield "a user of one record more", self.group(min(self.rows + 1, self._group_size), 3, 109)
         for times in (1e4, 1e8) if self._made_up.has_fractions else ():
             large = self.group(1, self.longest, 110)
             yield (

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,14 +21,14 @@ from userdp.clipping.checks.made_up import MadeUp
 from userdp.clipping.checks.verify import refuse_dropout
 from userdp.clipping.execute.models import most_positions, pretrained
 from userdp.clipping.rules import ClipRule, FlatClip
-from userdp.clipping.settings import StepSettings
+from userdp.clipping.settings import PathName, StepSettings
 from userdp.errors import PLAIN, InputError, MixedExamplesError, UntriedModelError
 from userdp.losses import IGNORED_LABEL, Batch, RecordLoss, causal_lm_loss
-from userdp.models.checks import BufferGuard, refuse_mixing
+from userdp.models.checks import BufferGuard, input_embedding, refuse_mixing
 from userdp.models.proven import is_proven
 from userdp.module_state import ModuleState
 from userdp.probe.kept import is_random, what_it_keeps
-from userdp.probe.neighbours import Path, Trial
+from userdp.probe.neighbours import Trial
 from userdp.probe.seen import Probe
 from userdp.updates.contract import UpdateRule
 from userdp.updates.mean_gradient import MEAN_GRADIENT
@@ -74,7 +73,7 @@ def verify(
     record_loss: RecordLoss = causal_lm_loss,
     update: UpdateRule | None = None,
     clip: ClipRule | None = None,
-    path: Path | None = None,
+    path: PathName | None = None,
     settings: StepSettings | None = None,
 ) -> Verified:
     """Test with made-up rows whether one user moves the clipped sum by at most the clip norm.
@@ -140,8 +139,7 @@ def _made_up(model: nn.Module, batch: Batch | None) -> MadeUp:
 def vocabulary_of(model: nn.Module) -> int | None:
     """How many token ids a Hugging Face model reads; None for other models."""
     inner = pretrained(model)
-    embeddings: Any = inner.get_input_embeddings() if inner is not None else None
-    return getattr(embeddings, "num_embeddings", None)
+    return getattr(None if inner is None else input_embedding(inner), "num_embeddings", None)
 
 
 def check_model(
@@ -238,9 +236,10 @@ def run_probes(
     """
     # Only these two have a fast path.
     has_fast = update.is_mean_gradient or update.local_training is not None
-    path: Path = settings.path if has_fast else "plain"
+    path: PathName = settings.path if has_fast else "plain"
     modes = {module: module.training for module in model.modules()}
     state, guard = ModuleState(model), BufferGuard(model)
+    runs_as_it_is = False
     try:
         refuse_mixing(model)
         refuse_dropout(model)
@@ -254,6 +253,7 @@ def run_probes(
                 "changes what the next users draw, and whoever knows torch's seed can follow that. "
                 "Call model.eval(), or take the random layer out."
             )
+        runs_as_it_is = True
         trial = Trial(
             model,
             made_up,
@@ -278,9 +278,14 @@ def run_probes(
         raise
     except Exception as error:
         line = (str(error).strip().splitlines() or [""])[0]
+        way_out = (
+            f"Use {PLAIN}: the model as it is can be run."
+            if runs_as_it_is and path == "fast"
+            else "If it needs more than token ids, give a record_loss that passes the rest to it."
+        )
         raise UntriedModelError(
             f"{type(model).__name__} fails on made-up rows of {sequence_length} tokens "
-            f"({type(error).__name__}: {line})."
+            f"({type(error).__name__}: {line}). {way_out}"
         ) from error
     finally:
         for module, mode in modes.items():

@@ -31,7 +31,7 @@ from userdp.sharded_tensors import is_shard
 # From what needs the model to what runs it, on all ranks together.
 Running = Callable[[Callable[[], None]], Callable[[], None]]
 
-# Weights are compared after the first step, and then after every so many.
+# Weights are compared after the first step, and whenever the number of steps is a multiple of this.
 STEPS_BETWEEN = 100
 
 

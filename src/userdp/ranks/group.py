@@ -48,7 +48,7 @@ class Ranks:
     """This process among those that train together. `rank` counts from 0; rank 0 is the first.
 
     Every method that talks is called by all ranks, in the same order. `bytes_added_up` counts what
-    this rank handed to `add_up_`, which is all that goes over the wire at a step but for a few
+    this rank handed to `added_up`, which is all that goes over the wire at a step but for a few
     numbers.
     """
 
@@ -152,7 +152,7 @@ class Ranks:
         return told[0].value
 
     def on_first(self, make: Callable[[], Value]) -> Value | None:
-        """As `by_first`, for a value that the others do not get: they have None."""
+        """Like `by_first`, but the other ranks do not get the value: they get None."""
         made: list[Value] = []
         self.by_first(lambda: made.append(make()))
         return made[0] if made else None
@@ -225,7 +225,7 @@ class Ranks:
         return lambda: found
 
     def raise_together(self, error: Exception | None) -> None:
-        """Raise the error of this rank, or else that of the lowest rank that has one."""
+        """Raise the error of this rank, or else the error of the lowest rank that has one."""
         if self.count == 1:
             if error is not None:
                 raise error
@@ -252,19 +252,12 @@ class Ranks:
 
     # What is computed together.
 
-    def add_up_(self, values: Tensor) -> None:
-        """Replace the values by their sum over all ranks: the same bits on every rank.
-
-        Each rank adds in the tensor's own dtype. The order of the sum depends on how many ranks
-        there are.
-        """
-        for _ in self.added_up(values, len(values)):
-            pass
-
     def added_up(self, values: Tensor, size: int) -> Iterator[slice]:
         """Replace flat values by their sum over all ranks, `size` of them at a time.
 
         Gives each part as soon as its sum is there. The following ones are on their way meanwhile.
+        The sums have the same bits on every rank. Their order, and so their rounding, depends on
+        how many ranks there are.
         """
         if self.count == 1:
             yield slice(0, len(values))
@@ -280,7 +273,7 @@ class Ranks:
                 yield part
 
     def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor by that of the first rank."""
+        """Replace each tensor by the first rank's."""
         if self.count == 1:
             return
         with torch.no_grad(), self._exchange():

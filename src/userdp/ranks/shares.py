@@ -57,8 +57,8 @@ def places_of(cohort: Cohort, rank: int, count: int, row_lengths: Rows | None = 
 def dealt_by(cohort: Cohort, row_lengths: Rows | None = None) -> int:
     """A number of 48 bits that names what the shares are computed from. Secret.
 
-    Ranks of which one has another number would share out another cohort, or by other costs: a user
-    could be on two ranks, and move the sum by two clip norms.
+    A rank with another number shares out another cohort, or by other costs. A user could then be on
+    two ranks, and move the sum by two clip norms.
 
     >>> cohort = Cohort.of([np.array([0, 1]), np.array([2])])
     >>> dealt_by(cohort) == dealt_by(cohort, np.array([9, 1, 1]))

@@ -28,7 +28,7 @@ class Told:
 
     @staticmethod
     def of_error(error: BaseException, rank: int) -> Told:
-        """That this rank failed."""
+        """What a rank that failed tells the others."""
         name = type(error).__name__
         is_ours = getattr(errors, name, None) is type(error)
         return Told(error=name, words=str(error) if is_ours else "", rank=rank)

@@ -1,4 +1,4 @@
-"""What the ranks do between two steps: all the same, whoever of them was asked."""
+"""What the ranks do between two steps: all do the same, whichever of them was asked."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def unfinished_card(plan: Plan) -> str:
 def write_words(record: RecordedRun) -> None:
     """Write the card of the run's model, if it has one, and the statement of its closed ledger.
 
-    The statement comes last. Where it is, the card is that of the finished run.
+    The statement comes last. Where there is one, the card describes the finished run.
     """
     run, statement = record.run, record.statement()
     if (run / "model").is_dir():

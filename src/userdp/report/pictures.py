@@ -44,7 +44,7 @@ def epsilon_spent(
 
 
 def validation_curve(curve: Sequence[Point], unit: str) -> str:
-    """The loss a `unit` on other people's records by step, and that of the worst tenth of them."""
+    """The loss a `unit` on other people's records by step, and the loss of their worst tenth."""
     lines = [
         svg.Line(
             label=f"loss a {unit}",

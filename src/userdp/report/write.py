@@ -11,7 +11,7 @@ import userdp
 from userdp.files.durable import write_file
 from userdp.ledger.book import Ledger
 from userdp.names.tasks import Predicted, predicted
-from userdp.plans.wording import degree_of
+from userdp.plans.words import degree_of
 from userdp.report import pictures
 from userdp.report.card import card_of_run, data_name
 from userdp.report.templates import environment

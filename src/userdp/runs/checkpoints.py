@@ -96,7 +96,7 @@ class Checkpoints:
         self._last_save = time.monotonic()
         # The steps of the moment that was saved last by this object.
         self.last_step = -1
-        # Not the thread's own `join`: once a signal ends that, it takes the thread for stopped.
+        # Not the thread's own `join`: if a signal interrupts that, it takes the thread for stopped.
         self._is_idle = threading.Event()
         self._is_idle.set()
         self._failure: BaseException | None = None
@@ -253,7 +253,7 @@ class Checkpoints:
 
 
 def _are_known(sums: Mapping[str, str], kind: Any, path: Path) -> bool:
-    """Whether the files of a manifest are those of its kind, and there are no others."""
+    """Whether a manifest has exactly the files that its kind has."""
     if kind == FORMAT:
         return sorted(sums) == sorted(FILES)
     shards = sorted(file.name for file in path.glob("*.safetensors"))
@@ -280,7 +280,7 @@ def hardware_of(device: torch.device) -> str:
 
 
 def _processor() -> str:
-    """The model of the processor, by which libraries choose how they add up."""
+    """The name of the processor: libraries choose by it in which order they add."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -17,7 +17,7 @@ from userdp.ledger.book import Ledger
 from userdp.noise.draw import PURPOSES_OF_STEPS
 from userdp.runs.repeated_sums import AnySums, RepeatedSums
 
-# What is drawn of people at each step.
+# The draws of a step that decide who takes part, and with which rows.
 _OF_PEOPLE = frozenset({"cohort", "rows"})
 
 
@@ -30,7 +30,7 @@ class Continuation:
 
     @staticmethod
     def of(ledger: Ledger, sums: AnySums) -> Continuation:
-        """Of a process that goes on. A fixed seed repeats everything."""
+        """For a process that goes on. With a fixed seed everything is repeated."""
         if ledger.fixed_seed:
             return Continuation()
         # Steps that were charged and never taken have released nothing: they are the first.
@@ -38,7 +38,7 @@ class Continuation:
         return Continuation(ledger.steps - untaken, secrets.token_hex(16))
 
     def changes(self, ledger: Ledger, purpose: str) -> list[tuple[int, str]]:
-        """The steps from which numbers for this purpose depend on something else, and on what."""
+        """The steps where the numbers for this purpose change, each with the nonce that counts."""
         is_of_people = purpose in _OF_PEOPLE and ledger.plan.drawn_once is None
         if purpose not in PURPOSES_OF_STEPS and not is_of_people:
             return []

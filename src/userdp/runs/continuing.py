@@ -23,10 +23,9 @@ from userdp.ledger.book import Ledger
 from userdp.plan import Plan
 from userdp.prices.paid import Paid
 from userdp.runs.checkpoints import Moment, checkpoints_of
-from userdp.runs.files import discard, missing_rows
-from userdp.runs.same import NOISE_KEY, stored_secret
+from userdp.runs.files import EARLIER, NOISE_KEY, discard, missing_rows
+from userdp.runs.same import stored_secret
 
-EARLIER = "earlier"
 # The ledger moves last: as long as it is there, the files are not all moved.
 MOVED = (
     "statement.json",
@@ -84,7 +83,7 @@ def clear_unbegun(run: Path) -> str | None:
 
 
 def _refuse_other_files(run: Path) -> None:
-    """Refuse to delete what a run that was stopped before its first step does not leave."""
+    """Refuse to delete files that a run stopped before its first step would not have left."""
     results = [name for name in ("model", "statement.json") if (run / name).exists()]
     results += [f"{CHECKPOINTS}/{path.name}" for path in checkpoint_places(run / CHECKPOINTS)]
     results += [SUMS.as_posix()] * bool(steps_with_sums(run))

@@ -27,7 +27,7 @@ from userdp.names.tasks import TaskName
 
 RUN_FILE = "run.json"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-# How the ledger names a task with a loss of one's own, and its digest.
+# How the ledger names a task with a caller's own loss, and the digest of the loss.
 _OWN_LOSS = re.compile(r".*, loss (.+) [0-9a-f]{64}", re.DOTALL)
 _LOSS_NAME = re.compile(r"[\w.:<>]*")
 
@@ -89,7 +89,7 @@ def read_facts(run: Path) -> RunFacts:
 
 
 def known_facts(run: Path) -> RunFacts | None:
-    """The facts of the run in `run`; None if they are not known, as of a loop of one's own."""
+    """The facts of the run in `run`; None if they are unknown, as for a caller's own loop."""
     try:
         return read_facts(run)
     except InputError:

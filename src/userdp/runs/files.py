@@ -34,6 +34,10 @@ from userdp.statement import Statement
 if TYPE_CHECKING:
     from userdp.data.store import UserStore
 
+NOISE_KEY = Path("secret", "noise.key")
+# Where the runs lie that a run was forked from.
+EARLIER = "earlier"
+
 # People write and edit these files. They change no weight.
 # A card that was being written when the process was killed goes with the next one.
 FREE_FILES = frozenset({"README.md", ".README.md.partial"})
@@ -41,7 +45,7 @@ FREE_FILES = frozenset({"README.md", ".README.md.partial"})
 # How weights are called, by this package and by others.
 WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin", "adapter_model*.bin", "*.gguf")
 
-# What an export has beside the model, and the settings in which it may name another base.
+# The files of an export beside the model, and the settings whose base it may rename.
 EXPORTED_RECORD = frozenset({"ledger.jsonl", "statement.json"})
 REWRITTEN = frozenset({"config.json", "adapter_config.json", "tokenizer_config.json"})
 
@@ -49,7 +53,7 @@ REWRITTEN = frozenset({"config.json", "adapter_config.json", "tokenizer_config.j
 def model_files(directory: Path) -> dict[str, str]:
     """The files of a saved model and the digest of each.
 
-    A saved model has no links; one that is there is named as such, wherever it leads.
+    A saved model has no links. If there is one, its digest is the word "link", wherever it leads.
     """
     return {
         path.relative_to(directory).as_posix(): "link" if path.is_symlink() else file_digest(path)

@@ -4,11 +4,10 @@ Whoever has the noise secret and the steps' weights can subtract the noise. Whil
 resumed, the secret has to exist. Afterwards it is only a risk.
 
 What is destroyed: the secret of the noise, and the checkpoints, of this run and of the runs that it
-was forked from. What is kept: the key of the ledger
-and the lists of training users, because both are needed to say who wrote the record and who was
-trained on. The secret is overwritten before its name is removed. A solid-state disk, a file system
-that copies on write, a snapshot or a backup may still hold the old bytes, and nothing here can
-reach those.
+was forked from. What is kept: the key of the ledger and the lists of training users, because both
+are needed to say who wrote the record and who was trained on. The secret is overwritten before its
+name is removed. A solid-state disk, a file system that copies on write, a snapshot or a backup may
+still hold the old bytes, and nothing here can reach those.
 """
 
 from __future__ import annotations
@@ -21,16 +20,11 @@ from pathlib import Path
 
 from userdp.errors import InputError
 from userdp.files.durable import sync_directory
-from userdp.files.remembered import SUMS
+from userdp.files.remembered import CHECKPOINTS, SUMS
 from userdp.files.rows import RowsFile
 from userdp.ledger.book import Ledger
-from userdp.runs.files import missing_rows, problems_of
+from userdp.runs.files import EARLIER, NOISE_KEY, missing_rows, problems_of
 from userdp.statement import Statement
-
-# Inside a run's directory.
-NOISE_KEY = Path("secret", "noise.key")
-CHECKPOINTS = Path("checkpoints")
-EARLIER = "earlier"
 
 
 @dataclass(frozen=True, kw_only=True)

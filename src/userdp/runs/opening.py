@@ -202,7 +202,8 @@ def open_run(given: Given) -> Opened:
     check_positions(model, given.sequence_length)
     validator = make_validator(before, (*homes, *parents), goes_on=started.goes_on)
     people = Population.of(store)
-    # What the runs before this one did not use is free for it.
+    # A run that was given up before its first step has used nothing, so its part of the budget is
+    # free again.
     if started.given_up is not None and people.counts(started.given_up):
         people.settle(started.given_up, 0, None)
     if beginning.parent is not None:

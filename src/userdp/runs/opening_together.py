@@ -20,7 +20,7 @@ from userdp.runs.shared_moment import shared_moment
 from userdp.runs.shared_record import shared
 from userdp.runs.state import carry_finished, restore_beginning
 
-# Ranks may run on different chips; the ledger names those of the first.
+# Ranks may run on different chips; the ledger names the first rank's.
 UNCOMPARED = ("hardware",)
 
 

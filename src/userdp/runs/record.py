@@ -40,10 +40,9 @@ from userdp.ranks import Ranks
 from userdp.report.closing import unfinished_card, write_words
 from userdp.runs.checkpoints import Moment, Saving, checkpoints_of
 from userdp.runs.continuation import Continuation
-from userdp.runs.files import RecordedRun, discard, model_files
+from userdp.runs.files import NOISE_KEY, RecordedRun, discard, model_files
 from userdp.runs.repeated_sums import AnySums, NoSums, RepeatedSums
 from userdp.runs.same import (
-    NOISE_KEY,
     check_hardware,
     check_noise,
     check_ranks,
@@ -74,7 +73,7 @@ class RunRecord:
     ) -> None:
         self.ledger = ledger
         self.path = path
-        # Those who take each step together; only the first has the rows on disk.
+        # The ranks that take each step together. Only the first has the rows on disk.
         self.ranks = Ranks.alone()
         self._process = os.getpid()
         # The model that a new record was made for; None for a ledger that was opened again.
@@ -85,7 +84,8 @@ class RunRecord:
         self._position = self._charged_before = ledger.steps
         self._is_own_secret = False  # whether it was made for this very run
         self.checkpoints = None if path is None else checkpoints_of(path, saving)
-        # What steps that are taken again are compared with; of several ranks, by the first.
+        # The sums that repeated steps are compared with. With several ranks, the first one
+        # compares.
         self.sums: AnySums = NoSums()
         self._continuation = Continuation()
         # The digests of what must not change, by name; None before the run begins.

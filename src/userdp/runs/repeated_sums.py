@@ -9,9 +9,9 @@ What is known of each sum is kept in the run's directory of secrets, beside the 
 until the run is finalized. What the noise is scaled by is kept as well.
 
 CPUs repeat every bit. There a keyed hash of the sum is kept, and any difference is refused. GPUs
-repeat no bits. There a few totals with random factors are kept, and a difference of length d
-changes each of them by about d. A small difference passes, and as it is a release without noise,
-so small as it is, a step is taken again only so often.
+do not. There a few totals with random factors are kept, and a difference of length d changes each
+of them by about d. A small difference passes. It is released without noise, so a step is taken
+again only a few times.
 
 A process may be stopped between the charge of a step and its sum. The last step may thus lack its
 sum: it was not taken, and it gets new noise. No other step may: it was seen, and with new noise it
@@ -44,10 +44,11 @@ from userdp.files.chain import write_private
 from userdp.files.remembered import SUMS
 from userdp.ranks import Ranks
 
-# A sum is written in rows of so many values. Every row and column has factors of its own: where
-# gradients add up to zero along one of the two, as those of an output layer do, the other tells.
+# A sum is written in rows of this many values. Every row and every column has factors of its own:
+# where gradients add up to zero along one of the two, as those of an output layer do, the other
+# still shows a difference.
 _WIDTH = 4_096
-# So many choices of factors for the rows, and for each of them so many for the columns.
+# How many choices of factors there are for the rows, and for the columns with each of them.
 _BY_ROW, _BY_COLUMN = 16, 4
 # How many rows are converted to float64 at a time.
 _ROWS_AT_ONCE = 1_024
@@ -182,7 +183,7 @@ class RepeatedSums:
     def opened(
         run: Path, key: bytes, steps: tuple[int, int], device: str, *, is_settled: bool = False
     ) -> RepeatedSums:
-        """Of a run that goes on after the first number of `steps`, of those begun.
+        """The sums of a run that goes on. `steps` are those of its checkpoint and those begun.
 
         `is_settled`: rows after the last of them show that its sum was kept.
         """
@@ -312,7 +313,7 @@ class FollowedSums:
 
 
 class NoSums:
-    """Of a run that nobody can go on with, or with a fixed seed: nothing is kept."""
+    """For a run that nobody can go on with, or that has a fixed seed: nothing is kept."""
 
     def of_step(self, step: int, numbers: Sequence[float], *, bound: float, device: str) -> None:
         """Nobody looks at the sum."""

@@ -28,9 +28,9 @@ from userdp.index import UserIndex
 from userdp.ledger.book import Ledger
 from userdp.plan import Plan
 from userdp.runs.checkpoints import Moment, hardware_of
+from userdp.runs.files import NOISE_KEY
 from userdp.streams import RunSecret
 
-NOISE_KEY = Path("secret", "noise.key")
 # How many ranks took the last steps.
 RANKS = Path("secret", "ranks")
 
@@ -70,7 +70,7 @@ UNRELEASED = (
     ("data", "evaluation_private"),
 )
 SECRET_BYTES = 32
-# What changes how a run computes, and nothing of one that is finished.
+# What changes how a run computes. A finished run computes nothing more, so there it may differ.
 COMPUTING = {"code", "parts", "device"}
 
 
@@ -114,7 +114,7 @@ def check_same(
     if ledger.is_finished:
         changed -= COMPUTING
     if changed:
-        # Named is the first of these: others may follow from it.
+        # The first of these is named: others may follow from it.
         first = min(changed, key=lambda name: (*MEANINGS, name).index(name))
         meaning = MEANINGS.get(first, first)
         if ledger.is_finished:
@@ -139,7 +139,7 @@ def check_same_config(ledger: Ledger, config: Path | None, path: Path) -> None:
 
 
 def is_other_config(written: str | None, config: Path | None, path: Path) -> bool:
-    """Whether `config` says something else than that of the run, whose digest was `written`."""
+    """Whether `config` differs from the run's configuration, whose digest is `written`."""
     if config is None or written is None:
         return False
     # The run's own copy is compared by what it says: the run's files may lie elsewhere now.
@@ -228,7 +228,7 @@ def write_ranks(path: Path, num_ranks: int, *, sharded: bool = False) -> None:
 
 
 def check_noise(ledger: Ledger, moment: Moment | None, plan: Plan) -> None:
-    """Refuse to repeat steps with noise that is computed in another way. A checkpoint holds how."""
+    """Refuse to repeat steps with noise that is computed otherwise than the checkpoint says."""
     if moment is None and ledger.steps and ledger.bound_to.get("noise", "") != plan.noise.digest:
         raise InputError(
             f"{ledger.steps:,} steps must be taken again with the same noise, and here the "

@@ -116,11 +116,6 @@ class Checkpoint:
             return False
         return record.checkpoints.is_due(record.steps)
 
-    def save_if_due(self) -> None:
-        """Save if it is time to."""
-        if self.is_due:
-            self.begin_saving()
-
     def begin_saving(self) -> None:
         """Save what all ranks have now; the first writes it while the run goes on."""
         # Other weights on another rank would be found too late otherwise.

@@ -82,7 +82,7 @@ def read_points(place: Path) -> list[Point]:
 
 
 def released_curve(run: Path) -> list[Point]:
-    """The points of a run that may be shown, all of one store: that of the last point."""
+    """The points of a run that may be shown: all those of the store of the last point."""
     points = read_points(run / PUBLIC)
     return [point for point in points if point.data == points[-1].data]
 

@@ -12,12 +12,10 @@ from userdp.index import UserIndex
 from userdp.sampling.cohort import Cohort
 from userdp.sampling.contract import (
     SAMPLERS,
+    PlaceSampler,
     PublicNumbers,
-    Sampler,
     check_at_least_one,
-    check_places,
     check_probability,
-    places_assumed,
 )
 from userdp.sampling.draws import poisson, rows_of_users
 from userdp.streams import Streams
@@ -26,12 +24,10 @@ from userdp.units import SamplingUnit
 
 @SAMPLERS.register
 @dataclass(frozen=True, kw_only=True)
-class CappedPoissonUsers(Sampler):
+class CappedPoissonUsers(PlaceSampler):
     """As `PoissonUsers`, but of more than `cap` drawn users a random `cap` take part.
 
-    There are exactly `num_users` places with a coin each. Users sit at some of them. A place that
-    nobody sits at is drawn like any other, counts towards the cap and gives nothing. So whether a
-    user is there changes nobody else's chance to take part.
+    Each of the `num_users` places has a coin.
     Reference: Ganesh 2025 (arXiv 2508.15089).
     """
 
@@ -40,13 +36,11 @@ class CappedPoissonUsers(Sampler):
     keys: ClassVar[Mapping[str, str]] = {"cap": "cap"}
     user_sampling_prob: float
     cap: int = field(metadata={"hint": "It is the most users that a step takes."})
-    num_users: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_probability("user_sampling_prob", self.user_sampling_prob)
         check_at_least_one("cap", self.cap)
-        check_at_least_one("num_users", self.num_users)
 
     @classmethod
     def configured(cls, public: PublicNumbers, **own: Any) -> Self:
@@ -59,10 +53,6 @@ class CappedPoissonUsers(Sampler):
             **own,
         )
 
-    def check_users(self, num_users: int) -> None:
-        """Refuse more users than places."""
-        check_places(num_users, self.num_users)
-
     def draw(self, index: UserIndex, step: int, streams: Streams) -> Cohort:
         """One group per user who is drawn and not cut off."""
         self.check_users(index.num_users)
@@ -71,11 +61,6 @@ class CappedPoissonUsers(Sampler):
         if len(places) > self.cap:
             places = np.sort(rng.choice(places, size=self.cap, replace=False, shuffle=False))
         return rows_of_users(index, places[places < index.num_users], self.group_size, rng)
-
-    @property
-    def assumes(self) -> tuple[str, ...]:
-        """The number of users is a bound that holds."""
-        return (places_assumed(self.num_users),)
 
     @property
     def words(self) -> str:

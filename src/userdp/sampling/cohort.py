@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from userdp.index import Rows
+from userdp.index import Rows, indptr_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Cohort:
         """A cohort of the given groups."""
         sizes = np.fromiter(map(len, groups), dtype=np.int64, count=len(groups))
         rows = np.concatenate(groups) if groups else np.empty(0, dtype=np.int64)
-        return Cohort(indptr=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), rows=rows)
+        return Cohort(indptr=indptr_of(sizes), rows=rows)
 
     @staticmethod
     def of_single_rows(rows: Rows) -> Cohort:

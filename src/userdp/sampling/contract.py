@@ -23,7 +23,7 @@ from userdp.sampling.cohort import Cohort
 from userdp.streams import Streams
 from userdp.units import SamplingUnit
 
-# Numbers of users, records and steps are those of 64-bit integers.
+# Numbers of users, records and steps must fit into 64-bit integers.
 LARGEST_NUMBER = 2**62
 
 
@@ -125,7 +125,7 @@ class Sampler(Part):
 
     @property
     def as_if(self) -> Sampler | None:
-        """The sampler by which a paper prices this one, which itself has no price; else None."""
+        """The sampler whose price papers state for this one, which has none; else None."""
         return None
 
     def of_one_record(self) -> Sampler | None:
@@ -141,6 +141,38 @@ class Sampler(Part):
     def rows_in_a_group(self) -> int:
         """The most rows that one group can have."""
         return self.group_size if self.unit is SamplingUnit.USER else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceSampler(Sampler):
+    """Draws among exactly `num_users` places. Users sit at some of them.
+
+    A place that nobody sits at is drawn like any other, counts towards the cohort and gives
+    nothing. So whether a user is there changes nobody else's chance to take part.
+    """
+
+    num_users: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least_one("num_users", self.num_users)
+
+    def check_users(self, num_users: int) -> None:
+        """Refuse more users than places."""
+        if num_users > self.num_users:
+            raise InputError(
+                f"there are more users than num_users={self.num_users:,}: the price depends on "
+                "their number, and would be too low. Raise num_users to a public bound that "
+                "holds, or use sampler = 'poisson'."
+            )
+
+    @property
+    def assumes(self) -> tuple[str, ...]:
+        """The number of users is a bound that holds."""
+        return (
+            f"no more than num_users={self.num_users:,} users are in the data: the price depends "
+            "on it",
+        )
 
 
 SAMPLERS: Registry[Sampler] = Registry("sampler")
@@ -184,18 +216,3 @@ def check_at_least_one(name: str, value: Any) -> None:
     check_whole(name, value)
     if value < 1:
         raise InputError(f"{name}={value}: use 1 or more.")
-
-
-def check_places(num_users: int, places: int) -> None:
-    """Refuse more users than places."""
-    if num_users > places:
-        raise InputError(
-            f"there are more users than num_users={places:,}: the price depends on their number, "
-            "and would be too low. Raise num_users to a public bound that holds, or use sampler = "
-            "'poisson'."
-        )
-
-
-def places_assumed(num_users: int) -> str:
-    """What a statement assumes where the price depends on the number of users."""
-    return f"no more than num_users={num_users:,} users are in the data: the price depends on it"

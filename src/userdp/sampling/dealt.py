@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from userdp.index import Rows
+from userdp.index import Rows, indptr_of
 from userdp.sampling.draws import equally_many
 from userdp.streams import Streams
 
@@ -86,7 +86,7 @@ def by_place(place_of_card: Rows, places: int, *, each: int = 1) -> Dealt:
     order = np.argsort(place_of_card.astype(kind), kind="stable") // each
     cards = order.astype(np.uint32) if len(order) <= 2**32 else order
     counts = np.bincount(place_of_card, minlength=places)
-    return Dealt(indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), cards=cards)
+    return Dealt(indptr=indptr_of(counts), cards=cards)
 
 
 def remembered(key: Hashable, make: Callable[[], Dealt]) -> Dealt:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from userdp.errors import InputError
-from userdp.index import Rows, UserIndex
+from userdp.index import Rows, UserIndex, indptr_of, ranges
 from userdp.sampling.cohort import Cohort
 from userdp.streams import Streams
 
@@ -67,7 +67,7 @@ def distinct(counts: Rows, sizes: Rows, rng: np.random.Generator) -> Rows:
     if is_kept.all():
         return drawn % stride
     mostly = np.flatnonzero(~is_kept)
-    every = np.repeat(mostly * stride, counts[mostly]) + ranges(counts[mostly])
+    every = ranges(mostly * stride, counts[mostly])
     by_keeping = is_kept[drawn // stride]
     kept = every[~np.isin(every, drawn[~by_keeping], assume_unique=True)]
     return np.sort(np.concatenate([drawn[by_keeping], kept])) % stride
@@ -98,16 +98,6 @@ def equally_many(owners: int, count: int, size: int, rng: np.random.Generator) -
     return found
 
 
-def ranges(lengths: Rows) -> Rows:
-    """0, 1, ... up to each length, one range after another.
-
-    >>> ranges(np.array([2, 0, 3])).tolist()
-    [0, 1, 0, 1, 2]
-    """
-    ends = np.cumsum(lengths)
-    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)
-
-
 def rows_of_users(
     index: UserIndex, users: NDArray[Any], most: int, rng: np.random.Generator
 ) -> Cohort:
@@ -116,12 +106,12 @@ def rows_of_users(
     starts = index.indptr[users]
     counts = index.indptr[users + 1] - starts
     sizes = np.minimum(counts, most)
-    offsets = ranges(sizes)
+    offsets = ranges(0, sizes)
     is_large = counts > most
     if is_large.any():
         offsets[np.repeat(is_large, sizes)] = distinct(counts[is_large], sizes[is_large], rng)
     rows = index.rows[np.repeat(starts, sizes) + offsets]
-    return Cohort(indptr=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), rows=rows)
+    return Cohort(indptr=indptr_of(sizes), rows=rows)
 
 
 def at_most_each(index: UserIndex, most: int, streams: Streams) -> UserIndex:

@@ -12,7 +12,7 @@ from userdp.sampling.draws import at_most_each, check_limited, poisson
 from userdp.streams import Streams
 from userdp.units import SamplingUnit
 
-# As a `group_size`: users have any number of records. Only record-level privacy has a price then.
+# The `group_size` if users have any number of records. Only record-level privacy has a price then.
 UNBOUNDED = 2**62
 
 

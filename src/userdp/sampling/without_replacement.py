@@ -10,11 +10,9 @@ from userdp.index import UserIndex
 from userdp.sampling.cohort import Cohort
 from userdp.sampling.contract import (
     SAMPLERS,
+    PlaceSampler,
     PublicNumbers,
-    Sampler,
     check_at_least_one,
-    check_places,
-    places_assumed,
 )
 from userdp.sampling.draws import equally_many, rows_of_users
 from userdp.streams import Streams
@@ -23,22 +21,16 @@ from userdp.units import SamplingUnit
 
 @SAMPLERS.register
 @dataclass(frozen=True, kw_only=True)
-class WithoutReplacement(Sampler):
-    """Each step takes exactly `cohort_size` of `num_users` places, all such sets equally likely.
-
-    Users sit at some of the places. A place that nobody sits at is drawn like any other and gives
-    nothing. So whether a user is there changes nobody else's chance to take part.
-    """
+class WithoutReplacement(PlaceSampler):
+    """Each step takes exactly `cohort_size` of `num_users` places, all such sets equally likely."""
 
     name: ClassVar[str] = "without-replacement"
     unit: ClassVar[SamplingUnit] = SamplingUnit.USER
     cohort_size: int
-    num_users: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least_one("cohort_size", self.cohort_size)
-        check_at_least_one("num_users", self.num_users)
         if self.cohort_size > self.num_users:
             raise InputError(
                 f"cohort_size={self.cohort_size:,} of {self.num_users:,} users: nobody takes part "
@@ -59,21 +51,12 @@ class WithoutReplacement(Sampler):
         """The cohort size."""
         return float(round(public.expected_groups))
 
-    def check_users(self, num_users: int) -> None:
-        """Refuse more users than places."""
-        check_places(num_users, self.num_users)
-
     def draw(self, index: UserIndex, step: int, streams: Streams) -> Cohort:
         """One group per user at a place that is drawn."""
         self.check_users(index.num_users)
         rng = streams.rng(step)
         (places,) = equally_many(1, self.num_users, self.cohort_size, rng)
         return rows_of_users(index, places[places < index.num_users], self.group_size, rng)
-
-    @property
-    def assumes(self) -> tuple[str, ...]:
-        """The number of users is a bound that holds."""
-        return (places_assumed(self.num_users),)
 
     @property
     def words(self) -> str:

@@ -67,7 +67,7 @@ class WholeCopies:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model is that of one process. Every rank must enter together."""
+        """Inside, the model is whole, as in one process. Every rank must enter together."""
         shards = {id(parameter): parameter for _, _, parameter in self._places}
         try:
             for key, parameter in shards.items():

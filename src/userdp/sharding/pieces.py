@@ -284,5 +284,5 @@ def _common(states: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
     memory = state.pop("memory")
     for own in ("offset", "held"):
         state.pop(own)
-    # As many and as wide as those of the others, with nothing in them.
+    # Vectors of the same number and dtype as on other ranks, but without elements.
     return {**state, "vectors of no row": None if memory is None else memory[:, :0].cpu()}

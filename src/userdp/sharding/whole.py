@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from userdp.ranks import Ranks
@@ -88,8 +87,3 @@ def _whole_on_first(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     finally:
         for held, name, parameter in places:
             held[name] = parameter
-
-
-def whole_tensors(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every tensor whole, on all ranks, which ask together."""
-    return {name: whole_of(tensor) for name, tensor in named.items()}

@@ -1,4 +1,4 @@
-"""Chats, of which only the assistant's turns are learned; and prompts with their completions."""
+"""Chats, where only the assistant's turns are learned, and prompts with their completions."""
 
 from __future__ import annotations
 

@@ -23,6 +23,16 @@ def usual_task(kind: TextKind) -> TaskName:
     return "chat" if kind in ("chat", "pair") else "causal"
 
 
+def labels_left_out(name: TaskName | None, kind: TextKind) -> str:
+    """What to say where labels were imported and nobody named a task; else empty."""
+    if name is not None or kind != "labelled":
+        return ""
+    return (
+        "the records have labels, and without a task their texts alone are learned, token by "
+        "token. To learn the labels say task = 'classification'; if the texts are meant, 'causal'."
+    )
+
+
 def task_named(name: TaskName, tokenizer: Any, *, classes: Sequence[str] = ()) -> Task:
     """The task of that name, with the tokenizer's tokens. `classes` are those of the model."""
     pad_token: int = tokenizer.pad_token_id or 0

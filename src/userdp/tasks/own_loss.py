@@ -1,4 +1,4 @@
-"""A task with a loss of one's own."""
+"""A task with a loss of the caller's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from userdp.tasks.contract import Task
 class OwnLoss:
     """A task with another loss per record. What goes into a batch stays the same.
 
-    `digest` is that of the loss's code and of what it holds. Under another loss, the same noise
+    `digest` covers the loss's code and what it holds. Under another loss, the same noise
     would show the difference of the two.
     """
 
@@ -30,7 +30,7 @@ class OwnLoss:
 
     @property
     def name(self) -> str:
-        """The task's name, and that of the loss."""
+        """The task's name, and the name of the loss."""
         return f"{self.task.name}, loss {self.loss_name} {self.digest}".rstrip()
 
     @property
@@ -41,17 +41,17 @@ class OwnLoss:
 
     @property
     def encoding(self) -> Encoding:
-        """That of the task."""
+        """The task's own encoding."""
         return self.task.encoding
 
     def batch(self, rows: TokenRows, group: Rows, rng: np.random.Generator) -> Batch:
-        """That of the task."""
+        """The task's own batch."""
         return self.task.batch(rows, group, rng)
 
     def example(self, tokenizer: Any) -> Batch:
-        """That of the task."""
+        """The task's own example."""
         return self.task.example(tokenizer)
 
     def predictions(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Those of the task."""
+        """The task's own predictions."""
         return self.task.predictions(model, batch)

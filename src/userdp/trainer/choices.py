@@ -97,7 +97,7 @@ def optimizer_and_schedule(
     kind_and_options: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None,
     steps: int,
 ) -> tuple[torch.optim.Optimizer, Any]:
-    """Those that are given, or those that the arguments name."""
+    """The optimizer and the schedule: those given, or those that the arguments name."""
     optimizer, schedule = pair
     if kind_and_options is not None:
         if optimizer is not None:

@@ -26,7 +26,7 @@ from userdp.runs.files import TRAINER_RUN, overlap
 # The folder below `output_dir` that is for the owner alone.
 PRIVATE = TRAINER_RUN.parent.name
 
-# Whom the rows of a dataset belong to that is declared to have none of the training users.
+# The owner of all rows of a dataset that is declared to have none of the training users.
 NOBODY_HERE = "somebody else"
 
 Formatting = Callable[[dict[str, Any]], str]
@@ -207,9 +207,9 @@ def evaluation_store(
 ) -> UserStore:
     """A temporary store of the people to measure on. Training users among them are refused.
 
-    A loss on training users is not covered by the guarantee, be they users of this run or of the
-    `earlier` ones behind the weights, whose lists of users lie in `homes`. `is_public` declares
-    that there are none, where that cannot be compared.
+    A loss on training users is not covered by the guarantee, neither on users of this run nor on
+    those of the `earlier` ones behind the weights, whose lists of users lie in `homes`. `is_public`
+    declares that there are none, where that cannot be compared.
     """
     if isinstance(dataset, UserStore):
         store = dataset

@@ -28,7 +28,7 @@ from userdp.trainer.measuring import Metrics, metric_name
 from userdp.trainer.tracking import Tracking
 
 STATE_FILE = "trainer_state.json"
-# Events inside a step, where gradients without noise are about.
+# Events inside a step, where gradients without noise could be seen.
 INSIDE = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 FOLDER = re.compile(r"checkpoint-(\d+)")
 
@@ -59,7 +59,7 @@ def callbacks_of(args: Any, own: Sequence[Any], *, is_first: bool = True) -> lis
 def begun_state(
     args: Any, steps: int, epochs_a_step: float, *, resume: bool
 ) -> transformers.TrainerState:
-    """The state before the first step, or that which the run in `output_dir` had."""
+    """The state before the first step, or the state that the run in `output_dir` saved."""
     saved = Path(args.output_dir) / STATE_FILE
     state = transformers.TrainerState()
     if resume and saved.is_file():
@@ -88,7 +88,7 @@ class Loop:
         self._handler = handler
         self.state = state
         self.control = control
-        # What stands beside weights that are saved before the training has ended.
+        # The card beside weights that are saved before the training has ended.
         self._card = card
         self._epochs_a_step = epochs_a_step
         self._evaluate = evaluate
@@ -180,7 +180,8 @@ class Loop:
                 "a callback asks to evaluate: give an eval_dataset, of other people. With ema the "
                 "average is measured at the end alone."
             )
-        # Nobody is told of numbers that are not for release, so nobody else takes the wish back.
+        # Callbacks are not told of numbers that are not for release, so none of them would reset
+        # the wish.
         self.control.should_evaluate = False
         metrics: Metrics = {}
         for found in self._evaluate(self.state.global_step):

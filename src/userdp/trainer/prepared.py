@@ -67,7 +67,7 @@ def prepared(
 
 
 def _refuse_unknown_adapter(model: nn.Module) -> None:
-    """Refuse trained adapters of which nobody knows what was spent on them.
+    """Refuse trained adapters if nobody knows what was spent on them.
 
     An adapter that another library loaded does not say where it came from. A new one has B = 0.
     """

@@ -145,7 +145,7 @@ def step_settings_of(
 
 
 def device_of(args: Any) -> torch.device:
-    """The device. One process uses one: of several on a machine, each its own GPU."""
+    """The device of this process. Several processes on one machine have a GPU each."""
     if args.use_cpu or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK") or "0"))

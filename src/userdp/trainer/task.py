@@ -16,6 +16,7 @@ from userdp.data.store import UserStore
 from userdp.data.tokens import holds_chats
 from userdp.errors import InputError
 from userdp.models.heads import named_classes, task_of_head
+from userdp.models.hub import asked_once
 from userdp.names.tasks import TaskName
 from userdp.tasks import MaskedTask, Task
 from userdp.tasks.chat_tokens import has_template
@@ -37,7 +38,7 @@ _WAY_OUT = (
 
 
 def trained_task(model: str | nn.Module, asked: Task | TaskName | None) -> Task | TaskName | None:
-    """The task that is asked for, or that of the model's head; None for that of the records."""
+    """The task asked for, or the task of the model's head; None: the records decide."""
     if asked is not None and not isinstance(asked, str):
         return asked
     found = task_of_head(_head(model))
@@ -95,7 +96,8 @@ def _head(model: str | nn.Module) -> list[str]:
         if Path(model).is_dir():
             return list(named_classes(Path(model)))
         try:
-            config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+            with asked_once(model):
+                config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
         except (OSError, ValueError):
             # Loading the model comes next, and says what is wrong.
             return []

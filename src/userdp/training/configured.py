@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pkgutil
 from typing import Any, cast
 
@@ -12,9 +13,12 @@ from userdp.config.file import Config
 from userdp.data.store import UserStore
 from userdp.errors import InputError
 from userdp.losses import RecordLoss
+from userdp.models.adapters import Lora
 from userdp.models.heads import classes_at, refuse_other_head
-from userdp.models.load import Lora, classes_of, load_model, load_tokenizer
-from userdp.tasks import Task, TaskName, task_named, usual_task
+from userdp.models.load import classes_of, load_model, load_tokenizer
+from userdp.tasks import Task, TaskName, labels_left_out, task_named, usual_task
+
+_LOG = logging.getLogger(__name__)
 
 
 def load_configured_model(config: Config) -> tuple[nn.Module, Any]:
@@ -51,7 +55,7 @@ def configured_task(config: Config, tokenizer: Any, store: UserStore) -> Task:
 
 
 def configured_loss(config: Config) -> RecordLoss | None:
-    """The loss of one's own that a configuration names, imported from this environment."""
+    """The user's own loss that a configuration names, imported from this environment."""
     name = config.data.record_loss
     if name is None:
         return None
@@ -85,7 +89,10 @@ def named_task(
     A model of `transformers` with a head for another task is refused. With a `record_loss` of one's
     own it is not: that loss may read the model as it likes.
     """
+    left_out = labels_left_out(name, store.text_kind)
     name = name or usual_task(store.text_kind)
     if record_loss is None:
+        if left_out:
+            _LOG.warning("%s", left_out)
         refuse_other_head(model, name)
     return task_named(name, tokenizer, classes=classes_of(model))

@@ -15,8 +15,8 @@ from userdp.optimizers.public_gradient import public_of
 from userdp.plan import Plan
 from userdp.ranks import Ranks
 from userdp.runs.checkpoints import Saving
+from userdp.runs.files import NOISE_KEY
 from userdp.runs.record import OnStep
-from userdp.runs.same import NOISE_KEY
 from userdp.streams import RunSecret
 from userdp.training.configured import configured_loss, load_configured_model
 from userdp.training.loop import Run, train

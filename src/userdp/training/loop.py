@@ -260,7 +260,7 @@ def train(
         ExitStack() as during,
     ):
         opened = made_alike(given, opened)
-        # Files, budgets and trackers are those of the first rank.
+        # The first rank alone has files, budgets and trackers.
         ranks.on_first(lambda: files.enter_context(opened.counting(record.ledger)))
         tracked = ranks.on_first(lambda: files.enter_context(open_trackers(trackers, record.path)))
         if not opened.goes_on:

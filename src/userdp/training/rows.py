@@ -84,7 +84,7 @@ def batches_of(rows: TokenRows, plan: Plan, selection: Selection | None) -> Rows
         return None
     assert selection.batches is not None
     assert rows.records is not None
-    # There is at most one row of each record, in the order of the records.
+    # `records` is sorted, and each record has at most one row.
     records = np.asarray(rows.records)
     batches = selection.batches[: plan.steps].astype(np.int64)
     if not len(records):

@@ -21,7 +21,7 @@ from userdp.training.progress import NoProgress, TrainingProgress
 from userdp.training.trackers import Tracker
 from userdp.training.validation import Validator
 
-# Epsilon takes a moment to evaluate, so trackers get it so often in a run, and with each point.
+# Epsilon takes a moment to evaluate, so trackers get it this often in a run, and with each point.
 EPSILON_POINTS = 20
 
 

@@ -110,7 +110,7 @@ class UpdateRule(Part):
         return None
 
     def weight(self, num_records: int) -> float:
-        """How much a group of so many records counts: at most 1, by which its bound holds."""
+        """How much a group of this many records counts: at most 1, which its bound rests on."""
         del num_records
         return 1.0
 

@@ -60,7 +60,7 @@ class FixedDenominator:
 
     @property
     def is_bounded(self) -> bool:
-        """By the update's own bound."""
+        """Yes: one user moves the average by at most the bound of an update, times `factor`."""
         return True
 
     def scale(self, weight: float) -> float:
@@ -90,7 +90,7 @@ class ClippedDenominator:
 
     @property
     def is_bounded(self) -> bool:
-        """By twice the update's bound over the least weight."""
+        """Yes: by at most twice the bound of an update over the least weight."""
         return True
 
     def scale(self, weight: float) -> float:
@@ -121,5 +121,5 @@ class TrueAverage:
         return self.expected_groups / weight if weight > 0 else 0.0
 
     def sensitivity(self, bound: float) -> float:
-        """As that of f_f, only so that noise has a size. Nothing is promised."""
+        """The bound, as for f_f, so that the noise has a size. Nothing is promised."""
         return bound

@@ -133,10 +133,10 @@ class FedAvg(UpdateRule):
         """theta^0 - theta after the user's local training, line by line as in Alg. 1."""
         import torch
 
-        from userdp.losses import at_least_float32
+        from userdp.losses import at_least_float32, records_in
         from userdp.updates.mean_gradient import mean_gradient
 
-        num_records = len(next(iter(batch.values())))
+        num_records = records_in(batch)
         own = [parameter.detach().clone() for parameter in parameters]
         start = [at_least_float32(tensor) for tensor in own]
         theta = start

@@ -97,7 +97,7 @@ class Filter(UpdateRule):
     @property
     def words(self) -> str:
         """What must be close, and what the test costs."""
-        # As it was asked for.
+        # All its digits, as it was asked for.
         target = self.threshold_epsilon
         return (
             f"filter of Asi & Liu (concentration={self.concentration:g} clip norms, threshold="

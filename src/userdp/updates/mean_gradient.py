@@ -80,20 +80,20 @@ def mean_gradient(
     # Imported here, because a plan names this rule and must load without torch.
     import torch
 
-    from userdp.losses import causal_lm_loss, wide_dtype
+    from userdp.losses import causal_lm_loss, records_in, wide_dtype
 
     def zeros(parameter: Tensor) -> Tensor:
         return torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype))
 
     record_loss = record_loss or causal_lm_loss
-    num_records = len(next(iter(batch.values())))
+    num_records = records_in(batch)
     update: list[Tensor] = []
     size = microbatch_records or max(num_records, 1)
     for start in range(0, num_records, size):
         stop = start + size
         part = {name: tensor[start:stop] for name, tensor in batch.items()}
         losses = record_loss(model, part)
-        if losses.shape != (len(next(iter(part.values()))),):
+        if losses.shape != (records_in(part),):
             raise MixedExamplesError(
                 f"the loss has shape {tuple(losses.shape)}, not one value per record: a mean over "
                 "the batch would mix records before the group is formed. Return one loss per "

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from userdp.losses import Batch, RecordLoss
     from userdp.updates.contract import ClipFunction
 
-# Scales of a trial are drawn from one over this to this.
+# Scales of a trial lie between one over this number and this number.
 _TRIED = 4.0
 
 

@@ -18,7 +18,7 @@ from userdp.clipping.batches.joined_records import ROW, can_join, joined, worth_
 from userdp.clipping.batches.ragged import Sizes, pack_ragged
 from userdp.clipping.batches.users import Users, has_tokens, power_of_two, size_of
 from userdp.errors import InputError
-from userdp.losses import Batch, RecordLoss
+from userdp.losses import Batch, RecordLoss, records_in
 
 # The longest records that may share a row where nobody declared how long records are.
 USUAL_LENGTH = 1_024
@@ -107,7 +107,7 @@ class Packing:
             (piece,) = pack_equal(
                 [part], max_tokens=1, ladder=self._ladder, max_length=limits.max_length
             )
-            share = len(next(iter(part.values()))) / size.rows
+            share = records_in(part) / size.rows
             pieces.append(Users(batch=piece.batch, weights=piece.weights * share, count=1))
         return pieces
 

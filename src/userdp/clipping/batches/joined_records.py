@@ -10,7 +10,6 @@ weighs what it would weigh in a row of its own. So the gradient is the same, fro
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from userdp.clipping.batches.users import PADDING, size_of
 from userdp.clipping.execute.models import can_skip_mask, pretrained
 from userdp.clipping.execute.record_attention import RECORD_ATTENTION, attention_named
 from userdp.clipping.kernels.products import TOKENS_OF_ONE_USER
+from userdp.index import ranges
 from userdp.losses import (
     IGNORED_LABEL,
     JOINED_LEFT,
@@ -32,8 +32,10 @@ from userdp.losses import (
     Batch,
     RecordLoss,
     causal_lm_loss,
+    on_device,
     record_layout,
 )
+from userdp.model_settings import FIXED_ROTATIONS, every_setting
 
 # Tokens of a row. A user's last row is padded: half a row on average.
 ROW = {"cpu": 16, "cuda": TOKENS_OF_ONE_USER}
@@ -52,8 +54,6 @@ _SEPARATE = {"input_ids", "labels", "attention_mask"}
 _TRIAL = 5
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
 _COARSE_TOLERANCE = 0.05
-# Rotary embeddings whose angles do not depend on how long the row is.
-_FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn", "proportional"}
 # The names under which configurations list the kinds of layers, and the kinds that take a mask.
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "attn_type_list")
 _ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
@@ -111,18 +111,10 @@ def _meets_in_attention_alone(inner: PreTrainedModel) -> bool:
     """Whether only attention, which takes a mask, carries one token to another."""
     if any(isinstance(module, _UNMASKED) for module in inner.modules()):
         return False
-    found = list(_values(inner.config.to_dict()))
+    found = list(every_setting(inner.config.to_dict()))
     layers = {kind for key, kinds in found if key in _LAYER_LISTS for kind in kinds or ()}
     rotations = {kind for key, kind in found if key in ("rope_type", "type") and kind is not None}
-    return layers <= _ATTENTION and rotations <= _FIXED_ROTATIONS
-
-
-def _values(settings: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting and its name, at any depth."""
-    yield key, settings
-    if isinstance(settings, dict):
-        for name, value in settings.items():
-            yield from _values(value, str(name))
+    return layers <= _ATTENTION and rotations <= FIXED_ROTATIONS
 
 
 @torch.no_grad()
@@ -145,7 +137,7 @@ def _keeps_apart(model: nn.Module, inner: PreTrainedModel, longest: int) -> bool
         ends = torch.tensor([record.shape[1] for record in records])[:, None]
         labels = torch.where(torch.arange(width) < ends, ids, IGNORED_LABEL)
         rows = joined({"input_ids": ids, "labels": labels}, row)
-        sent = {name: tensor.to(weight.device) for name, tensor in rows.items()}
+        sent = on_device(rows, weight.device)
         with attention_named(model, RECORD_ATTENTION):
             found = model(
                 input_ids=sent["input_ids"],
@@ -180,7 +172,7 @@ def joined(group: Batch, row: int) -> dict[str, Tensor]:
     ids, labels = (group[name].cpu().numpy() for name in ("input_ids", "labels"))
     lengths = _lengths(group)
     record = np.repeat(np.arange(len(lengths)), lengths)
-    column = np.arange(len(record)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    column = ranges(0, lengths)
     left = lengths[record] - column - 1
     following = np.minimum(column + 1, labels.shape[1] - 1)
     next_labels = np.where(left > 0, labels[record, following], IGNORED_LABEL)

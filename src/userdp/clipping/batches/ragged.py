@@ -43,8 +43,8 @@ from userdp.clipping.batches.users import (
 )
 from userdp.losses import Batch
 
-# The most tokens of a user of the first kind, and how many times as many the next kind allows. Few
-# kinds mean few batch shapes, each of which has to be captured, and compared with the plain loop.
+# The most tokens of a user of the first kind, and how many times as many the next kind allows. With
+# few kinds there are few batch shapes; each has to be captured, and compared with the plain loop.
 FIRST_KIND = 512
 NEXT_KIND = 4
 # The last batch of a cohort may have any number of eighths of a full batch's rows, or of sixteenths

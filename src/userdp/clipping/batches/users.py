@@ -21,6 +21,7 @@ from userdp.losses import (
     JOINED_POSITION,
     JOINED_WEIGHT,
     Batch,
+    records_in,
     sent,
 )
 
@@ -167,7 +168,7 @@ def size_of(group: Batch) -> Size:
         for name, tensor in group.items()
         if not is_padded(name, tensor)
     )
-    return Size(rows=len(next(iter(group.values()))), length=max(lengths, default=1), rest=rest)
+    return Size(rows=records_in(group), length=max(lengths, default=1), rest=rest)
 
 
 def has_tokens(groups: Sequence[Batch]) -> bool:
@@ -205,9 +206,21 @@ def laid_out(
     device = next(iter(first.values())).device
     weights = torch.zeros(rows, dtype=torch.float64, device=device)
     for start, group in zip(starts, groups, strict=True):
-        num_records = len(next(iter(group.values())))
+        num_records = records_in(group)
         weights[start : start + num_records] = 1 / num_records
+    attend_to_empty_rows(batch, weights == 0)
     return batch, weights
+
+
+def attend_to_empty_rows(batch: dict[str, Tensor], empty: Tensor) -> None:
+    """Let each row of padding have one place that is attended to.
+
+    A model that takes the mean over these places would divide by zero otherwise, and zero times
+    what is not finite is not zero: how many rows another user has would decide who counts.
+    """
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.dim() > empty.dim():
+        mask[empty, 0] = 1
 
 
 def power_of_two(number: int) -> int:

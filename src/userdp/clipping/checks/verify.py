@@ -26,13 +26,13 @@ from userdp.clipping.layer_groups import Layers
 from userdp.clipping.plain import PlainClipping, clipped_sum
 from userdp.clipping.rules import ClipRule, FlatClip
 from userdp.errors import PLAIN, InputError, MixedExamplesError
-from userdp.losses import Batch, RecordLoss, Update, coarsest_dtype
+from userdp.losses import Batch, RecordLoss, Update, coarsest_dtype, records_in
 from userdp.updates.contract import UpdateRule
 from userdp.updates.mean_gradient import MEAN_GRADIENT
 
 # How many users are compared: enough to notice that one is counted as another.
 _COMPARED = 4
-# Each user's gradient is this many times as large as that of the one before.
+# Each user's gradient is this many times as large as the gradient of the user before.
 _SPREAD = 4.0
 # Relative differences that rounding explains, by the dtype of the products. Float64 has a coarse
 # one because some models compute their norm layers in float32 all the same.
@@ -53,7 +53,8 @@ _COARSE_TOLERANCE = 0.3
 _CLIP_SHARES = (1.0, 0.83, 0.69)
 # Updates of more bytes than this are not kept.
 _LARGE = 2**30
-# For models of at least so many weights, an oracle's pass has so many tokens, or one record.
+# For models of at least this many weights, a pass of the oracle has at most this many tokens, or
+# one record.
 _LARGE_MODEL = 10**9
 _TOKENS_OF_LARGE = 1_024
 
@@ -208,7 +209,7 @@ class _Oracle:
         taking_part = [
             (group, factor)
             for group, factor in zip(groups, times, strict=True)
-            if len(next(iter(group.values())))
+            if records_in(group)
         ]
         self._plain = plain
         self._taking_part, self._record_loss = taking_part, record_loss
@@ -279,7 +280,7 @@ class _Oracle:
         return clipped_sum(updates, rule, like=self._parameters, layers=self._layers.by(rule))
 
     def _errors(self, found: Update, expected: Update) -> dict[str, float]:
-        """By parameter, relative to the largest parameter's sum."""
+        """The error of each parameter's sum, relative to the largest sum."""
         largest = max(float(tensor.norm()) for tensor in expected)
         return {
             self._names[id(p)]: float((a - b).norm()) / largest if largest > 0 else float(a.norm())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from userdp.losses import Batch, RecordLoss, Update, wide_dtype
+from userdp.losses import Batch, RecordLoss, Update, records_in, wide_dtype
 from userdp.sharded_tensors import is_shard, leaf_of
 from userdp.updates.scaled_gradient import Scales
 
@@ -34,12 +34,12 @@ def wide_gradient(
 
     With `scales`, it is scaled.
     """
-    rows = len(next(iter(group.values())))
+    rows = records_in(group)
     size = microbatch_records or max(1, rows)
     total: Update = []
     for start in range(0, max(1, rows), size):
         part = {name: tensor[start : start + size] for name, tensor in group.items()}
-        share = len(next(iter(part.values()))) / max(1, rows)
+        share = records_in(part) / max(1, rows)
         found = _gradient_of_part(model, parameters, part, record_loss)
         if scales is not None:
             found = scales.times(found)

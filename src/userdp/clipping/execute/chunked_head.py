@@ -92,7 +92,7 @@ def token_losses(head: Any, hidden: Tensor, labels: Tensor) -> Tensor:
             losses = _FrozenHead.apply(hidden.flatten(0, 1), weight, flat)
         else:
             if stored is not None and stored.dtype != dtype:
-                # As for every product: squares must be those of the values that are handed out.
+                # As for every product, squares must be taken of the values that are handed out.
                 squares = None
             ends = tape.ends if tape.weight_by_user else None
             units = units_of(tape, hidden)

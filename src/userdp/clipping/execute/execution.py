@@ -193,30 +193,28 @@ class Execution:
 
     def losses(self, model: nn.Module, batch: Batch) -> Tensor:
         """One loss a row."""
-        record_loss = self.record_loss
-        if self.chunk_logits:
-            head = output_layer(model)
-            record_loss = (
-                partial(joined_lm_loss, token_sum=partial(chunked_sum, head))
-                if record_loss is joined_lm_loss
-                else partial(causal_lm_loss, token_mean=partial(chunked_mean, head))
-            )
-        elif self.skip_mask:
-            vocabulary = vocabulary_size(model)
-            if record_loss is joined_lm_loss:
-                record_loss = partial(
-                    joined_lm_loss, token_sum=token_sum(vocabulary, self.any_rows)
-                )
-            else:
-                record_loss = partial(
-                    causal_lm_loss, token_mean=token_mean(vocabulary, self.any_rows)
-                )
+        record_loss = self._record_loss(model)
         if self.compute_dtype is None:
             return record_loss(model, batch)
         device = next(iter(batch.values())).device.type
         # Autocast's cache would keep a copy of each weight alive through the whole pass.
         with torch.autocast(device, self.compute_dtype, cache_enabled=False):
             return record_loss(model, batch)
+
+    def _record_loss(self, model: nn.Module) -> RecordLoss:
+        """The loss, with its tokens' losses computed piece by piece or by compiled code."""
+        is_joined = self.record_loss is joined_lm_loss
+        if self.chunk_logits:
+            head = output_layer(model)
+            if is_joined:
+                return partial(joined_lm_loss, token_sum=partial(chunked_sum, head))
+            return partial(causal_lm_loss, token_mean=partial(chunked_mean, head))
+        if self.skip_mask:
+            vocabulary = vocabulary_size(model)
+            if is_joined:
+                return partial(joined_lm_loss, token_sum=token_sum(vocabulary, self.any_rows))
+            return partial(causal_lm_loss, token_mean=token_mean(vocabulary, self.any_rows))
+        return self.record_loss
 
     @contextlib.contextmanager
     def prepared(

@@ -46,7 +46,7 @@ def output_layer(model: nn.Module) -> Any:
 
 
 def _settings(inner: PreTrainedModel) -> tuple[Any, Any]:
-    """The model's configuration, and that of its text part, which may be one level down."""
+    """The configurations of the model and of its text part, which may be one level down."""
     return inner.config, inner.config.get_text_config()
 
 
@@ -59,7 +59,7 @@ def head_padding(model: nn.Module) -> int:
 
 
 def padded_rows(model: nn.Module) -> dict[Tensor, int]:
-    """By weight: how many more rows than the weight its gradient may have (the output layer's)."""
+    """How many rows a weight's gradient may have beyond its own: those of the head's padding."""
     head = output_layer(model)
     return {head.weight: head_padding(model)} if head is not None else {}
 
@@ -94,7 +94,7 @@ def most_positions(model: nn.Module) -> int | None:
 
 
 def _places_of_padding(inner: PreTrainedModel) -> int:
-    """How many positions no token has: those up to that of padding, as in RoBERTa."""
+    """How many positions no token has: all up to the position of padding, as in RoBERTa."""
     found = (
         module.padding_idx + 1
         for name, module in inner.named_modules()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +23,6 @@ from userdp.errors import InputError
 RECORD_ATTENTION = "userdp_records"
 # What the CUDA kernels compute in.
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-
-
-def refuse_capture() -> NoReturn:
-    """Refuse records in one row where attention within them cannot be captured."""
-    raise InputError(
-        "join_records: on CUDA it needs products in half precision. Give compute_dtype bfloat16, "
-        "or compile_blocks=False."
-    )
 
 
 @contextlib.contextmanager
@@ -150,7 +142,7 @@ def gradients_one_by_one(
 def record_attention(
     q: Tensor, k: Tensor, v: Tensor, position: Tensor, left: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`one_by_one` as compiled code needs it, by a kernel where there is one; and its sums."""
+    """`one_by_one` for compiled code, by a kernel if there is one; also the kernel's sums."""
     if not _has_kernel(q):
         out = one_by_one(q, k, v, position, left, scale).contiguous()
         return out, q.new_empty(q.shape[1], position.numel(), dtype=torch.float32)

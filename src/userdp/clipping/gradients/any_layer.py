@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from userdp.clipping.execute.layer_swap import Tape
@@ -129,7 +130,9 @@ class _ByUser(torch.autograd.Function):
         dims = [0 if mapped else None for mapped in by_row]
         values = [split(v) if mapped else v for v, mapped in zip(inputs, by_row, strict=True)]
         upstream = [split(gradient.contiguous()) for gradient in gradients]
-        weights, *changing = torch.vmap(one_user, in_dims=(dims, 0))(values, upstream)
+        # For torch's other attention kernels vmap has no rule: it warns, and loops over the users.
+        with sdpa_kernel(SDPBackend.MATH):
+            weights, *changing = torch.vmap(one_user, in_dims=(dims, 0))(values, upstream)
         returned: list[Tensor | None] = [None] * len(inputs)
         for place, gradient in zip(asked, changing, strict=True):
             returned[place] = gradient.flatten(0, 1) if by_row[place] else gradient.sum(0)

@@ -52,7 +52,7 @@ class Entry:
 
     @property
     def scale_input(self) -> bool:
-        """Whether the input is scaled: if it has several outputs, or is narrower than the one."""
+        """Whether the input is scaled: it has several outputs, or is no wider than its only one."""
         x, ys = self.tensors
         return len(ys) > 1 or x.shape[2] <= ys[0].shape[2]
 

@@ -13,7 +13,7 @@ from userdp.clipping.gradients.probes import pair_is_cheaper
 from userdp.errors import InputError
 from userdp.losses import RecordLoss, causal_lm_loss
 
-# Logits of a full batch, in bytes, from which on nobody has to ask for pieces.
+# Logits of a full batch of at least this many bytes come in pieces, unless that is forbidden.
 LARGE_LOGITS = 2**31
 
 

@@ -123,7 +123,7 @@ class Product:
         stored, squares = probe("weight"), probe("squares")
         if stored is not None and stored.dtype != dtype:
             # Where the model turns autocast off, gradients are rounded to the probe's dtype when
-            # they are handed out. Squares taken before that would be those of other values.
+            # they are handed out. Squares taken earlier would belong to other values.
             squares = None
         return _Product.apply(
             x.to(dtype),
@@ -278,7 +278,8 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, probe: Tensor) -> Tensor:
-        return value.view_as(value)
+        # No view: torch forbids to change a view that a function returns in place, as CTRL does.
+        return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -76,7 +76,8 @@ class Probes:
         self.layers = [self._for_shared_weights(layer) for layer in self.layers]
         # Biases and norms' weights, whose gradients are sums over tokens.
         self._added_up = {id(p) for layer in self.layers for p in _added_up(layer)}
-        # All of them by user or all by row: a layer is told where users end for all it stores.
+        # Either all of them are handed out by user or all by row: a layer is told where users end
+        # for everything it stores.
         self._adds_by_user = self._ranges is not None and not any(
             id(parameter) in self._added_up
             for layer in self.layers
@@ -191,7 +192,7 @@ class Probes:
         # The rounding errors of a scaled side may be too small for float16.
         if self._product_dtype(weight) == torch.float16:
             return False
-        # A side of a pair cannot take a number of each weight.
+        # The side of a pair cannot be multiplied by a number for each weight.
         if self._scales is not None and not self._scales.of(weight).is_by_row_and_column:
             return False
         tokens = self._typical_tokens(self._called[layer.module])
@@ -205,7 +206,8 @@ class Probes:
         # The norm of a sum is not the sum of norms: neither for several uses of a weight, nor for
         # the rows of a user.
         by_user = self._ranges is None or self.is_stored_by_user(weight)
-        # Nor are those of a product norms any more once it is scaled.
+        # And a product that is scaled afterwards has other norms than those taken while it was
+        # written.
         if not self._used_once(layer) or not by_user or self._scales is not None:
             return False
         rows, columns = weight.shape
@@ -242,7 +244,7 @@ class Probes:
         return positions // TRIAL_ROWS * (self._rows // self._units)
 
     def _typical_tokens(self, called: Called) -> float:
-        """Tokens of a user at a layer; in a ragged batch those of a middling user."""
+        """Tokens of a user at a layer; in a ragged batch, of a user of middle size."""
         ranges = self._ranges
         rows = 1.0 if ranges is None else math.sqrt(ranges.fewest_rows * ranges.most_rows)
         return rows * self._tokens(called)
@@ -333,8 +335,8 @@ def pair_is_cheaper(tokens: float, inputs: int, outputs: Sequence[int]) -> bool:
     """Whether a GPU is faster with pairs than with stored gradients, and they are not larger.
 
     For a user with this many tokens, and for all products of one input. The inner product of a tied
-    head with its embedding is not counted, although only a pair's takes time: a head of 128,256 by
-    2,048, stored for 1,024 tokens, makes a step 1% faster and needs 4 GB more.
+    head with its embedding is not counted, although it takes time only for a pair: a head of
+    128,256 by 2,048, stored for 1,024 tokens, makes a step 1% faster and needs 4 GB more.
     """
     values, stored = tokens * (inputs + sum(outputs)), inputs * sum(outputs)
     scaled = tokens * (inputs if len(outputs) > 1 else min(inputs, *outputs))

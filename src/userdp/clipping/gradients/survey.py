@@ -226,9 +226,9 @@ def counts_rows(called: Called, more: Called) -> tuple[bool, ...] | None:
 def check_rows(layer: Layer, called: Called, more: Called) -> None:
     """Raise if an input of the layer does not count rows in its first dimension.
 
-    `called` saw `TRIAL_ROWS` rows, `more` saw `MORE_ROWS`. A layer that is called often is looked
-    at every time: in one call its rows might be cut or turned, and what it hands out by user there
-    would be of others.
+    `called` saw `TRIAL_ROWS` rows, `more` saw `MORE_ROWS`. A layer that is called several times is
+    looked at each time: in one call its rows might be cut or reordered, and what it hands out for a
+    user would then belong to others.
     """
     if layer.rule is AnyLayer:
         counted = counts_rows(called, more)

@@ -36,7 +36,7 @@ class WordLstm(StoredForms):
 
     @staticmethod
     def describes(module: nn.Module) -> bool:
-        """Whether the module is this model as it comes, and no other that was derived from it."""
+        """Whether the module is exactly this model, and not one that was derived from it."""
         # By name: clipping does not import models. Batches of every new shape are compared with the
         # plain loop in any case.
         kind = type(module)

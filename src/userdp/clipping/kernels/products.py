@@ -20,10 +20,10 @@ from userdp.losses import wide_dtype
 
 # CUDA's grouped products want whole vectors of 16 bytes.
 _ALIGNMENT = 8
-# CUDA kernels take this many tokens at a time for one user's: rows are multiples of it.
+# CUDA kernels take this many tokens at a time, all of one user, so rows are multiples of it.
 TOKENS_OF_ONE_USER = 32
-# In `products_with_squares`: a tile has TILE by TILE values of a gradient, and so many tokens are
-# multiplied at a time, the first number that divides the tokens of every user.
+# In `products_with_squares` a tile has TILE by TILE values of a gradient. The first of DEPTHS that
+# divides the tokens of every user is how many are multiplied at a time.
 TILE = 128
 DEPTHS = (64, TOKENS_OF_ONE_USER)
 _HALVES = (torch.bfloat16, torch.float16)

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tokens and columns that a program reads at a time, and its warps. The next reads begin before the
-# last have ended: so many are under way. Tuned on an H200.
+# Tokens and columns that a program reads at a time, its warps, and how many reads are under way at
+# once. Tuned on an H200.
 _TOKENS = 64
 _COLUMNS = 64
 _WARPS = 4

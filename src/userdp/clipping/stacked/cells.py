@@ -51,7 +51,7 @@ class TorchCells:
         self._cells, self._tanhs = cells, tanhs
 
     def backward(self, gates: Tensor, of_states: Tensor, weight: Tensor, records: int) -> Tensor:
-        """The gradient before the gates' functions, from that of the states, which is used up.
+        """The gradient before the gates' functions, from the states' gradient, which is lost.
 
         What does not depend on the recurrence is computed for all positions at once: the gradient
         of a gate is that of its cell (or of the state) times `slopes`.
@@ -87,7 +87,7 @@ class TorchCells:
 
 
 class TritonCells:
-    """The same by one kernel a position beside the product."""
+    """`TorchCells` with one kernel for each position, beside the product."""
 
     def __init__(self, room: Room) -> None:
         self._room = room
@@ -99,7 +99,7 @@ class TritonCells:
         return torch.bmm(words, weight.mT, out=gates)
 
     def forward(self, gates: Tensor, states: Tensor, weight: Tensor, records: int) -> None:
-        """As `TorchCells.forward`; the biases are added here."""
+        """What `TorchCells.forward` does, but the biases are added here."""
         from userdp.clipping.kernels import local_steps
 
         users, positions, wide = gates.shape
@@ -113,7 +113,7 @@ class TritonCells:
             local_steps.cell(gates, self._bias, self._cells, states, first, records)
 
     def backward(self, gates: Tensor, of_states: Tensor, weight: Tensor, records: int) -> Tensor:
-        """As `TorchCells.backward`; the gradient lies where the gates' values were."""
+        """What `TorchCells.backward` does; the gradient overwrites the gates' values."""
         from userdp.clipping.kernels import local_steps
 
         positions = gates.shape[1]

@@ -32,7 +32,7 @@ class StackedClip:
     ) -> tuple[Tensor, Tensor]:
         """From squared norms (parameters, users): their factors, and the norms (layers, users).
 
-        A flat rule takes any parts of the parameters that the norms may be of.
+        For a flat rule the norms may be those of any parts of the parameters.
         """
         # Rows are picked one by one: a list of numbers would have to travel to the device first.
         layers = self._numbers if rule.by_layer else [0] * len(squares)

@@ -54,7 +54,7 @@ class StackedAdapters:
 
     @contextlib.contextmanager
     def started(self, num_users: int, execution: Execution) -> Iterator[None]:
-        """Inside, so many users stand at the adapters of the model, and the model has theirs."""
+        """Inside, the model runs with adapters of each user, which begin as the model's own."""
         self._start(num_users)
         with execution.prepared(self._model), stacked(self._model, self._weights):
             yield

@@ -25,10 +25,10 @@ from userdp.clipping.stacked.words import TorchWords
 from userdp.losses import IGNORED_LABEL, RecordLoss, causal_lm_loss
 from userdp.updates.contract import Descent
 
-# So many numbers may stand side by side in the copies of a microbatch. On a processor more gain
-# nothing: the largest products are taken user by user.
+# At most this many numbers stand side by side in the copies of a microbatch. On a processor more
+# would gain nothing: the largest products are taken user by user.
 _MOST_STACKED = {"cpu": 6 * 2**20, "cuda": 2**31}
-# So many numbers may the positions of a local batch take, over all users.
+# At most this many numbers belong to the positions of a local batch, over all users.
 _MOST_WORKED = {"cpu": 2**26, "cuda": 2**31}
 # On a processor every worker should have users, also in a small cohort.
 _MOST_USERS = {"cpu": 16, "cuda": 1024}
@@ -104,17 +104,17 @@ class StackedLSTM:
         return StackedLSTM(*self._made_of)
 
     def most_users(self, positions: int) -> int:
-        """How many users may stand side by side, if a local batch has so many positions."""
+        """How many users may stand side by side, if a local batch has this many positions."""
         device = self._parameters[0].device.type
         numbers = sum(parameter.numel() for parameter in self._parameters)
         # What is kept of a position: gates, their slopes, cells, states, words and outputs. Logits
-        # are written down of one user at a time, if at all.
+        # are written out for one user at a time, if at all.
         worked = positions * (12 * self._size + 6 * self._width)
         fitting = _MOST_STACKED.get(device, 0) // numbers, _MOST_WORKED.get(device, 0) // worked
         return max(1, min(_MOST_USERS.get(device, 1), *fitting))
 
     def start(self, num_users: int) -> None:
-        """So many users stand at the weights of the model."""
+        """Put the copies of all users at the weights of the model."""
         given = [parameter.detach() for parameter in self._parameters]
         self._starts = {name: torch.cat(given[numbers]) for name, numbers in _PIECES.items()}
         self._theta: dict[str, Tensor] = {}

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from userdp.clipping.batches.users import PADDING, is_padded
-from userdp.losses import Batch
+from userdp.clipping.batches.users import PADDING, attend_to_empty_rows, is_padded
+from userdp.losses import Batch, records_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class StackedRecords:
         lengths: dict[str, int],
     ) -> StackedRecords:
         """The users' records of this part side by side, and after them places without records."""
-        counts = [len(range(*part.indices(num_records(group)))) for group in users]
+        counts = [len(range(*part.indices(records_in(group)))) for group in users]
         counts += [0] * (places - len(users))
         rows = -(-max(counts) // batch_size) * batch_size
         tensors: dict[str, Tensor] = {}
@@ -50,10 +50,12 @@ class StackedRecords:
                     # A padded row must be readable: it is a copy of a row of the same user.
                     whole[place, counts[place] :] = group[name][:1]
             tensors[name] = whole.to(device)
+        counts_U = torch.tensor(counts, device=device)
+        attend_to_empty_rows(tensors, torch.arange(rows, device=device) >= counts_U[:, None])
         return StackedRecords(
             tensors=tensors,
             counts=counts,
-            counts_U=torch.tensor(counts, device=device),
+            counts_U=counts_U,
             batch_size=batch_size,
         )
 
@@ -73,11 +75,6 @@ class StackedRecords:
         places = torch.arange(first, first + self.batch_size, device=self.counts_U.device)
         mask_UB = places[None, :] < self.counts_U[:, None]
         return {name: t[:, rows] for name, t in self.tensors.items()}, mask_UB, mask_UB.any(1)
-
-
-def num_records(group: Batch) -> int:
-    """How many records a user has."""
-    return len(next(iter(group.values())))
 
 
 def lengths_of(users: Sequence[Batch], longest: int | None) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 Factors = Callable[[Tensor], Tensor]
 
 
-# So many numbers are added up in their own precision.
+# This many numbers are added up in their own precision before float64 takes over.
 _SUMMED = 64
 
 

@@ -43,7 +43,8 @@ class Vectorised:
     def step_of(self, rule: ClipRule) -> Callable[..., list[Tensor]]:
         """One local step of all users, compiled on CUDA.
 
-        The clip norm is an argument of the step, so that a rule at another clip norm is no new one.
+        The clip norm is an argument of the step, so that a rule at another clip norm needs no new
+        step.
         """
         if self._step is None or self._step[0] is not type(rule):
             step = partial(self._local_step, rule)

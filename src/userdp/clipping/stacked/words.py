@@ -11,7 +11,7 @@ l_tv = o_t w_v. With the weight k_t of a position in the loss and its label y_t,
 A row shorter than the smallest length is divided by that constant, which has no gradient.
 
 `kernels.word_table` computes the same on CUDA and reads the table twice a step. Here the softmax is
-written down, of one user at a time.
+written out, for one user at a time.
 
 Shapes: U users, N positions, V words, D width. Everything is secret until noise is added.
 """

@@ -68,7 +68,7 @@ def in_order(
 
 @contextlib.contextmanager
 def _threads(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """That many threads, who share torch's threads among them."""
+    """A pool of `workers` threads, which share torch's own threads among them."""
     before = torch.get_num_threads()
     threads = ThreadPoolExecutor(
         workers,

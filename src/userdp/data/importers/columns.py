@@ -205,12 +205,12 @@ def text_of(fields: dict[str, Any], choice: str, where: str, *, chat: bool = Fal
 def content_of(fields: dict[str, Any], columns: Columns, where: str, *, chat: bool = False) -> str:
     """What is kept of a record: its text, and its completion or its label if it has one."""
     _, text = columns.named()
+    found = text_of(fields, text, where, chat=chat)
     if chat and columns.label is not None:
         raise InputError(
             f"{where}: field {text!r} is a list of chat messages, so it takes no --label. Write "
             "each chat out as one text beforehand."
         )
-    found = text_of(fields, text, where, chat=chat)
     if columns.completion is not None:
         completion = text_of(fields, columns.completion, where, chat=chat)
         return chat_pair_json(found, completion) if chat else pair_json(found, completion)
@@ -240,6 +240,7 @@ def chat_json(messages: list[Any], name: str, where: str) -> str:
     >>> chat_json([{"role": "user", "content": "hi", "id": 7}], "messages", "line 1")
     '[{"role": "user", "content": "hi"}]'
     """
+    refuse_strings(messages, name, where)
     kept: list[dict[str, str]] = []
     for message in messages:
         fields: dict[str, Any] = message if isinstance(message, dict) else {}
@@ -254,6 +255,15 @@ def chat_json(messages: list[Any], name: str, where: str) -> str:
     if not any(message["content"].strip() for message in kept):
         return ""
     return json.dumps(kept, ensure_ascii=False)
+
+
+def refuse_strings(value: list[Any], name: str, where: str) -> None:
+    """Refuse a list of strings in the place of a text: it is no chat, either."""
+    if value and all(isinstance(one, str) for one in value):
+        raise InputError(
+            f"{where}: field {name!r} is a list of strings, and a record is one text or one chat. "
+            "Join the strings to one text, or give each a record of its own."
+        )
 
 
 def owners_of(fields: dict[str, Any], choice: str, where: str) -> tuple[str, ...]:

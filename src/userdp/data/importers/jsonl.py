@@ -30,6 +30,7 @@ from userdp.data.importers.columns import (
     names_in,
     no_column,
     owners_of,
+    refuse_strings,
     seconds_of,
     text_of,
 )
@@ -96,7 +97,7 @@ def _resolved(path: Path, columns: Columns) -> tuple[Columns, dict[str, Any]] | 
 
 
 def _candidates(choice: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
-    """The columns of which one must be found. The parts of a template may be missing."""
+    """The columns that may serve: one must exist. The parts of a template may be missing."""
     if choice is None:
         return known
     return () if is_template(choice) else (choice,)
@@ -182,6 +183,7 @@ def _check_kind(value: Any, name: str, where: str, *, chat: bool) -> None:
     if isinstance(value, str if chat else list):
         here, before = "plain text", "a list of chat messages"
         if not chat:
+            refuse_strings(cast(list[Any], value), name, where)
             here, before = before, "a string"
         raise InputError(
             f"{where}: field {name!r} is {here} here and not {before} as in the lines before. "
@@ -196,7 +198,14 @@ def _content_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in _content_lines(path):
+    for place, (number, line) in enumerate(_content_lines(path)):
+        # Nothing may stand before it but blanks and the mark of UTF-8.
+        if place == 0 and line.lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
+            raise InputError(
+                f"{path.name}, line {number}: a list, and JSON Lines has one object on each line. "
+                f"If the whole file is one list of records, write it anew: jq -c '.[]' {path.name} "
+                "> records.jsonl"
+            )
         yield number, _parse(line, f"{path.name}, line {number}")
 
 
@@ -209,7 +218,7 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         raise InputError(f"{where}: not valid UTF-8.") from None
     except (ValueError, RecursionError):
         # ValueError: bad JSON, or an integer of more digits than Python converts.
-        raise InputError(f"{where}: not valid JSON.") from None
+        raise InputError(f"{where}: not valid JSON. Each line holds one whole object.") from None
     if not isinstance(fields, dict):
         raise InputError(f"{where}: not a JSON object.")
     return cast(dict[str, Any], fields)

@@ -140,7 +140,7 @@ def _value(workload: Workload, columns: Floats) -> tuple[float, Floats]:
 
 
 def _tied_value(workload: Workload, row: Floats) -> tuple[float, Floats]:
-    """The same for a Toeplitz C, by its coefficients."""
+    """`_value` for a Toeplitz C, with the gradient in its coefficients."""
     n = workload.steps
     inside = np.arange(n)[:, None] + np.arange(len(row)) < n
     value, gradient = _value(workload, np.where(inside, row, 0.0))
@@ -148,7 +148,7 @@ def _tied_value(workload: Workload, row: Floats) -> tuple[float, Floats]:
 
 
 def _toeplitz_value(workload: Workload, row: Floats) -> tuple[float, Floats]:
-    """The same where A is Toeplitz, too: a product of power series.
+    """`_tied_value` where A is Toeplitz, too: a product of power series.
 
     With v(x) = A(x) / C(x), the value is the sum of (n - s) v_s^2, and dv = -v (dC / C).
     """

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from userdp.errors import UnaccountedPlanError
-from userdp.noise.strategies.bands import Bands
 
 Floats = NDArray[np.float64]
 
@@ -30,13 +29,6 @@ Floats = NDArray[np.float64]
 def most_participations(steps: int, *, separation: int, participations: int) -> int:
     """How often a user can take part within so many steps."""
     return min(participations, -(-steps // separation))
-
-
-def banded_sensitivity(strategy: Bands, *, separation: int, participations: int) -> float:
-    """The sensitivity of a strategy whose bands are no more than the separation; else refused."""
-    check_separation(strategy.bands, separation)
-    k = most_participations(strategy.steps, separation=separation, participations=participations)
-    return math.sqrt(k) * float(np.linalg.norm(strategy.columns(), axis=1).max())
 
 
 def check_separation(bands: int, separation: int) -> None:
@@ -61,7 +53,7 @@ def toeplitz_sensitivity(coefficients: Floats, *, separation: int, participation
 
 
 def unrounded(coefficients: Floats, *, separation: int, participations: int) -> float:
-    """The same as it is computed."""
+    """The sensitivity before it is rounded up."""
     above = np.maximum.accumulate(np.abs(coefficients)[::-1])[::-1]
     n = len(above)
     total = np.zeros(n)

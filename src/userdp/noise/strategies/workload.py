@@ -9,7 +9,7 @@ rate at step t,
 For an optimizer that also divides by the size of past gradients (Adam), this takes that size to be
 constant over the run. A strategy that is chosen for the wrong A costs accuracy and no privacy.
 
-A is never written out: its inverse has three bands, and products are recurrences.
+A is never written out: its inverse has three bands, and a product with it is a recurrence.
 """
 
 from __future__ import annotations
@@ -71,22 +71,6 @@ class Workload:
             model = (1 - self.decay * share) * model + share * moment
             models[step] = model
         return models
-
-    def apply_transposed(self, models: Floats) -> Floats:
-        """A^T @ `models`."""
-        found, moment = np.empty_like(models), np.zeros_like(models[0])
-        model, shares = np.zeros_like(models[0]), self.shares
-        for step in reversed(range(self.steps)):
-            # A later model's share of this one.
-            later = 1 - self.decay * shares[step + 1] if step + 1 < self.steps else 0.0
-            model = later * model + models[step]
-            moment = self.momentum * moment + shares[step] * model
-            found[step] = moment
-        return found
-
-    def gram(self, gradients: Floats) -> Floats:
-        """A^T A @ `gradients`."""
-        return self.apply_transposed(self.apply(gradients))
 
     def inverse_columns(self) -> Floats:
         """A^-1 by columns: entry [s, j] is A^-1[s + j, s], for j = 0, 1, 2."""
