@@ -80,9 +80,14 @@ def _rebuilt(
 
 
 def _doubted(entry: Entry, *others: Entry) -> Entry:
-    """The entry with every doubt that it or another entry of the same run tells."""
-    doubts = dict.fromkeys(reason for e in (entry, *others) for reason in e.get("doubts", ()))
-    return entry | {"doubts": list(doubts)} if doubts else entry
+    """The entry with all that it or another entry of the same run tells against it."""
+    every = (entry, *others)
+    doubts = dict.fromkeys(reason for e in every for reason in e.get("doubts", ()))
+    told: Entry = {"doubts": list(doubts)} if doubts else {}
+    # Files of earlier versions do not say whether a run chose its rows.
+    if chose := next((e["chose_rows"] for e in every if e.get("chose_rows")), None):
+        told["chose_rows"] = chose
+    return entry | told
 
 
 class Module(Protocol):

@@ -13,6 +13,7 @@ from userdp import defaults
 from userdp.accounting import accountant, events
 from userdp.clipping.rules import FlatClip
 from userdp.errors import InputError, LedgerError, UnaccountedPlanError
+from userdp.history import History, merged
 from userdp.ledger.book import Ledger
 from userdp.plan import Plan
 from userdp.prices.earlier import Earlier
@@ -220,6 +221,16 @@ def test_a_models_history_says_whether_its_rows_were_chosen(
     found = ledger.as_entry()
     assert found is not None
     assert Earlier.from_json(found).chose_rows is expected
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_that_rows_were_chosen_is_not_lost_where_an_older_file_is_silent(is_first: bool) -> None:
+    # An adapter and its base tell of the same run; one of them was written before this was named.
+    silent = entry(records(), steps=20).to_json()
+    told = [History(entries=(silent | {"chose_rows": True},)), History(entries=(silent,))]
+    (found,) = merged(*told if is_first else reversed(told)).entries
+    with pytest.raises(UnaccountedPlanError, match="chose its rows"):
+        records().check_paid([], earlier=[Earlier.from_json(found)])
 
 
 def test_earlier_runs_are_priced_by_the_same_mark() -> None:

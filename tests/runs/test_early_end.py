@@ -10,6 +10,8 @@ import torch
 
 import userdp
 from tiny import make_model, make_store
+from userdp.errors import InputError
+from userdp.holding import WholeWeights
 from userdp.ledger.book import Ledger
 from userdp.runs.check import check_run
 from userdp.runs.checkpoints import Saving
@@ -105,9 +107,64 @@ def test_a_machine_that_fails_while_the_rest_is_charged_repeats_nothing_else(
         with pytest.raises(RuntimeError, match="power cut"):
             run(store, tmp_path, out=tmp_path / "run", ends=2, saving=saving)
     assert Ledger.read(tmp_path / "run" / "ledger.jsonl").steps == 4
-    # The checkpoint after two steps is the last one. The run goes on to its third step, which was
-    # charged, before it is asked again.
-    done = run(store, tmp_path, out=tmp_path / "run", ends=2, saving=saving, resume=True)
+    # The run ends where it ended, whatever is asked now.
+    done = run(store, tmp_path, out=tmp_path / "run", ends=4, saving=saving, resume=True)
     assert done.ledger.steps == 5
-    assert any("stopped after 3 of 5 planned steps" in one for one in done.statement.cautions)
+    assert any("stopped after 2 of 5 planned steps" in one for one in done.statement.cautions)
     assert check_run(tmp_path / "run").ok
+
+
+@pytest.mark.parametrize("charged", [2, 3, 4, 5])
+def test_the_rest_of_a_run_that_ended_early_is_never_taken(
+    charged: int, store: userdp.UserStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its rows are there already: nothing would tell how often it was taken, each time with new
+    # noise.
+    charge, taken = Ledger.charge_step, list[int]()
+    released = WholeWeights.set_gradients
+
+    def breaks(self: Ledger, *, of_rest: bool = False) -> None:
+        if self.steps == charged:
+            raise RuntimeError("power cut")
+        charge(self, of_rest=of_rest)
+
+    def cut(*given: Any, **named: Any) -> None:
+        raise RuntimeError("power cut")
+
+    def counted(self: WholeWeights, total: Any, release: Any) -> None:
+        taken.append(release.step)
+        released(self, total, release)
+
+    options: dict[str, Any] = {"out": tmp_path / "run", "saving": Saving(every_steps=100)}
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "charge_step", breaks)
+        patch.setattr(Ledger, "finish", cut)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run(store, tmp_path, ends=2, **options)
+    monkeypatch.setattr(WholeWeights, "set_gradients", counted)
+    # Where none of the rest was charged, the run is asked again.
+    ends = 2 if charged == 2 else 5
+    done = run(store, tmp_path, ends=ends, resume=True, **options)
+    # From the beginning, or from the checkpoint that was saved at the end.
+    assert taken == ([] if charged == 5 else [0, 1])
+    assert done.ledger.steps == 5
+    assert any("stopped after 2 of 5 planned steps" in one for one in done.statement.cautions)
+    assert check_run(tmp_path / "run").ok
+
+
+def test_a_dry_run_that_was_stopped_is_not_trained(
+    store: userdp.UserStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charge = Ledger.charge_step
+
+    def breaks(self: Ledger, *, of_rest: bool = False) -> None:
+        if self.steps == 3:
+            raise RuntimeError("power cut")
+        charge(self, of_rest=of_rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "charge_step", breaks)
+        with pytest.raises(RuntimeError, match="power cut"):
+            run(store, tmp_path, out=tmp_path / "run", ends=9, dry_run=True)
+    with pytest.raises(InputError, match="is a dry run that was stopped"):
+        run(store, tmp_path, out=tmp_path / "run", ends=9, resume=True)

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -476,34 +475,18 @@ def test_steps_that_were_seen_are_not_taken_again_with_new_noise(
         assert train(nothing, resume=True).ledger.continuations[0][0] == 1
 
 
-def test_the_rest_of_a_run_that_ends_early_was_not_seen(values: Tensor, tmp_path: Path) -> None:
-    kept_of(values, tmp_path).close()
-    kept = RepeatedSums.opened(tmp_path, KEY, (1, 9), "cpu", begun=3)
-    assert kept.untaken == 6
-    for begun in (4, 5, 9):
-        with pytest.raises(LedgerError, match="lacks the sum of step 4"):
-            RepeatedSums.opened(tmp_path, KEY, (1, 9), "cpu", begun=begun)
-    assert RepeatedSums.opened(tmp_path, KEY, (1, 4), "cpu", begun=4).untaken == 1
-
-
-def test_on_a_gpu_one_step_without_totals_counts_as_seen_unless_it_is_of_the_rest(
-    values: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_last_step_may_lack_its_sum_unless_rows_after_it_show_that_it_was_kept(
+    values: Tensor, device: str, tmp_path: Path
 ) -> None:
-    kept_of(values, tmp_path, device="cuda").close()
-
-    def opened(charged: int, begun: int) -> RepeatedSums:
-        return RepeatedSums.opened(tmp_path, KEY, (1, charged), "cuda", begun=begun)
-
-    assert opened(4, begun=4).untaken == 0
-    assert opened(4, begun=3).untaken == 1
-    # Taken after all, it is not seen before its totals are on the disk. Others may come later.
-    waiting = SimpleNamespace(step=3, numbers=[], totals=lambda: np.zeros(64))
-    monkeypatch.setattr(repeated_sums, "_Waiting", lambda seen, totals: waiting)
-    on_gpu: Any = SimpleNamespace(is_cuda=True)
-    for charged, count in ((3, 3), (4, 4)):
-        kept = opened(charged, begun=3)
-        kept.settle(kept.of_step(3, NUMBERS, bound=1.0, device="cuda"), on_gpu)
-        assert len((tmp_path / SUMS).read_bytes().splitlines()) == count
+    kept_of(values, tmp_path, device=device).close()
+    assert RepeatedSums.opened(tmp_path, KEY, (1, 3), device, is_settled=True).untaken == 0
+    # On a GPU totals come later: the step may have been seen, and keeps its noise.
+    untaken = 1 if device == "cpu" else 0
+    assert RepeatedSums.opened(tmp_path, KEY, (1, 4), device).untaken == untaken
+    for steps, is_settled in (((1, 4), True), ((1, 5), False), ((4, 6), False)):
+        with pytest.raises(LedgerError, match="lacks the sum of step"):
+            RepeatedSums.opened(tmp_path, KEY, steps, device, is_settled=is_settled)
 
 
 def test_a_step_is_charged_after_the_sum_of_the_step_before_is_written(

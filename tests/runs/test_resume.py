@@ -636,7 +636,8 @@ def test_row_13_a_fork_at_step_50_shares_no_noise_with_its_parent(
     assert [item.steps for item in forked.ledger.earlier] == [52]
     everything = torch.stack(list(drawn.values()))
     assert len(everything) == 4
-    # Both runs have one fixed seed. The standard error is 0.001 at a million numbers; one of six
-    # independent pairs is beyond 4 of them with probability 4e-4 over all seeds, and this is fixed.
+    # The standard error is 0.001 at a million numbers; one of six independent pairs is beyond 6 of
+    # them with probability 1e-8. The seed is fixed, but noise is bound to the run, and so to each
+    # version of this package.
     apart = torch.corrcoef(everything) - torch.eye(4)
-    assert float(apart.abs().max()) < 0.004
+    assert float(apart.abs().max()) < 0.006

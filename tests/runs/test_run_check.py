@@ -222,3 +222,12 @@ def test_half_a_card_of_a_killed_process_is_no_file_of_the_model(tmp_path: Path)
     assert model_files(tmp_path) == before
     (tmp_path / ".model.safetensors.partial").write_bytes(b"wei")
     assert model_files(tmp_path) != before
+
+
+def test_a_past_that_was_written_before_rows_were_named_in_it_is_not_a_problem() -> None:
+    # Runs of earlier versions, and what was published of them, stay as they are.
+    recorded = {"run": "x", "steps": 3, "chose_rows": True}
+    assert _says_as_much({"run": "x", "steps": 3}, recorded)
+    assert _says_as_much(recorded, recorded)
+    assert not _says_as_much(recorded, {"run": "x", "steps": 3})
+    assert not _says_as_much({"run": "x", "steps": 2}, recorded)

@@ -34,6 +34,7 @@ from userdp.clipping.rules import AdaptiveClip, FlatClip
 from userdp.config.file import load_config
 from userdp.data.store import write_store
 from userdp.errors import BudgetExhaustedError, InputError, LedgerError
+from userdp.files.remembered import SUMS
 from userdp.index import UserIndex
 from userdp.ledger.book import Ledger
 from userdp.plan import Plan
@@ -521,6 +522,12 @@ def test_a_test_is_asked_again_with_its_noise_of_the_same_gradients_alone(
     with pytest.raises(StoppedError):
         train(stop)
     before = list(asked)
+    # The halt came after the sum. Without it the test would be asked once more, with new noise.
+    sums = (tmp_path / "run" / SUMS).read_bytes()
+    (tmp_path / "run" / SUMS).write_bytes(sums.splitlines(keepends=True)[0])
+    with pytest.raises(LedgerError, match="lacks the sum of step 2"):
+        train(moved, resume=True)
+    (tmp_path / "run" / SUMS).write_bytes(sums)
     with pytest.raises(InputError, match="step 2 is taken again, and its sum is not"):
         train(moved, resume=True)
     # The second step's test is not asked.

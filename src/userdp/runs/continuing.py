@@ -258,6 +258,11 @@ def start(
         own = plan.over(_steps_left(plan, beginning))
         return Start(plan=own, beginning=beginning, given_up=given_up)
     if charged is not None:
+        if not charged.steps_begun:
+            raise InputError(
+                f"{run} is a dry run that was stopped: there is nothing to go on with. Choose "
+                "another directory."
+            )
         if not charged.fixed_seed:
             # Without it nothing goes on, whatever else has changed.
             stored_secret(run, charged.bound_to.get("noise_key"))

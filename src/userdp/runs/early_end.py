@@ -37,27 +37,37 @@ class EarlyEnd:
     def __init__(self, record: RunRecord, asked: Callable[[], bool] | None) -> None:
         self._record = record
         self._asked = asked
-        self._after: int | None = None
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether the run ended here before it was stopped: its ledger has some of the rest.
+
+        None of the rest is taken after all. Its rows could not tell how often it was.
+        """
+        ledger = self._record.ledger
+        return self._record.steps == ledger.steps_begun < ledger.steps
 
     @property
     def is_asked(self) -> bool:
         """Whether the training shall end here, before the last planned step."""
         planned = self._record.ledger.plan.steps
         is_over = self._record.is_halted or self._record.steps >= planned
-        return self._asked is not None and not is_over and self._asked()
+        is_asked = self._asked is not None and not is_over and self._asked()
+        # After a step that is taken again the answer was no, or some of the rest is charged.
+        return self.was_asked if self._record.is_repeating else is_asked
 
     def charge_rest(self) -> None:
         """Charge for all planned steps that are left."""
-        self._after = self._record.steps
         while self._record.steps < self._record.ledger.plan.steps:
             self._record.charge_step(of_rest=True)
 
     def told(self, people: dict[str, Any]) -> dict[str, Any]:
         """What the closing row says beside the steps, with the early end among the cautions."""
-        if self._after is None:
+        ledger = self._record.ledger
+        if ledger.steps_begun == ledger.steps:
             return people
         caution = (
-            f"training stopped after {self._after:,} of {self._record.steps:,} planned steps; all "
+            f"training stopped after {ledger.steps_begun:,} of {ledger.steps:,} planned steps; all "
             "of them are charged, because the decision to stop may depend on the weights"
         )
         return {**people, "cautions": [*people.get("cautions", ()), caution]}

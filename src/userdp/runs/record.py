@@ -182,8 +182,10 @@ class RunRecord:
             sums: AnySums = NoSums()
             if not secret.fixed_seed and not ledger.is_finished:
                 device = device_of(model, sharded=sharded).type
-                steps, begun = (after, ledger.steps), ledger.steps_begun
-                sums = RepeatedSums.opened(path, secret.key, steps, device, begun=begun)
+                # A halt, and the rest of a run that ended early, come after the last sum.
+                is_settled = ledger.is_halted or ledger.steps_begun < ledger.steps
+                steps = (after, ledger.steps_begun)
+                sums = RepeatedSums.opened(path, secret.key, steps, device, is_settled=is_settled)
         except BaseException:
             ledger.close()
             raise

@@ -13,10 +13,10 @@ do not. There a few totals with random factors are kept, and a difference of len
 of them by about d. A small difference passes. It is released without noise, so a step is taken
 again only a few times.
 
-A process may be stopped between the charge of a step and its sum, or charge the rest of a run that
-ends early. Such steps were not taken, and they get new noise. No other step may lack its sum: it
-was seen, and with new noise it would be released twice for one charge. On a GPU the last sum is on
-its way while its step is taken: such a step is judged by the digests alone.
+A process may be stopped between the charge of a step and its sum. The last step may thus lack its
+sum: it was not taken, and it gets new noise. No other step may: it was seen, and with new noise it
+would be released twice for one charge. On a GPU the last sum is on its way while its step is taken:
+such a step is judged by the digests alone. The rest of a run that ended early is never taken.
 
 Secret: the totals, and whether they agree.
 """
@@ -164,14 +164,10 @@ class SumOfStep:
 class RepeatedSums:
     """The sums of a run's steps, as far as they are kept in its directory."""
 
-    def __init__(
-        self, run: Path, key: bytes, known: dict[int, _Row], *, charged: int = 0, untaken: int = 0
-    ) -> None:
+    def __init__(self, run: Path, key: bytes, known: dict[int, _Row], *, untaken: int = 0) -> None:
         self._place = run / SUMS
         self._known = known
-        # How many steps were charged by the processes before this one.
-        self._charged = charged
-        # How many of the steps that were charged last were never taken.
+        # 1 if the step that was charged last was never taken, else 0.
         self.untaken = untaken
         self._factors = Factors(key)
         # The totals that a GPU has not computed yet.
@@ -185,12 +181,11 @@ class RepeatedSums:
 
     @staticmethod
     def opened(
-        run: Path, key: bytes, steps: tuple[int, int], device: str, *, begun: int | None = None
+        run: Path, key: bytes, steps: tuple[int, int], device: str, *, is_settled: bool = False
     ) -> RepeatedSums:
-        """The sums of a run that goes on. `steps` are those of its checkpoint and those charged.
+        """The sums of a run that goes on. `steps` are those of its checkpoint and those begun.
 
-        `begun` is how many of those were charged to be taken, and not as the rest of a run that
-        ends early; by default all.
+        `is_settled`: rows after the last of them show that its sum was kept.
         """
         place = run / SUMS
         if not place.is_file() or place.is_symlink():
@@ -217,20 +212,17 @@ class RepeatedSums:
         except (KeyError, TypeError, ValueError):
             raise LedgerError(f"{place}: this is no list of sums; restore it.") from None
         lost = [step for step in range(*steps) if step not in known]
-        charged = steps[1]
-        begun = charged if begun is None else begun
-        # A step is charged after the sum of the step before is written.
-        may_be_lost = range(min(begun, charged - 1), charged)
-        if lost != list(range(*steps))[len(known) :] or any(s not in may_be_lost for s in lost):
+        # A step is charged after the sum of the step before is written, so only the last may lack
+        # its own.
+        if lost and (is_settled or lost != [steps[1] - 1]):
             raise LedgerError(
                 f"{place} lacks the sum of step {lost[0] + 1}, which was charged: nobody can tell "
                 f"whether it is the same when it is taken again. Restore the file, or say {FORK}."
             )
         # On a CPU a sum is written before anybody sees a weight of its step. On a GPU the last one
         # may come later: that step may have been seen, and with other noise it would be seen twice.
-        was_seen = len(lost) == 1 and begun == charged and device not in _EXACT
-        untaken = 0 if was_seen else len(lost)
-        return RepeatedSums(run, key, known, charged=charged, untaken=untaken)
+        untaken = len(lost) if device in _EXACT else 0
+        return RepeatedSums(run, key, known, untaken=untaken)
 
     def of_step(
         self, step: int, numbers: Sequence[float], *, bound: float, device: str
@@ -244,8 +236,7 @@ class RepeatedSums:
         if before is None:
             self.flush()
             self._waiting = _Waiting(seen, totals)
-            # A step that was charged before has no charge after it that would wait for its totals.
-            if not totals.is_cuda or seen.step < self._charged:
+            if not totals.is_cuda:
                 self.flush()
             return
         now = _numpy(totals)

@@ -313,6 +313,8 @@ def train(
         measure = _call if validation is None else partial(first_runs, model, ranks)
         measure(watch.begin)
         early_end = EarlyEnd(record, stop_early)
+        if early_end.was_asked:
+            early_end.charge_rest()
         is_settled = False
         for cohort in step.cohorts():
             step.apply(
