@@ -64,7 +64,7 @@ def test_the_budget_is_the_composition_of_everything(
     # Composed by another library, from the numbers in the configurations alone.
     accountant = PLDAccountant(
         neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
-        value_discretization_interval=1e-5,
+        value_discretization_interval=1e-4,
     )
     accountant.compose(step_event(3.0), 6 + 3)
     accountant.compose(step_event(4.0), 5 + 2)

@@ -66,7 +66,6 @@ def test_whoever_gives_on_step_shows_progress_alone(
     shown: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    assert shown(on_step=seen.append) == ""
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    assert "3/3" not in shown(on_step=seen.append)
-    assert seen == [1, 2, 3] * 2
+    assert shown(on_step=seen.append) == ""
+    assert seen == [1, 2, 3]
