@@ -83,6 +83,11 @@ def test_refused_on_the_fast_path_and_safe_alone(name: str) -> None:
     assert found.largest_movement <= 1 + 1e-5
 
 
+def test_state_that_a_model_keeps_is_the_cause_that_is_told() -> None:
+    model = families.build(families.PLAIN_ONLY["recurrent gemma"])
+    assert "between forward passes" in probed(model, "fast").cause
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", [*families.REFUSED, *families.MIXTURES])
 def test_refused_by_name_on_both_paths(name: str, path: PathName) -> None:

@@ -332,15 +332,18 @@ def test_a_verdict_on_the_model_is_never_passed_over() -> None:
         step.apply([*([shows] * 3), shows | {"z": torch.ones(1)}])
 
 
+# The smaller rate shows only where the same cohort is summed again.
+@pytest.mark.parametrize("rate", [2e-5, 2e-6])
 @pytest.mark.parametrize("path", ["fast", "plain"])
-def test_a_loss_that_hardly_remembers_is_found(path: Any) -> None:
-    # Below 1e-3 C for the few users of a probe, above C for the thousands of a cohort.
+def test_a_loss_that_hardly_remembers_is_found(path: Any, rate: float) -> None:
+    # Below 1e-3 C for the few users of a probe, and at the larger rate above C for the thousands of
+    # a cohort.
     state = {"scale": 1.0}
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         own = squares(model, batch)
         for value in own.detach().tolist():
-            state["scale"] += 2e-5 * (min(value, 9.0) - state["scale"])
+            state["scale"] += rate * (min(value, 9.0) - state["scale"])
         return own * state["scale"]
 
     torch.manual_seed(0)
