@@ -132,11 +132,16 @@ def test_a_fork_of_a_cut_ledger_is_refused(root: Path) -> None:
     assert spent(root) == pytest.approx(plan().epsilon())
 
 
-def test_a_fork_of_a_ledger_cut_beside_its_model_is_refused(root: Path) -> None:
+@pytest.mark.parametrize("are_sums_known", [True, False])
+def test_a_fork_of_a_ledger_cut_beside_its_model_is_refused(
+    root: Path, are_sums_known: bool
+) -> None:
     # The checkpoints are gone, too; that there is a model shows that the run came to its end.
     train(root)
     cut(root / "run", 1)
     shutil.rmtree(root / "run" / "checkpoints")
+    if not are_sums_known:
+        (root / "run" / SUMS).write_bytes(b"")
     with pytest.raises(LedgerError, match="cut off"):
         train(root, fork=True, lr=0.02)
 
