@@ -149,3 +149,15 @@ def test_exposure_of_a_user_does_not_depend_on_others(factor: float) -> None:
     assert torch.equal(before[1:], after[1:])
     alone = reference.exposure(x[3:].reshape(1, 15, 4), [y[3:].reshape(1, 15, 3)])
     torch.testing.assert_close(after[3:], alone)
+
+
+def test_rows_of_a_user_are_added_up_before_they_are_squared() -> None:
+    # Users of three rows, of two opposite ones, and of one.
+    values = torch.tensor(
+        [[1.0, 2.0], [3.0, -1.0], [2.0, 2.0], [5.0, 1.0], [-5.0, -1.0], [0.5, 0.0]]
+    )
+    starts, owner = torch.tensor([0, 3, 5, 6]), torch.tensor([0, 0, 0, 1, 1, 2])
+    found = reference.ragged_squared_norms(values, owner, starts)
+    exact = torch.tensor([45.0, 0.0, 0.25])
+    assert bool((found >= exact).all())
+    torch.testing.assert_close(found, exact, rtol=0.0, atol=1e-3)
